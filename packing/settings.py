@@ -1,0 +1,162 @@
+"""Typed settings that refuse what they do not know, and the settings of the `data` section.
+
+`parse` turns every pydantic error into one InputError that names the file, the key, what is wrong and the nearest known key.
+`DataSettings` stands here, beside the code it configures; `pretrain.settings` composes it into a whole recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+import typing
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from packing.errors import InputError
+
+
+class Settings(BaseModel):
+    """Base of every settings class: unknown keys are errors, and a built object does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+def _count(value: object) -> object:
+    """Read `364e6` and `131_072`, which YAML hands over as text or float, as the whole numbers they are."""
+    if isinstance(value, bool):
+        raise ValueError("a whole number is wanted, not true or false")
+    if isinstance(value, str):
+        try:
+            value = float(value.replace("_", ""))
+        except ValueError:
+            return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
+PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class DataSettings(Settings):
+    """Where tokens come from and how they are packed.
+
+    `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer` they are prepared into `packs`
+    on first use.
+    """
+
+    packs: Path
+    length: PositiveCount = 4096
+    held_out: Share = 0.0
+    mask_boundaries: bool = True  # no loss on the token that would have to guess the next document's first
+    end_token: int | None = Field(None, ge=0)  # token .bin only: the id that ends a document; none: a pack is one document
+
+    source: str | None = None  # file, folder or Hugging Face dataset name
+    format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"
+    subset: str | None = None  # Hugging Face's "config name"
+    split: str = "train"
+    streaming: bool = False
+    text: str = "text"  # a column, or a template over columns: "{title}\n\n{body}"
+    tokenizer: str | None = None  # hub name, folder, or tokenizer.json
+    packing: Literal["truncate", "best_fit"] = "truncate"
+    positions: Literal["restart", "continue"] = "restart"
+    add_bos: bool = False
+    add_eos: bool = True
+    shuffle: bool = True
+    on_bad_line: Literal["error", "skip"] = "error"
+    processes: PositiveCount | None = None  # default: one a core
+
+    @model_validator(mode="after")
+    def _source_and_tokenizer_together(self) -> DataSettings:
+        if (self.source is None) != (self.tokenizer is None):
+            missing, given = ("tokenizer", "source") if self.tokenizer is None else ("source", "tokenizer")
+            raise ValueError(f"`{given}` is set but `{missing}` is not; preparing packs needs both")
+        return self
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
+    """Build `cls` from `values`; every mistake in them becomes one InputError that starts with `origin`."""
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        lines = [_describe(cls, item) for item in error.errors(include_url=False)]
+        raise InputError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+
+
+def _describe(cls: type[BaseModel], item: dict[str, Any]) -> str:
+    path = [str(part) for part in item["loc"] if isinstance(part, int) or not _is_tag(part)]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        known = list(_fields_at(cls, path[:-1]))
+        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*path[:-1], near[0]])}`?" if near else f"known keys here: {', '.join(sorted(known))}"
+        return f"unknown key `{key}`; {hint}"
+    if item["type"] == "missing":
+        return f"`{key}` is required and missing"
+    message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+    got = "" if item["type"] == "value_error" and not path else f" (got {item['input']!r})" if path and not isinstance(item["input"], dict) else ""
+    return f"`{key}`: {message}{got}" if key else message
+
+
+def _is_tag(part: str) -> bool:
+    """Pydantic puts the tried member of a union into the path, as in `function-before[...]` or `literal['auto']`."""
+    return "[" in part or part in {"int", "str", "float", "bool", "none", "constrained-int", "constrained-str"}
+
+
+def _fields_at(cls: type[BaseModel], path: list[str]) -> dict[str, Any]:
+    """The fields of the settings class that stands at `path` below `cls`."""
+    for part in path:
+        field = cls.model_fields.get(part)
+        nested = next((c for c in _settings_classes(field.annotation) if c.__name__ == part or True), None) if field else None
+        if nested is None:
+            return {}
+        cls = nested
+    return dict(cls.model_fields)
+
+
+def _settings_classes(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
+        return [c for part in typing.get_args(annotation) for c in _settings_classes(part)]
+    return []
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML lets a repeated key silently win over the first; a recipe that says two things is a mistake."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The mapping that the YAML file at `path` holds; InputError where there is none."""
+    path = Path(path)
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise InputError(f"{path}: no such file{hint}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
+    return values

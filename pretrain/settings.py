@@ -1,0 +1,135 @@
+"""Every setting a training recipe can have, typed; unknown keys are errors.
+
+The classes hold defaults and the rules that one section can check alone. What needs two sections, or the world size, is checked
+in `pretrain.plan`. Nothing here imports torch, so a mistyped key is reported at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from packing.settings import Count, DataSettings, PositiveCount, Settings, Share
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class EveryNthLayer(Settings):
+    """Recompute every n-th layer in backward instead of keeping its activations."""
+
+    every: PositiveCount
+
+
+class ModelSettings(Settings):
+    source: str | None = None  # hub name or folder
+    config: dict[str, Any] | None = None  # {model_type: qwen3, hidden_size: ...}: from scratch, weights drawn from the seed
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
+    compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelSettings:
+        if (self.source is None) == (self.config is None):
+            raise ValueError("set exactly one of `source` (hub name or folder) and `config` (from scratch)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` needs `model_type`, as in {model_type: qwen3, hidden_size: 1024, ...}")
+        return self
+
+
+class BatchSettings(Settings):
+    tokens: PositiveCount = 131_072  # tokens of one optimizer step, over all devices
+    microbatch: Literal["auto"] | PositiveCount = "auto"  # packs a device takes at once
+
+
+class OptimizerSettings(Settings):
+    learning_rate: float = Field(3.0e-4, gt=0)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(1.0e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay: Literal["matrices", "all"] = "matrices"  # all: norms and biases too, torch's default
+    clip: float | None = Field(1.0, gt=0)
+
+
+class ScheduleSettings(Settings):
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    warmup: Count = 0  # steps
+    warmup_tokens: PositiveCount | None = None  # in place of `warmup`
+    decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
+    min_lr_ratio: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleSettings:
+        if self.warmup and self.warmup_tokens:
+            raise ValueError("set one of `warmup` (steps) and `warmup_tokens`")
+        return self
+
+
+class TrainSettings(Settings):
+    """The horizon: exactly one of the three."""
+
+    steps: PositiveCount | None = None
+    tokens: PositiveCount | None = None
+    epochs: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_horizon(self) -> TrainSettings:
+        if sum(value is not None for value in (self.steps, self.tokens, self.epochs)) != 1:
+            raise ValueError("set exactly one of `steps`, `tokens` and `epochs`")
+        return self
+
+
+class LossSettings(Settings):
+    kind: Literal["chunked", "cce", "reference"] = "chunked"
+    chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
+
+
+class EvaluateSettings(Settings):
+    every: PositiveCount | None = None  # steps; none: at the end only
+    batches: PositiveCount | None = None  # microbatches of held-out packs; none: all of them
+    samples: list[str] = []  # prompts to continue at every evaluation
+    sample_tokens: PositiveCount = 64
+
+
+class CheckpointSettings(Settings):
+    every: PositiveCount | None = 500  # steps; none: at the end and on a signal only
+    keep: PositiveCount = 3
+
+
+class LogSettings(Settings):
+    every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
+    trackers: list[str] = ["jsonl"]
+    project: str = "pretrain"
+
+    @field_validator("trackers")
+    @classmethod
+    def _metrics_file_is_always_written(cls, names: list[str]) -> list[str]:
+        return list(dict.fromkeys(["jsonl", *names]))
+
+
+class HealthSettings(Settings):
+    on_nan: Literal["stop", "skip"] = "stop"
+    on_spike: Literal["ignore", "warn", "stop"] = "warn"
+
+
+class Recipe(Settings):
+    """A whole training recipe: what is trained, on what, how long, and what is recorded."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: Count = 42
+    precision: Literal["fp32", "bf16"] | None = None  # none: what the accelerate configuration names
+    weights: Literal["fp32", "bf16"] = "fp32"
+    model: ModelSettings
+    data: DataSettings
+    batch: BatchSettings = BatchSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    train: TrainSettings
+    loss: LossSettings = LossSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    run_dir: str = "runs/{name}-{precision}-{weights}"
