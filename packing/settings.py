@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -82,45 +84,55 @@ class DataSettings(Settings):
 
 S = TypeVar("S", bound=BaseModel)
 
+# Pydantic puts the tried member of a union into an error's location, as in `literal['auto']`, `constrained-int` or the name of a
+# settings class. No user wrote those.
+_UNION_MEMBER = re.compile(r".*\[.*\].*|(constrained-)?(int|float|str|bool)|none|dict|list|[A-Z]\w*")
 
-def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
-    """Build `cls` from `values`; every mistake in them becomes one InputError that starts with `origin`."""
+
+def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], str]) -> S:
+    """Build `cls` from `values`.
+
+    Every mistake becomes a line of one InputError that starts with `origin`: a file's name, or a function from the dotted key to
+    the place it was set in.
+    """
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        lines = [_describe(cls, item) for item in error.errors(include_url=False)]
-        raise InputError("\n".join(f"{origin}: {line}" for line in dict.fromkeys(lines))) from None
+        lines: dict[tuple[str, str], list[str]] = {}
+        for item in error.errors(include_url=False):
+            key, what, offered = _describe(cls, item)
+            lines.setdefault((key, what), []).append(offered)
+        texts = [
+            f"{origin if isinstance(origin, str) else origin(key)}: {what}{', or '.join(filter(None, dict.fromkeys(offered)))}"
+            for (key, what), offered in lines.items()
+        ]
+        raise InputError("\n".join(texts)) from None
 
 
-def _describe(cls: type[BaseModel], item: dict[str, Any]) -> str:
-    path = [str(part) for part in item["loc"] if isinstance(part, int) or not _is_tag(part)]
+def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
+    """The dotted key of one pydantic error, what to say, and what would be taken (members of a union each say their own)."""
+    path, fields = _walk(cls, item["loc"])
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
-        known = list(_fields_at(cls, path[:-1]))
-        near = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*path[:-1], near[0]])}`?" if near else f"known keys here: {', '.join(sorted(known))}"
-        return f"unknown key `{key}`; {hint}"
+        near = difflib.get_close_matches(path[-1], fields, n=1, cutoff=0.5)
+        hint = f"did you mean `{'.'.join([*path[:-1], near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
+        return key, f"unknown key `{key}`; {hint}", ""
     if item["type"] == "missing":
-        return f"`{key}` is required and missing"
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-    got = "" if item["type"] == "value_error" and not path else f" (got {item['input']!r})" if path and not isinstance(item["input"], dict) else ""
-    return f"`{key}`: {message}{got}" if key else message
+        return key, f"`{key}` is required and missing", ""
+    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
+    if item["type"] == "value_error":
+        return key, f"`{key}`: {message}" if key else message, ""
+    got = "a mapping" if isinstance(item["input"], dict) else repr(item["input"])
+    return key, f"`{key}` is {got}; it should be ", message
 
 
-def _is_tag(part: str) -> bool:
-    """Pydantic puts the tried member of a union into the path, as in `function-before[...]` or `literal['auto']`."""
-    return "[" in part or part in {"int", "str", "float", "bool", "none", "constrained-int", "constrained-str"}
-
-
-def _fields_at(cls: type[BaseModel], path: list[str]) -> dict[str, Any]:
-    """The fields of the settings class that stands at `path` below `cls`."""
-    for part in path:
+def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
+    """The user's own keys in a pydantic location, and the names of the fields that stand beside the last of them."""
+    path = [str(part) for part in loc if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
+    for part in path[:-1]:
         field = cls.model_fields.get(part)
-        nested = next((c for c in _settings_classes(field.annotation) if c.__name__ == part or True), None) if field else None
-        if nested is None:
-            return {}
-        cls = nested
-    return dict(cls.model_fields)
+        cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
+    return path, list(cls.model_fields)
 
 
 def _settings_classes(annotation: object) -> list[type[BaseModel]]:

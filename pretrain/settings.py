@@ -23,7 +23,7 @@ class EveryNthLayer(Settings):
 
 class ModelSettings(Settings):
     source: str | None = None  # hub name or folder
-    config: dict[str, Any] | None = None  # {model_type: qwen3, hidden_size: ...}: from scratch, weights drawn from the seed
+    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config
     revision: str | None = None
     trust_remote_code: bool = False
     attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
@@ -31,11 +31,9 @@ class ModelSettings(Settings):
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
 
     @model_validator(mode="after")
-    def _one_origin(self) -> ModelSettings:
-        if (self.source is None) == (self.config is None):
-            raise ValueError("set exactly one of `source` (hub name or folder) and `config` (from scratch)")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError("`config` needs `model_type`, as in {model_type: qwen3, hidden_size: 1024, ...}")
+    def _has_an_origin(self) -> ModelSettings:
+        if self.source is None and "model_type" not in (self.config or {}):
+            raise ValueError("set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}")
         return self
 
 
@@ -88,7 +86,7 @@ class LossSettings(Settings):
 
 class EvaluateSettings(Settings):
     every: PositiveCount | None = None  # steps; none: at the end only
-    batches: PositiveCount | None = None  # microbatches of held-out packs; none: all of them
+    packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; none: all of them
     samples: list[str] = []  # prompts to continue at every evaluation
     sample_tokens: PositiveCount = 64
 
@@ -96,6 +94,7 @@ class EvaluateSettings(Settings):
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; none: at the end and on a signal only
     keep: PositiveCount = 3
+    at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
 
 class LogSettings(Settings):

@@ -1,0 +1,45 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both make .venv on first use and skip that afterwards.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --disable-pip-version-check
+# Test workers: one a core, but no more than 8; each imports torch, and 64 of them would only fight over memory.
+WORKERS ?= logical
+
+.PHONY: help demo test lint clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    text of this machine's Python -> tokenizer -> packs -> a small trained model (about 5 minutes, no GPU)"
+	@echo "make test    install what is missing and run the tests"
+	@echo "make lint    ruff check and ruff format --check"
+	@echo "make clean   remove what the demo made and every cache; .venv and your own runs stay"
+	@echo
+	@echo "PYTHON=python3.12 make ... picks the interpreter that .venv is made with (3.11 or newer)"
+
+demo: $(VENV)/.installed
+	@$(RUN) -m demo
+
+test: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+clean:
+	rm -rf demo/work runs/smoke .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# A stamp appears only after pip has succeeded, so an interrupted installation is taken up again.
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; PYTHON=... names one")'
+	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' requirements.txt)"
+	$(PIP) -r requirements.txt
+	@touch $@
+
+$(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
+	$(PIP) -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,94 @@
+"""How fast the launcher trains on this machine: each variant a real `accelerate launch` in a process of its own.
+
+    python -m benchmarks.training_speed --out benchmarks/results/h200_bf16.json --variant weights=fp32 --variant weights=bf16
+
+Needs packs, or the corpus and tokenizer to make them from: `python -m demo --only corpus tokenizer`. The figures are the run's own
+summary, so they count whole steps, data included, and leave out the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrain.run_files import read_metrics
+from pretrain.run_folder import describe_environment
+
+RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
+CONFIG = Path("accelerate_configs/gpu.yaml")
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    results = [measure(variant.split(), arguments) for variant in arguments.variant]
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({}),
+        "processor": platform.processor() or platform.machine(),
+        "recipe": arguments.recipe.read_text(),
+        "results": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    for result in results:
+        print(line(result))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--variant", action="append", required=True, metavar="'key=value ...'", help="overrides of one variant")
+    parser.add_argument("--recipe", type=Path, default=RECIPE)
+    parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=240, help="seconds for one variant")
+    return parser.parse_args()
+
+
+def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train one variant; its summary, step times and exit status."""
+    folder = Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
+    shutil.rmtree(folder, ignore_errors=True)
+    command = ["accelerate", "launch", "--quiet", "--config_file", str(arguments.config), "train_accelerate.py", str(arguments.recipe)]
+    command += [*overrides, f"run_dir={folder}"]
+    began = time.perf_counter()
+    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
+    try:
+        finished = subprocess.run(launcher, capture_output=True, text=True, timeout=arguments.timeout, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        status, output = finished.returncode, finished.stdout + finished.stderr
+    except subprocess.TimeoutExpired as error:
+        status, output = "timeout", str(error.stdout or b"")[-4000:]
+    result: dict[str, Any] = {"variant": overrides, "command": shlex.join(command), "status": status, "wall_seconds": time.perf_counter() - began}
+    if (folder / "summary.json").exists():
+        steps = read_metrics(folder).steps
+        result["summary"] = json.loads((folder / "summary.json").read_text())
+        result["steps"] = {key: [step[key] for step in steps] for key in ("step_ms", "loss", "gradient_norm", "data_wait_ms")}
+    else:
+        result["output"] = output[-4000:]
+    return result
+
+
+def line(result: dict[str, Any]) -> str:
+    name = " ".join(result["variant"])
+    if "summary" not in result:
+        return f"{name}: failed ({result['status']})\n{result['output']}"
+    s = result["summary"]
+    return (
+        f"{name}: {s['tokens_per_second']:,.0f} tokens/s, MFU {s.get('mfu_bf16_peak', float('nan')):.1%}, {s['memory_gib']:.1f} GiB, "
+        f"first step {s['first_step_seconds']:.1f} s, recompiles {s['recompiles']}, data wait {s['data_wait_share']:.3%}, "
+        f"loss {result['steps']['loss'][0]:.4f} -> {s['loss']:.4f}, wall {result['wall_seconds']:.0f} s"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Real text that every machine with Python has: the standard library's sources and docstrings.
+
+Each module is a document and each docstring of some size is one of its own, cut out of its module: no text stands twice, so a
+held-out docstring is not also inside a training document and the held-out loss means what it says. The lengths run from two
+lines of docstring to hundreds of thousands of characters, which is what packing has to cope with in earnest.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packing.errors import InputError
+
+# Tests and idlelib because they are not the library proper, `encodings` because it is tables of characters rather than text.
+LEFT_OUT = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
+SHORTEST_DOCSTRING = 80  # characters; anything shorter stays where it is, a comment more than a text
+MOST_BYTES = 32 * 2**20  # of text; CPython's library has about a third of that, a distribution with extras may not run away
+
+Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Document:
+    name: str  # "asyncio/queues.py", or "asyncio/queues.py:Queue.get" for a docstring
+    text: str
+
+
+@dataclass(frozen=True)
+class CorpusSummary:
+    documents: int
+    text_bytes: int
+    unreadable: tuple[str, ...]  # modules that this Python cannot decode or parse
+
+
+def standard_library() -> Path:
+    """The folder of this Python's standard library; InputError where it has no sources."""
+    root = Path(sysconfig.get_path("stdlib"))
+    if not (root / "ast.py").is_file():
+        raise InputError(
+            f"{root}: no Python sources here; the demo reads them, so install a Python that ships its library as .py files"
+        )
+    return root
+
+
+def write_corpus(path: Path, root: Path, most_bytes: int = MOST_BYTES) -> CorpusSummary:
+    """Write the documents of `root` to `path`, one JSON object {"text", "name"} a line; the file appears whole or not at all.
+
+    The order is that of the sorted paths, a module before its docstrings, so one Python gives one file, byte for byte.
+    """
+    documents = text_bytes = 0
+    unreadable: list[str] = []
+    seen: set[str] = set()
+    unfinished = path.with_name(path.name + ".unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with unfinished.open("w", encoding="utf-8") as file:
+        for document in library_documents(root, unreadable):
+            if document.text in seen:  # inherited methods often repeat their docstring word for word
+                continue
+            size = len(document.text.encode())
+            if text_bytes + size > most_bytes:
+                break
+            seen.add(document.text)
+            documents += 1
+            text_bytes += size
+            file.write(json.dumps({"text": document.text, "name": document.name}, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    return CorpusSummary(documents, text_bytes, tuple(unreadable))
+
+
+def read_texts(corpus: Path) -> Iterator[str]:
+    """The texts of a file that `write_corpus` wrote, in order."""
+    with corpus.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def library_documents(root: Path, unreadable: list[str]) -> Iterator[Document]:
+    """Every document under `root`; the names of modules that cannot be read are appended to `unreadable`."""
+    paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        try:
+            with tokenize.open(path) as file:  # honours the module's coding line
+                module = split_module(name, file.read())
+        except (SyntaxError, UnicodeDecodeError, OSError):
+            unreadable.append(name)
+            continue
+        yield from module
+
+
+def split_module(name: str, source: str) -> list[Document]:
+    """The module without its docstrings, then each docstring, in order of appearance.
+
+    A docstring shorter than `SHORTEST_DOCSTRING`, or one that shares a line with code, stays in the module. Raises SyntaxError.
+    """
+    lines: list[str | None] = source.split("\n")  # not splitlines(), which also splits at form feeds, where `ast` does not
+    docstrings: list[Document] = []
+    for qualified_name, statement in _docstrings(ast.parse(source), ""):
+        text = _text_of(statement)
+        if len(text) < SHORTEST_DOCSTRING or not _has_lines_to_itself(statement, lines):
+            continue
+        docstrings.append(Document(f"{name}:{qualified_name}" if qualified_name else f"{name}:", text))
+        for number in range(statement.lineno - 1, statement.end_lineno):
+            lines[number] = None
+    module = "\n".join(line for line in lines if line is not None).strip("\n")
+    return [Document(name, module + "\n"), *docstrings] if module.strip() else docstrings
+
+
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Expr]]:
+    """The qualified name and the statement of each docstring in `node` and in what is defined inside it."""
+    if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
+        yield name, node.body[0]
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
+        elif isinstance(child, ast.stmt | ast.excepthandler):  # definitions also stand inside `if` and `try`
+            yield from _docstrings(child, name)
+
+
+def _text_of(docstring: ast.Expr) -> str:
+    return inspect.cleandoc(docstring.value.value)
+
+
+def _has_lines_to_itself(statement: ast.stmt, lines: list[str]) -> bool:
+    """Whether nothing but blanks stands before and after `statement`; `ast` counts columns in UTF-8 bytes."""
+    before = lines[statement.lineno - 1].encode()[: statement.col_offset]
+    after = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :]
+    return not before.strip() and not after.strip()

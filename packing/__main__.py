@@ -1,0 +1,183 @@
+"""`python -m packing`: prepare packs from text, look at packs, bring packs of other formats into ours.
+
+    python -m packing prepare recipes/smoke.yaml data.length=1024
+    python -m packing prepare --source corpus.jsonl --tokenizer Qwen/Qwen3-0.6B --out packs/corpus --length 4096
+    python -m packing inspect packs/corpus --index 0
+    python -m packing import ./multipacking --out packs/multipacking
+
+Exit status: 0 done, 2 something given cannot be used (one message says what), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from packing.errors import InputError
+from packing.settings import Count, DataSettings, Settings, load_yaml, parse
+
+
+class _Recipe(Settings):
+    """What `prepare` takes from a recipe; the other sections belong to the trainer."""
+
+    seed: Count = 42
+    data: DataSettings
+
+
+# The settings of the data section that can be given as flags, each with what stands for its value in the help (none: a switch).
+_FLAGS = {
+    "source": ("SOURCE", "file, folder or Hugging Face dataset"),
+    "format": ("KIND", "auto, jsonl, parquet, text or dataset (auto)"),
+    "subset": ("NAME", "Hugging Face datasets: the config's name"),
+    "split": ("NAME", "Hugging Face datasets (train)"),
+    "streaming": (None, "Hugging Face datasets: read without a download first"),
+    "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}" (text)'),
+    "tokenizer": ("TOKENIZER", "tokenizer.json, folder or hub name"),
+    "length": ("N", "tokens of a pack (4096)"),
+    "packing": ("HOW", "truncate or best_fit (truncate)"),
+    "positions": ("HOW", "restart or continue, for the rest of a cut document (restart)"),
+    "add_bos": (None, "a BOS token before each document (no)"),
+    "add_eos": (None, "an EOS token after each document (yes)"),
+    "shuffle": (None, "pack the documents in an order drawn from the seed (yes)"),
+    "held_out": ("SHARE", "documents set apart for evaluation (0.0)"),
+    "on_bad_line": ("HOW", "error or skip, for malformed records (error)"),
+    "processes": ("N", "default: one a core"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | import")
+
+    prepare = commands.add_parser(
+        "prepare", help="text to packs", description="Tokenise text and pack it. Resumes where it stopped."
+    )
+    prepare.add_argument(
+        "recipe", nargs="*", help="RECIPE.yaml, whose data section and seed count, then key=value to override them"
+    )
+    prepare.add_argument("--out", metavar="FOLDER", help="where the packs go (data.packs)")
+    for name, (metavar, text) in _FLAGS.items():
+        shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
+        prepare.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+    prepare.add_argument("--seed", metavar="N", help="of the documents' order and of the held-out choice (42)")
+    prepare.set_defaults(run=_prepare)
+
+    inspect = commands.add_parser(
+        "inspect", help="what packs hold: counts, lengths, text", description="Show Arrow, MDS or token .bin packs."
+    )
+    inspect.add_argument("path", type=Path)
+    inspect.add_argument("--index", type=int, help="also show the text of this pack")
+    inspect.add_argument("--split", choices=("train", "held_out"), default="train", help="where --index counts (default: train)")
+    inspect.set_defaults(run=_inspect)
+
+    convert = commands.add_parser(
+        "import", help="other packs to Arrow packs", description="Convert MDS or token .bin packs to Arrow packs."
+    )
+    convert.add_argument("path", type=Path)
+    convert.add_argument("--out", type=Path, required=True)
+    convert.set_defaults(run=_import)
+
+    for command in (inspect, convert):
+        command.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (default: the one with the packs)")
+        command.add_argument("--length", type=int, help="tokens of a pack: for token .bin, which does not say")
+        command.add_argument("--end-token", type=int, help="token .bin: the id that ends a document")
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    recipe = _recipe_of(options)
+    from packing.prepare import prepare
+
+    print(prepare(recipe.data, recipe.seed))
+
+
+def _recipe_of(options: argparse.Namespace) -> _Recipe:
+    """Defaults < recipe file < key=value < flags."""
+    files = [text for text in options.recipe if "=" not in text]
+    if len(files) > 1:
+        raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
+    values = load_yaml(files[0]) if files else {}
+    values = {key: values[key] for key in ("seed", "data") if key in values}
+    for text in options.recipe:
+        if "=" in text:
+            key, _, value = text.partition("=")
+            _set(values, key, _yaml_value(value, text))
+    for key, value in vars(options).items():
+        if key.startswith("data.") and value is not None:
+            verbatim = key in ("data.source", "data.text", "data.tokenizer", "data.subset", "data.split")
+            if key == "data.text":
+                value = value.replace("\\n", "\n").replace("\\t", "\t")  # what a shell's quotes leave as two characters
+            _set(values, key, value if verbatim or isinstance(value, bool) else _yaml_value(value, f"--{key}"))
+    if options.out is not None:
+        _set(values, "data.packs", options.out)
+    if options.seed is not None:
+        _set(values, "seed", _yaml_value(options.seed, "--seed"))
+    if "data" not in values or "packs" not in (values["data"] or {}):
+        raise InputError(
+            "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
+        )
+    return parse(_Recipe, values, files[0] if files and len(options.recipe) == 1 else "command line")
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    section, _, name = key.rpartition(".")
+    if section not in ("", "data"):
+        return  # the trainer's: one command line serves both
+    target = values if not section else values.setdefault("data", {})
+    if not isinstance(target, dict):
+        raise InputError(f"`data`: a section of keys is wanted, the recipe holds {target!r}")
+    target[name] = value
+
+
+def _yaml_value(text: str, where: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"command line: the value of {where} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from packing.inspection import decoded, describe, open_splits, stored_tokenizer
+
+    splits = open_splits(options.path, options.length, options.end_token)
+    print("\n".join(describe(options.path, splits)))
+    if options.index is None:
+        return
+    if options.split not in splits:
+        raise InputError(f"{options.path}: has no {options.split} split")
+    print("\n".join(decoded(splits[options.split], options.index, stored_tokenizer(options.path, options.tokenizer))))
+
+
+def _import(options: argparse.Namespace) -> None:
+    from packing.inspection import import_packs
+
+    manifest = import_packs(
+        options.path, options.out, length=options.length, end_token=options.end_token, tokenizer=options.tokenizer, progress=True
+    )
+    numbers = manifest["statistics"]
+    print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

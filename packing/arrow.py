@@ -1,0 +1,355 @@
+"""Packs in Arrow files, laid out as Hugging Face `datasets` saves them, with a manifest that says exactly what they are.
+
+    <packs>/packs.json              settings, statistics, tokenizer; size and sha256 of every file; a fingerprint a split
+    <packs>/dataset_dict.json       so that `datasets.load_from_disk(<packs>)` gives both splits
+    <packs>/train/                  and `load_from_disk(<packs>/train)` gives one
+    <packs>/held_out/
+
+Both sides use pyarrow alone: `datasets` takes seconds to import, and a memory-mapped record batch is already a NumPy array.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packing.errors import InputError
+from packing.integrity import FileRecord, check_hashes, check_sizes, hash_file
+from packing.protocol import Pack, Split, as_token_ids, checked_index
+
+MANIFEST = "packs.json"
+VERSION = 1
+_BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
+_REMEDY = "prepare the packs again, or fetch them again if they were copied"
+
+
+class PackWriter:
+    """Writes a folder of packs that is either complete or absent.
+
+    Everything goes to a hidden folder beside `path`, which `finish` completes, syncs and renames to `path`; leaving the `with`
+    block without `finish` (an error, Ctrl-C) removes it. Memory stays constant: some 16 MiB a split, whatever the data's size.
+
+        with PackWriter(path, length=4096) as writer:
+            writer.write("train", input_ids, lengths, first_positions)
+            plot.save(writer.folder / "lengths.png")          # further files travel with the folder
+            writer.finish(settings=..., statistics=..., tokenizer=...)
+
+    Raises InputError at once if `path` exists and is not an empty folder: packs are never written over. One writer a path at a
+    time.
+    """
+
+    folder: Path  # where files lie until `finish`
+
+    def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
+        self.path = Path(path)
+        self.length = length
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise InputError(f"{self.path}: exists already and is never written over; name another folder or move it away")
+        self.folder = self.path.absolute().parent / f".{self.path.name}.partial"
+        shutil.rmtree(self.folder, ignore_errors=True)  # what a killed writer left; nothing there was ever complete
+        self.folder.mkdir(parents=True)
+        self._shard_bytes = shard_bytes
+        self._splits: dict[Split, _SplitWriter] = {}
+
+    def __enter__(self) -> PackWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for split in self._splits.values():
+            split.abandon()
+        shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
+
+    def add(self, split: Split, pack: Pack) -> None:
+        """Append one pack; `write` is the faster way to append many."""
+        self.write(split, pack.input_ids[None], [pack.lengths], np.array([pack.first_position]))
+
+    def write(
+        self, split: Split, input_ids: np.ndarray, lengths: Sequence[np.ndarray], first_positions: np.ndarray | None = None
+    ) -> None:
+        """Append packs: `input_ids` [packs, length] integers, `lengths` one [documents] array a pack, `first_positions` [packs]
+        or zeros.
+
+        Raises ValueError where the three do not fit together.
+        """
+        packs = len(input_ids)
+        first_positions = np.zeros(packs, np.int32) if first_positions is None else np.asarray(first_positions)
+        if input_ids.shape != (packs, self.length) or len(lengths) != packs or first_positions.shape != (packs,):
+            shapes = f"{input_ids.shape} ids, {len(lengths)} lengths, {first_positions.shape} first positions"
+            raise ValueError(f"these do not make packs of {self.length}: {shapes}")
+        if packs == 0:
+            return
+        counts = np.fromiter(map(len, lengths), np.int32, packs)
+        flat = np.concatenate(lengths).astype(np.int32, copy=False)
+        if counts.min() < 1 or flat.min() < 1 or _sums(flat, counts).max() > self.length or first_positions.min() < 0:
+            raise ValueError("every pack needs documents of 1 token or more that fit into it, and a first position of 0 or more")
+        if split not in self._splits:
+            self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes)
+        self._splits[split].append(as_token_ids(input_ids, "packs"), flat, counts, first_positions.astype(np.int32, copy=False))
+
+    def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+        """Complete the folder, move it to `path` and return the manifest (also in packs.json). All three dicts must be JSON-able.
+
+        Raises InputError if no training pack was written.
+        """
+        if "train" not in self._splits:
+            raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
+        splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
+        files = [_seal(path) for path in sorted(self.folder.iterdir()) if path.is_file()]
+        manifest = {
+            "version": VERSION,
+            "length": self.length,
+            "tokenizer": tokenizer,
+            "settings": settings,
+            "statistics": statistics,
+            "splits": splits,
+            "files": files,
+        }
+        manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum holds
+        _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
+        _write_json(self.folder / MANIFEST, manifest | {"checksum": _checksum(manifest)})
+        for folder in (self.folder, *(self.folder / name for name in splits)):
+            _sync_folder(folder)
+        self.folder.rename(self.path.absolute())
+        _sync_folder(self.path.absolute().parent)
+        return manifest
+
+
+class _SplitWriter:
+    """The shards of one split: buffers packs to record batches and record batches to files."""
+
+    def __init__(self, folder: Path, length: int, shard_bytes: int) -> None:
+        folder.mkdir()
+        self.folder = folder
+        self.length = length
+        self.rows_per_batch = max(1, _BATCH_BYTES // (4 * length))
+        self.shard_bytes = shard_bytes
+        self.schema = _schema(length)
+        self.buffered: list[tuple[np.ndarray, ...]] = []
+        self.buffered_rows = 0
+        self.shard_packs: list[int] = []
+        self.packs = self.documents = self.tokens = 0
+        self.hashes = [hashlib.sha256() for _ in range(4)]
+        self.file: pa.OSFile | None = None
+        self.stream: pa.ipc.RecordBatchStreamWriter | None = None
+
+    def append(self, *columns: np.ndarray) -> None:
+        """Columns: ids [packs, length], lengths of all documents, documents of each pack, first position of each pack."""
+        _, lengths, counts, _ = columns
+        for hasher, column in zip(self.hashes, columns, strict=True):  # each column by itself, so that no batching can show
+            hasher.update(np.ascontiguousarray(column))
+        self.packs += len(counts)
+        self.documents += len(lengths)
+        self.tokens += int(lengths.sum(dtype=np.int64))
+        self.buffered.append(columns)
+        self.buffered_rows += len(counts)
+        if self.buffered_rows >= self.rows_per_batch:
+            self._flush()
+
+    def finish(self) -> dict[str, Any]:
+        """Write the rest and the two files that `datasets` wants; the split's part of the manifest."""
+        self._flush()
+        self._close_shard()
+        files = []
+        for shard, packs in enumerate(self.shard_packs):
+            path = self.folder / f"data-{shard:05d}-of-{len(self.shard_packs):05d}.arrow"
+            self._shard_path(shard).rename(path)
+            files.append({"packs": packs} | _seal(path))
+        content = {"length": self.length, "packs": self.packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
+        fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        _write_json(self.folder / "dataset_info.json", {"features": _features(self.length)})
+        _write_json(self.folder / "state.json", _dataset_state([file["name"] for file in files], fingerprint, self.folder.name))
+        totals = {"packs": self.packs, "documents": self.documents, "tokens": self.tokens}
+        return totals | {"fingerprint": fingerprint, "files": files}
+
+    def abandon(self) -> None:
+        """Close the file without completing it."""
+        if self.file is not None:
+            self.file.close()
+
+    def _flush(self) -> None:
+        if not self.buffered:
+            return
+        ids, lengths, counts, first_positions = (np.concatenate(column) for column in zip(*self.buffered, strict=True))
+        self.buffered, self.buffered_rows = [], 0
+        offsets = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
+        columns = [
+            pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), self.length),
+            pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
+            pa.array(first_positions),
+        ]
+        if self.stream is None:
+            self.file = pa.OSFile(str(self._shard_path(len(self.shard_packs))), "wb")
+            self.stream = pa.ipc.new_stream(self.file, self.schema)
+            self.shard_packs.append(0)
+        self.stream.write_batch(pa.record_batch(columns, schema=self.schema))
+        self.shard_packs[-1] += len(counts)
+        if self.file.tell() >= self.shard_bytes:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        if self.stream is not None:
+            self.stream.close()
+            self.file.close()
+        self.stream = self.file = None
+
+    def _shard_path(self, shard: int) -> Path:
+        return self.folder / f"data-{shard:05d}.arrow"  # `-of-n` joins once n is known
+
+
+class ArrowPacks:
+    """One split of a folder that PackWriter wrote, memory-mapped.
+
+    The fingerprint comes from the manifest and covers tokens, lengths, positions and their order, however they lie in shards.
+    Raises InputError for a folder without a readable manifest, for missing or truncated shards and, as packing.integrity decides
+    or if `verify` says so later, for damaged ones.
+    """
+
+    def __init__(self, path: Path, split: Split = "train") -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        if split not in self.manifest["splits"]:
+            raise InputError(f"{self.path}: has no {split} split; it holds {', '.join(self.manifest['splits'])}")
+        part = self.manifest["splits"][split]
+        self.length: int = self.manifest["length"]
+        self.tokenizer: dict | None = self.manifest["tokenizer"]
+        self.fingerprint: str = part["fingerprint"]
+        self._records = _records(part["files"], f"{split}/")
+        check_sizes(self.path, self._records, _REMEDY)
+        check_hashes(self.path, self._records, _REMEDY)
+        self._batches = [batch for record in self._records for batch in self._map(record.name)]
+        self._starts = np.concatenate([[0], np.cumsum([len(batch[0]) for batch in self._batches])]).tolist()
+        if self._starts[-1] != part["packs"]:
+            raise InputError(f"{self.path / split}: holds {len(self)} packs where {MANIFEST} says {part['packs']}; {_REMEDY}")
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Pack:
+        (ids, lengths, offsets, first_positions), row = self._locate(index)
+        return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]))
+
+    def lengths(self, index: int) -> np.ndarray:
+        (_, lengths, offsets, _), row = self._locate(index)
+        return lengths[offsets[row] : offsets[row + 1]]
+
+    def verify(self) -> None:
+        """As Packs.verify, with the files that travel beside the splits."""
+        records = self._records + _records(self.manifest["files"])
+        check_sizes(self.path, records, _REMEDY)
+        check_hashes(self.path, records, _REMEDY, trust_stamp=False)
+
+    def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
+        batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        return self._batches[batch], index - self._starts[batch]
+
+    def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
+        """Ids [rows, length], lengths, offsets [rows + 1] and first positions of each record batch: views, nothing is read."""
+        with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
+            if stream.schema != _schema(self.length):
+                raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
+            return [
+                (
+                    _view(ids.values, np.uint32).reshape(len(ids), self.length),
+                    _view(lengths.values, np.int32),
+                    _view(lengths.offsets, np.int32),
+                    _view(first_positions, np.int32),
+                )
+                for ids, lengths, first_positions in (batch.columns for batch in stream)
+            ]
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The content of packs.json; InputError where it cannot be used."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: cannot be read ({error}); {_REMEDY}") from None
+    if not isinstance(manifest, dict) or not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
+        raise InputError(f"{file}: not a manifest of packs; {_REMEDY}")
+    if manifest.pop("checksum", None) != _checksum(manifest):
+        raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {_REMEDY}")
+    if manifest["version"] != VERSION:
+        raise InputError(f"{file}: format version {manifest['version']}, this program reads {VERSION}; prepare the packs again")
+    return manifest
+
+
+def _seal(path: Path) -> dict[str, Any]:
+    """Bring a finished file safely to disk; what the manifest remembers of it."""
+    _sync(path)
+    return {"name": path.name, "bytes": path.stat().st_size} | hash_file(path, ["sha256"])
+
+
+def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
+    return [FileRecord(folder + file["name"], file["bytes"], {"sha256": file["sha256"]}) for file in files]
+
+
+def _view(array: pa.Array, dtype: type) -> np.ndarray:
+    """The array's memory itself. (`to_numpy` gives the same, and imports pandas where it is installed.)"""
+    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)
+
+
+def _checksum(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _schema(length: int) -> pa.Schema:
+    columns = [
+        ("input_ids", pa.list_(pa.uint32(), length)),
+        ("lengths", pa.list_(pa.int32())),
+        ("first_position", pa.int32()),
+    ]
+    return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": _features(length)}})})
+
+
+def _features(length: int) -> dict[str, Any]:
+    """The columns as `datasets` describes them. Every version reads `Sequence`; 4.0 and later take it for their `List`."""
+    return {
+        "input_ids": {"feature": {"dtype": "uint32", "_type": "Value"}, "length": length, "_type": "Sequence"},
+        "lengths": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"},
+        "first_position": {"dtype": "int32", "_type": "Value"},
+    }
+
+
+def _dataset_state(names: list[str], fingerprint: str, split: str) -> dict[str, Any]:
+    return {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": fingerprint[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": split,
+    }
+
+
+def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Sum of each run of `counts` values."""
+    return np.add.reduceat(values.astype(np.int64), np.concatenate([[0], counts.cumsum()[:-1]]))
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,186 @@
+"""The unit of work of `prepare`: a chunk of raw records that one process cuts from a source and another turns into texts.
+
+Cutting is cheap (find the newlines, slice a table), parsing is not. So the reading process only cuts, and JSON decoding, columns
+and templates are left to the processes that tokenise: a reader that did it all would become the limit at a few dozen cores.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow as pa
+
+from packing.errors import InputError
+
+CHUNK_BYTES = 2**20  # about 50 ms of tokenising a core: small enough to keep all busy, large enough to forget the cost of sending
+_COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive records of a source, not parsed yet."""
+
+    kind: Literal["jsonl", "table", "files"]  # payload: lines | an Arrow IPC stream | a JSON list of paths, a document each
+    origin: str  # the file or dataset they came from
+    first: int  # number of the first record there: lines count from 1, rows from 0
+    payload: bytes
+    progress: float | None = None  # share of the whole source that is read after this chunk, where its size is known
+
+
+@dataclass
+class Texts:
+    """What a chunk holds: documents in order, and what was left out."""
+
+    documents: list[str] = field(default_factory=list)
+    skipped: int = 0  # malformed records, with on_bad_line: skip
+    first_skipped: str | None = None  # where, and why
+    empty: int = 0  # records without any text
+
+
+class BadRecord(ValueError):
+    """One record cannot give a text; the message says why, the caller knows where."""
+
+
+class MissingColumn(BadRecord):
+    """It lacks a column, as most likely all others do."""
+
+
+@dataclass(frozen=True)
+class TextTemplate:
+    """How a record becomes a document: one column as it is, or several set into a template.
+
+    `TextTemplate.parse("text")` takes the column `text`; `TextTemplate.parse("{title}\\n\\n{body}")` fills a template, in which a
+    null counts as no text and numbers are written out. Whatever holds a brace is a template.
+    """
+
+    columns: tuple[str, ...]
+    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the only column as it is
+
+    @classmethod
+    def parse(cls, text: str) -> TextTemplate:
+        if "{" not in text and "}" not in text:
+            return cls((text,), None)
+        try:
+            parsed = list(string.Formatter().parse(text))
+        except ValueError as error:
+            raise InputError(
+                f"data.text: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
+            ) from None
+        if any(spec or conversion for _, _, spec, conversion in parsed) or any(name == "" for _, name, _, _ in parsed):
+            raise InputError(f"data.text: {text!r}: only plain column names can stand between braces, as in {{title}}")
+        columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
+        if not columns:
+            raise InputError(f"data.text: the template {text!r} names no column, so every document would be the same")
+        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed))
+
+    def missing(self, names: list[str]) -> str | None:
+        """What to say where a source with the columns `names` lacks one of ours; None if it has them all."""
+        absent = [column for column in self.columns if column not in names]
+        if not absent:
+            return None
+        there = ", ".join(map(str, names)) or "none"
+        return f"no column `{'`, `'.join(absent)}`; the columns are: {there}. Set data.text to one of them"
+
+    def fill(self, record: dict[str, Any]) -> str:
+        """The document that `record` holds, "" for none. Raises BadRecord."""
+        if problem := self.missing(list(record)):
+            raise MissingColumn(problem)
+        if self.pieces is None:
+            value = record[self.columns[0]]
+            if value is not None and not isinstance(value, str):
+                raise BadRecord(f"column `{self.columns[0]}` holds {type(value).__name__}, not text")
+            return _encodable(value or "")
+        if all(record[column] in (None, "") for column in self.columns):
+            return ""
+        values = {column: "" if record[column] is None else str(record[column]) for column in self.columns}
+        return _encodable("".join(literal + (values[name] if name is not None else "") for literal, name in self.pieces))
+
+
+def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
+    """The documents of `chunk`. A malformed record raises InputError with its place, or with `skip_bad` is counted."""
+    texts = Texts()
+    for place, outcome in _records(chunk, template):
+        if isinstance(outcome, BadRecord):
+            message = f"{place}: {outcome}"
+            if not skip_bad:
+                hint = "" if isinstance(outcome, MissingColumn) else "; or set data.on_bad_line: skip to leave such records out"
+                raise InputError(message + hint)
+            texts.skipped += 1
+            texts.first_skipped = texts.first_skipped or message
+        elif outcome:
+            texts.documents.append(outcome)
+        else:
+            texts.empty += 1
+    return texts
+
+
+def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[str, str | BadRecord]]:
+    """The place of every record, with its text or what is wrong with it."""
+    if chunk.kind == "jsonl":
+        for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
+            if line.strip():
+                yield f"{chunk.origin}:{number}", _attempt(_line_text, line, template)
+    elif chunk.kind == "files":
+        for path in json.loads(chunk.payload):
+            yield path, _attempt(_file_text, path)
+    else:
+        table = pa.ipc.open_stream(chunk.payload).read_all()
+        rows = zip(*(table.column(name).to_pylist() for name in template.columns), strict=True)
+        for number, values in enumerate(rows, chunk.first):
+            yield f"{chunk.origin}, row {number}", _attempt(template.fill, dict(zip(template.columns, values, strict=True)))
+
+
+def _attempt(function: Any, *arguments: Any) -> str | BadRecord:
+    try:
+        return function(*arguments)
+    except BadRecord as error:
+        return error
+
+
+def _line_text(line: bytes, template: TextTemplate) -> str:
+    try:
+        record = json.loads(str(line, "utf-8"))
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from None
+    except json.JSONDecodeError as error:
+        raise BadRecord(f"not valid JSON: {error.msg} at character {error.pos + 1}; correct the line") from None
+    except RecursionError:
+        raise BadRecord("JSON nested too deeply") from None
+    if not isinstance(record, dict):
+        raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(record).__name__}')
+    return template.fill(record)
+
+
+def _file_text(path: str) -> str:
+    try:
+        with open_stream(Path(path))[0] as stream:
+            return str(stream.read(), "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise BadRecord(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _encodable(text: str) -> str:
+    """`text` itself; JSON can spell half of a surrogate pair (`\\ud800`), which is no character and which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRecord(f"half a surrogate pair at character {error.start}, which is no text") from None
+    return text
+
+
+def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
+    """`path` open for reading, decompressed by its suffix (.gz, .zst), and the file below, whose `tell` says how far it is read.
+
+    Arrow's decompressors, unlike the usual Python ones, raise on a truncated stream. Raises InputError where it cannot be opened.
+    """
+    try:
+        raw = pa.OSFile(str(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    compression = _COMPRESSION.get(path.suffix.lower())
+    return (pa.CompressedInputStream(raw, compression), raw) if compression else (raw, raw)

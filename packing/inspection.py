@@ -1,0 +1,153 @@
+"""Looking at packs of any format and bringing them into ours: `python -m packing inspect` and `import`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packing.arrow import MANIFEST, ArrowPacks, PackWriter
+from packing.errors import InputError
+from packing.mds import INDEX, MDSReader
+from packing.prepare import summary
+from packing.progress import Progress
+from packing.protocol import Packs, Split
+from packing.settings import DataSettings
+from packing.statistics import draw_lengths, length_statistics
+from packing.store import open_packs
+from packing.tokenizer import TextTokenizer, load_tokenizer
+
+_SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of all packs of a terabyte is not a look
+_SPLITS: tuple[Split, ...] = ("train", "held_out")
+
+
+def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
+    """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
+    known = length or _length_of(path)
+    settings = DataSettings(packs=path, length=known, end_token=end_token)
+    opened = {split: open_packs(settings, split) for split in _SPLITS}
+    return {split: packs for split, packs in opened.items() if packs is not None}
+
+
+def _length_of(path: Path) -> int:
+    """The pack length that the format itself knows. (For a missing path any will do: open_packs says what is wrong.)"""
+    if (path / MANIFEST).is_file():
+        return ArrowPacks(path).length
+    folder = next((folder for folder in (path, path / "train") if (folder / INDEX).is_file()), None)
+    if folder is not None:
+        sample = MDSReader([folder]).sample(0)
+        return len(sample["input_ids"] if "input_ids" in sample else sample.get("tokens", ()))
+    if path.exists() and (path.suffix == ".bin" or next(path.glob("*.bin"), None)):
+        raise InputError(f"{path}: a token file does not say how long its packs are; add --length, as in --length 1024")
+    return DataSettings.model_fields["length"].default
+
+
+def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
+    """The lines that say what the packs at `path` are."""
+    kinds = {"ArrowPacks": "Arrow", "MDSPacks": "MDS", "TokenBin": "token .bin"}
+    first = next(iter(splits.values()))
+    yield f"{path}: {kinds.get(type(first).__name__, type(first).__name__)}, packs of {first.length:,} tokens"
+    tokenizer = first.tokenizer or {}
+    known = [f"{key} {value}" for key, value in tokenizer.items() if value is not None]
+    yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
+    for split, packs in splits.items():
+        lengths, seen = _sampled_lengths(packs)
+        yield f"  {split}"
+        yield f"    packs         {len(packs):,}"
+        yield f"    fingerprint   {packs.fingerprint}"
+        sampled = "" if seen == len(packs) else f" (from {seen:,} packs spread over all)"
+        yield f"    fill          {lengths.sum() / (seen * packs.length):.2%}{sampled}"
+        numbers = length_statistics(lengths)
+        spread = ", ".join(f"{name.replace('_', ' ')} {numbers[name]:,.0f}" for name in list(numbers)[:6])
+        yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
+    if isinstance(first, ArrowPacks) and "documents" in first.manifest["statistics"]:
+        yield "  as prepared"
+        yield from summary(first.manifest).splitlines()
+
+
+def decoded(packs: Packs, index: int, tokenizer: TextTokenizer | None) -> Iterator[str]:
+    """The text of one pack, each document under a rule; the ids where no tokenizer is known."""
+    if not 0 <= index < len(packs):
+        raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
+    pack, start = packs[index], 0
+    for number, size in enumerate(pack.lengths.tolist()):
+        position = pack.first_position if number == 0 else 0
+        ids = pack.input_ids[start : start + size]
+        positions = f"positions {position:,} to {position + size - 1:,}"
+        yield _rule(f"document {number + 1} of {len(pack.lengths)} · {size:,} tokens · {positions}")
+        yield _text(ids, tokenizer)
+        start += size
+    if start < packs.length:
+        yield _rule(f"padding · {packs.length - start:,} tokens")
+
+
+def _rule(text: str) -> str:
+    return f"──── {text} ".ljust(100, "─")
+
+
+def _text(ids: np.ndarray, tokenizer: TextTokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids.tolist()))
+    if len(ids) and int(ids.max()) >= tokenizer.vocab_size:
+        raise InputError(
+            f"--tokenizer {tokenizer.name}: has {tokenizer.vocab_size:,} ids and the pack holds {int(ids.max()):,}; "
+            "name the one it was made with"
+        )
+    return tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+
+def stored_tokenizer(path: Path, name: str | None) -> TextTokenizer | None:
+    """The tokenizer `name`, else the one that lies with the packs."""
+    stored = path / "tokenizer.json"
+    return load_tokenizer(name or str(stored)) if name or stored.is_file() else None
+
+
+def import_packs(
+    path: Path, out: Path, *, length: int | None, end_token: int | None, tokenizer: str | None, progress: bool
+) -> dict[str, Any]:
+    """Write the packs at `path`, of any format, as Arrow packs at `out`; returns their manifest. The tokens stay the same."""
+    splits = open_splits(path, length, end_token)
+    known = load_tokenizer(tokenizer) if tokenizer else None
+    width, total = next(iter(splits.values())).length, sum(map(len, splits.values()))
+    lengths: dict[Split, list[np.ndarray]] = {split: [] for split in splits}
+    written = 0
+    with PackWriter(out, width) as writer, Progress("importing", "packs", progress) as line:
+        for split, packs in splits.items():
+            for index in range(len(packs)):
+                pack = packs[index]
+                if known is not None and int(pack.input_ids.max()) >= known.vocab_size:
+                    raise InputError(
+                        f"{path}: pack {index} holds id {int(pack.input_ids.max()):,}, and {tokenizer} has "
+                        f"{known.vocab_size:,} ids; name the tokenizer the packs were made with"
+                    )
+                writer.add(split, pack)
+                lengths[split].append(pack.lengths)
+                written += 1
+                line.update(written, written / total)
+        flat = {split: np.concatenate(parts) for split, parts in lengths.items()}
+        everything = np.concatenate(list(flat.values()))
+        if known is not None:
+            known.tokenizer.save(str(writer.folder / "tokenizer.json"))
+        draw_lengths(everything, width, writer.folder / "lengths.png")
+        statistics = {
+            "packs": total,
+            "tokens": int(everything.sum()),
+            "fill": float(everything.sum() / (total * width)),
+            "held_out_packs": len(splits.get("held_out", ())),
+            "lengths": length_statistics(everything),  # of documents as they lie in packs: a cut one counts as its pieces
+        }
+        origin = {
+            "imported": str(path),
+            "fingerprints": {split: packs.fingerprint for split, packs in splits.items()},
+            "end_token": end_token,
+        }
+        first = next(iter(splits.values()))
+        return writer.finish(settings=origin, statistics=statistics, tokenizer=known.describe() if known else first.tokenizer)
+
+
+def _sampled_lengths(packs: Packs) -> tuple[np.ndarray, int]:
+    """Document lengths of up to _SAMPLED_PACKS packs, evenly spread, and the number of packs."""
+    chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
+    return np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)

@@ -1,0 +1,34 @@
+"""One process at a time: a lock that dies with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def exclusive(path: Path, waiting: str) -> Iterator[None]:
+    """Hold the lock file `path`; while another process holds it, say `waiting` on stderr once and wait.
+
+    The kernel drops the lock when its holder ends, however it ends, so no stale file ever has to be removed by hand. The file
+    itself is removed at the end; whoever waited on a removed file sees that and takes a new one.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        with open(path, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(waiting, file=sys.stderr, flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return

@@ -1,0 +1,324 @@
+"""MosaicML streaming's MDS shards, read exactly and nothing more: version 2, raw or zstd, every encoding that packs can use.
+
+The format (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A
+shard is a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes
+of its variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`.
+
+Beware of names. The reference registers an encoding of its own as `uint32`: the array's raw bytes. The format has a built-in
+`uint32`: one number. Both read without an error under the other's rule, so the declared size decides: 4 bytes is the number, no
+fixed size is the array. The same holds for every other scalar name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from packing.errors import InputError
+from packing.integrity import FileRecord, check_hashes, check_sizes, digests, hash_file
+from packing.protocol import Pack, as_token_ids, checked_index
+
+INDEX = "index.json"
+_REMEDY = "fetch the folder again, or write it again"
+_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+_VALUE_DTYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Column:
+    name: str
+    size: int | None  # bytes of every value, or None where each sample states its own
+    decode: Callable[[memoryview], Any]
+
+
+def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
+    """What turns a value's bytes into an object: str, bytes, int, JSON, a NumPy scalar or a read-only array.
+
+    Raises ValueError for an encoding that is unknown, unsafe (`pkl`) or of no use for packs (images).
+    """
+    name, _, arguments = encoding.partition(":")
+    if name in _SCALARS:
+        dtype = np.dtype(name).newbyteorder("<")
+        return partial(_scalar, dtype) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
+    if name == "ndarray":
+        dtype, _, shape = arguments.partition(":")
+        return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
+    plain = {
+        "int": lambda data: int.from_bytes(data, "little", signed=True),
+        "bytes": bytes,
+        "str": lambda data: str(data, "utf-8"),
+    }
+    plain["json"] = lambda data: json.loads(bytes(data))
+    if encoding not in plain:
+        raise ValueError(f"encoding {encoding!r} is not one this reader takes")
+    return plain[encoding]
+
+
+def _scalar(dtype: np.dtype, data: memoryview) -> np.generic:
+    return np.frombuffer(data, dtype)[0]
+
+
+def _array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
+    """An array whose dtype and shape stand in the encoding's name or, where they vary, before its values."""
+    if not dtype:
+        dtype, data = _VALUE_DTYPES[data[0]], data[1:]
+    if shape is None:  # ndim in the upper six bits, log2 of the bytes of each side in the lower two
+        axes, side_bytes = data[0] >> 2, 1 << (data[0] & 3)
+        shape = tuple(np.frombuffer(data, f"<u{side_bytes}", axes, offset=1).tolist())
+        data = data[1 + axes * side_bytes :]
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+class Shard:
+    """Random access to the samples of one shard file, memory-mapped on first use."""
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        where = folder / INDEX
+        if entry["version"] != 2 or entry["format"] != "mds":
+            raise InputError(
+                f"{where}: lists a shard of format {entry['format']} version {entry['version']}; only mds version 2 is read"
+            )
+        self.compression = (entry["compression"] or "").partition(":")[0]
+        if self.compression not in ("", "zstd"):
+            raise InputError(
+                f"{where}: its shards are compressed with {self.compression}; write it again with zstd or uncompressed"
+            )
+        self.folder = folder
+        self.samples: int = entry["samples"]
+        self.raw = _record(where, entry["raw_data"])
+        self.packed = _record(where, entry["zip_data"]) if entry["zip_data"] else None
+        self.path = folder / self.raw.name
+        self.columns: list[Column] = []
+        self.layout = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
+        for name, encoding, size in zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True):
+            try:
+                self.columns.append(Column(name, size or None, decoder(encoding, size)))
+            except ValueError as error:
+                raise InputError(f"{where}: column `{name}`: {error}") from None
+        self._variable_columns = sum(column.size is None for column in self.columns)
+
+    @property
+    def record(self) -> FileRecord:
+        """The file that is there to check: the decompressed one, once it exists."""
+        return self.packed if self.packed is not None and not self.path.exists() else self.raw
+
+    def unpack(self) -> None:
+        """Decompress beside the packed file, where the format's own library does too, unless that was done before."""
+        if self.packed is None or self.path.exists():
+            return
+        packed = self.folder / self.packed.name
+        temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # other ranks do the same
+        try:
+            with open(packed, "rb") as source, open(temporary, "wb") as target:
+                zstandard.ZstdDecompressor().copy_stream(source, target)
+                target.flush()
+                os.fsync(target.fileno())
+            if temporary.stat().st_size != self.raw.size or hash_file(temporary, self.raw.hashes) != self.raw.hashes:
+                raise InputError(f"{packed}: damaged: what it decompresses to is not what was written; {_REMEDY}")
+            temporary.replace(self.path)
+        except zstandard.ZstdError as error:
+            raise InputError(f"{packed}: damaged: {error}; {_REMEDY}") from None
+        except OSError as error:
+            raise InputError(
+                f"{packed}: cannot be decompressed beside itself ({error}); copy the folder to where it can be written, with "
+                f"{self.raw.size} bytes free for each such file"
+            ) from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def open(self) -> None:
+        """Map the file; InputError unless its own table agrees with the index."""
+        with open(self.path, "rb") as file:
+            self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        count = int.from_bytes(self._data[:4], "little")
+        fits = count == self.samples and 8 + 4 * count <= len(self._data)
+        self._offsets = np.frombuffer(self._data, "<u4", count + 1 if fits else 0, offset=4)
+        if not fits or self._offsets[-1] != len(self._data) or (self._offsets[1:] < self._offsets[:-1]).any():
+            raise InputError(f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}")
+
+    def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
+        """Sample `index`, or those of its columns that `names` holds, decoded. Arrays are views into the file."""
+        data = self._data[self._offsets[index] : self._offsets[index + 1]]
+        try:
+            sizes = iter(np.frombuffer(data, "<u4", self._variable_columns).tolist())
+            start, result = 4 * self._variable_columns, {}
+            for column in self.columns:
+                end = start + (column.size or next(sizes))
+                if names is None or column.name in names:
+                    result[column.name] = column.decode(data[start:end])
+                start = end
+        except (ValueError, KeyError, IndexError) as error:
+            raise InputError(f"{self.path}: damaged: sample {index} cannot be decoded ({error}); {_REMEDY}") from None
+        if start != len(data):
+            raise InputError(f"{self.path}: damaged: the columns of sample {index} do not fill it; {_REMEDY}")
+        return result
+
+
+def read_index(folder: Path) -> list[Shard]:
+    """The shards that `folder`/index.json lists; InputError where it is no MDS index."""
+    path = folder / INDEX
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+        return [Shard(folder, entry) for entry in index["shards"]]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}); {_REMEDY}") from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{path}: not an MDS index: {type(error).__name__} {error}; {_REMEDY}") from None
+
+
+def _record(where: Path, data: dict[str, Any]) -> FileRecord:
+    name = Path(data["basename"])
+    if name.is_absolute() or ".." in name.parts:
+        raise InputError(f"{where}: lists {name}, which lies outside its folder; {_REMEDY}")
+    return FileRecord(str(name), data["bytes"], data["hashes"])
+
+
+class MDSReader:
+    """All samples of an MDS folder, or of several folders in turn, as dicts of decoded columns.
+
+    Opening checks sizes and hashes as packing.integrity says and decompresses what is compressed. Raises InputError for whatever
+    the folders lack, and for damage, unknown encodings and unknown compression.
+    """
+
+    def __init__(self, folders: list[Path]) -> None:
+        self._shards_of = {folder: read_index(folder) for folder in folders}
+        self.shards = [shard for shards in self._shards_of.values() for shard in shards]
+        self._starts = [0, *accumulate(shard.samples for shard in self.shards)]
+        self.verify(trust_stamp=True)
+        for shard in self.shards:
+            shard.unpack()
+            shard.open()
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
+        """The columns of sample `index`, or those that `names` holds; InputError where the file is damaged."""
+        shard = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        return self.shards[shard].sample(index - self._starts[shard], names)
+
+    def where(self, index: int) -> str:
+        """Names sample `index` for a message."""
+        shard = bisect_right(self._starts, index) - 1
+        return f"{self.shards[shard].path}, sample {index - self._starts[shard]}"
+
+    def verify(self, *, trust_stamp: bool = False) -> None:
+        """Compare sizes and hashes of all files with the index; InputError names the first damaged."""
+        for folder, shards in self._shards_of.items():
+            records = [shard.record for shard in shards]
+            check_sizes(folder, records, _REMEDY)
+            check_hashes(folder, records, _REMEDY, trust_stamp=trust_stamp)
+
+    def fingerprint(self) -> str:
+        """sha256 hex over columns and content hashes in order: those in the index, which cost nothing, or else the files' sha256.
+
+        The same samples in other shards, or hashed otherwise, count as other data.
+        """
+        content = []
+        for folder, shards in self._shards_of.items():
+            unhashed = [shard.raw.name for shard in shards if not shard.raw.hashes]
+            computed = digests(folder, unhashed, ["sha256"])
+            content += [[shard.samples, shard.layout, shard.raw.hashes or computed[shard.raw.name]] for shard in shards]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+class MDSPacks:
+    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` where there are such.
+
+    Raises InputError, naming the shard and sample, where a pack is not `length` tokens or its columns contradict one another.
+    """
+
+    tokenizer: dict | None = None  # the format has no place for it
+
+    def __init__(self, folders: list[Path], path: Path, length: int) -> None:
+        self.path = path
+        self.length = length
+        self._reader = MDSReader(folders)
+        if len(self) == 0:
+            raise InputError(f"{path}: its MDS index lists no samples; name a folder that holds packs in `data.packs`")
+        names = {column.name for column in self._reader.shards[0].columns}
+        self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
+        if self._tokens is None:
+            raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")
+        self.fingerprint: str = self._reader.fingerprint()
+        self[0]  # a wrong length or dtype shows here, before anything costs time
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitem__(self, index: int) -> Pack:
+        sample = self._reader.sample(index, (self._tokens, "attention_mask", "position_ids"))
+        tokens = self._vector(sample, self._tokens, index)
+        if len(tokens) != self.length:
+            raise InputError(
+                f"{self._reader.where(index)}: holds {len(tokens)} tokens, `data.length` says {self.length}; set it to fit"
+            )
+        lengths, first_position = self._documents(sample, index)
+        return Pack(as_token_ids(tokens, self._reader.where(index)), lengths, first_position)
+
+    def lengths(self, index: int) -> np.ndarray:
+        return self._documents(self._reader.sample(index, ("attention_mask", "position_ids")), index)[0]
+
+    def verify(self) -> None:
+        self._reader.verify()
+
+    def _documents(self, sample: dict[str, Any], index: int) -> tuple[np.ndarray, int]:
+        columns = {name: self._vector(sample, name, index) for name in ("attention_mask", "position_ids") if name in sample}
+        return documents(self.length, columns.get("attention_mask"), columns.get("position_ids"), self._reader.where(index))
+
+    def _vector(self, sample: dict[str, Any], name: str, index: int) -> np.ndarray:
+        value = sample.get(name)
+        if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
+            kind = "one number" if isinstance(value, np.generic | int) else type(value).__name__
+            kind += f" of {value.ndim} axes of {value.dtype}" if isinstance(value, np.ndarray) else ""
+            raise InputError(
+                f"{self._reader.where(index)}: column `{name}` holds {kind} where a row of integers is wanted; "
+                "write it as ndarray:uint32, or as uint32 without a fixed size"
+            )
+        return value
+
+
+def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str) -> tuple[np.ndarray, int]:
+    """The document lengths ([documents] int32) and first position of a pack of `width` tokens.
+
+    `mask` is either the reference's list of document lengths, or an ordinary mask: ones, then zeros where the pack is padded.
+    Without lengths, a document begins wherever `positions` do not go on counting; without positions, a pack is one document.
+    Raises InputError where what is given does not describe `width` tokens.
+    """
+    if positions is not None and (len(positions) != width or positions.min() < 0):
+        raise InputError(f"{where}: position_ids holds {len(positions)} positions for {width} tokens; write the packs again")
+    first_position = 0 if positions is None else int(positions[0])
+    real = width
+    if mask is not None and len(mask) == width and mask.max() <= 1:
+        real = int(mask.sum())
+        if real == 0 or not mask[:real].all():
+            raise InputError(f"{where}: attention_mask has zeros before its last one; packs are padded at the end only")
+    elif mask is not None:
+        total = int(mask.sum(dtype=np.int64))
+        if total != width or mask.min() < 0:
+            raise InputError(
+                f"{where}: attention_mask sums to {total} where the pack has {width} tokens, so it is neither a mask nor the "
+                "lengths of the documents; write the packs again"
+            )
+        return mask[mask > 0].astype(np.int32), first_position  # a document of no tokens is none
+    if positions is None:
+        return np.array([real], np.int32), 0
+    counting = positions[:real].astype(np.int64)  # or counting on would wrap around in a narrow dtype
+    starts = np.flatnonzero(counting[1:] != counting[:-1] + 1) + 1
+    return np.diff(starts, prepend=0, append=real).astype(np.int32), first_position

@@ -1,0 +1,136 @@
+"""Which packs make step n, and which rank computes which of them: pure functions, so that resuming needs a number.
+
+An epoch is one pass over all packs in an order of its own. The order is computed, never stored: a permutation of any size that
+answers "what stands at place i?" directly, so step 1,000,000 costs what step 0 costs and nothing has to be replayed or saved. It
+rests on integer arithmetic written out here, not on a library's random generator, whose stream may change between versions.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from packing.errors import InputError
+
+# Eight rounds over 6 bits or more: every order of up to 8 packs is then as frequent as any other, as far as a chi-square test of
+# 20,000 seeds can see. Over 4 bits it is not, even with twelve rounds.
+_ROUNDS = 8
+_LEAST_BITS = 6
+
+
+@dataclass(frozen=True)
+class PackOrder:
+    """The endless stream of packs, cut into steps: epoch after epoch, each a permutation of all packs by (seed, epoch).
+
+    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs. The ranks
+    have no say here, so any world size sees the same packs in the same step; `spread` deals them out.
+    """
+
+    packs_count: int
+    packs_per_step: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.packs_count < 1:
+            raise InputError("there are no packs to train on: the data holds 0 packs; give more text or a shorter `data.length`")
+        if self.packs_per_step < 1:
+            raise InputError(
+                f"a step needs at least 1 pack, not {self.packs_per_step}: `batch.tokens` is less than `data.length`"
+            )
+
+    def epoch_of(self, step: int) -> float:
+        """Epochs consumed when `step` starts: 0.0 at step 0, 1.0 once every pack has been seen."""
+        return step * self.packs_per_step / self.packs_count
+
+    def packs_of_step(self, step: int) -> np.ndarray:
+        """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
+        if step < 0:
+            raise ValueError(f"steps are counted from 0, not {step}")
+        place = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
+        epoch, within = np.divmod(place, self.packs_count)
+        # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
+        keys = _splitmix64(_splitmix64(np.asarray([self.seed]).astype(np.uint64)) + epoch.astype(np.uint64))
+        return permute(within, self.packs_count, keys)
+
+
+def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:
+    """Deal packs out to ranks and microbatches, equally many each, so that their costs are even; [rank][microbatch] -> indices.
+
+    A pack's cost is the sum of its squared document lengths, which is what its attention costs; all else costs every pack alike.
+    Longest processing time first (Graham 1969) under a limit of equal counts: the costliest pack left goes to the microbatch
+    with the least cost that still has room. Microbatches of like cost then run at the same time on all ranks, the costliest of
+    them on the rank with the least so far, so that the ranks' totals are even too. Ties go to the lower index: deterministic.
+
+    Raises ValueError where the packs do not divide into ranks * microbatches.
+    """
+    bins = ranks * microbatches
+    if bins < 1 or len(costs) % bins:
+        raise ValueError(f"{len(costs)} packs do not divide into {ranks} ranks of {microbatches} microbatches")
+    room = len(costs) // bins
+    dealt: list[list[int]] = [[] for _ in range(bins)]
+    load = [0] * bins
+    lightest = [(0, number) for number in range(bins)]
+    for index in sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i)):
+        _, number = heapq.heappop(lightest)
+        dealt[number].append(index)
+        load[number] += int(costs[index])
+        if len(dealt[number]) < room:
+            heapq.heappush(lightest, (load[number], number))
+
+    costliest_first = sorted(range(bins), key=lambda number: (-load[number], number))
+    result: list[list[list[int]]] = [[] for _ in range(ranks)]
+    total = [0] * ranks
+    for first in range(0, bins, ranks):
+        lightest_first = sorted(range(ranks), key=total.__getitem__)
+        for rank, number in zip(lightest_first, costliest_first[first : first + ranks], strict=True):
+            result[rank].append(sorted(dealt[number]))
+            total[rank] += load[number]
+    return result
+
+
+def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
+    """What stands at `places` of the pseudo-random permutation of range(size) that `key` names; int64, the shape of `places`.
+
+    A Feistel network is a bijection of the b-bit numbers whatever its round function is; b is the smallest that covers `size`.
+    A value outside range(size) goes through the network again until it falls inside ("cycle walking", Black and Rogaway 2002),
+    which keeps the bijection and takes at most 2 passes on average for any size above 32. The round function is splitmix64's.
+
+    places: integers in range(size). key: an integer, or an array of the shape of `places` with a key for each.
+    """
+    value = np.asarray(places, dtype=np.uint64)
+    keys = np.broadcast_to(np.asarray(key).astype(np.uint64), value.shape)
+    bits = max(_LEAST_BITS, (size - 1).bit_length())
+    value = _feistel(value, keys, bits)
+    outside = np.flatnonzero(value >= size)
+    while len(outside):
+        value.flat[outside] = _feistel(value.flat[outside], keys.flat[outside], bits)
+        outside = outside[value.flat[outside] >= size]
+    return value.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
+    """Eight rounds on the upper and lower half of `bits` bits; where they are odd in number, the lower half has one more."""
+    upper_bits = np.uint64(bits // 2)
+    lower_bits = np.uint64(bits - bits // 2)
+    one = np.uint64(1)
+    upper, lower = value >> lower_bits, value & ((one << lower_bits) - one)
+    for number in range(1, _ROUNDS + 1, 2):
+        upper = upper ^ (_mix(lower, keys, number) & ((one << upper_bits) - one))
+        lower = lower ^ (_mix(upper, keys, number + 1) & ((one << lower_bits) - one))
+    return (upper << lower_bits) | lower
+
+
+def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
+    """The round function: 64 bits that depend on half a value, on the key and on the round's number."""
+    return _splitmix64(keys ^ _splitmix64(half + np.uint64(number << 40)))
+
+
+def _splitmix64(state: np.ndarray) -> np.ndarray:
+    """One output of splitmix64 for each uint64 state (Steele, Lea and Flood 2014; constants of Vigna's public C code)."""
+    z = state + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))

@@ -1,0 +1,247 @@
+"""Which piece of which document goes into which pack: pure algorithms over document lengths.
+
+Deciding and copying are apart. `truncate` and `best_fit` see only the documents' lengths and return a `Layout`; `materialise`
+then copies the tokens of any range of packs, so a corpus larger than memory is packed chunk by chunk from memory-mapped arrays:
+
+    layout = best_fit(lengths, 4096, "restart")
+    for first in range(0, len(layout), 1024):
+        block = materialise(layout, first, min(first + 1024, len(layout)), tokens, starts, fill_id=eos_id)
+        # block.input_ids [packs, 4096], block.lengths_of(i), block.first_position[i]
+
+`lengths[d]` and `starts[d]` describe the document that stands at place d of the order to pack in, so shuffled documents need no
+copying: pass `lengths[order]` and `starts[order]`, with `tokens` as it lies on disk.
+
+Deciding takes about 90 bytes of memory a piece at its peak, so a billion tokens in documents of 200 take half a gigabyte.
+
+The order of the packs is no training order: `truncate` keeps the documents' order and `best_fit` scatters its packs, so that a
+range of them is a fair sample rather than the largest documents first. `packing.order` shuffles anew for each epoch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from packing.order import permute
+
+Positions = Literal["restart", "continue"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The pieces of documents that each pack holds, as flat arrays; pack p owns pieces offsets[p] to offsets[p + 1], in order."""
+
+    length: int  # tokens a pack
+    document: np.ndarray  # [pieces] int64, the document's place in the order given
+    start: np.ndarray  # [pieces] int64, the piece's first token within its document
+    stop: np.ndarray  # [pieces] int64, one past its last
+    offsets: np.ndarray  # [packs + 1] int64
+    first_position: np.ndarray  # [packs] int64, position of the pack's first token; > 0 only with positions: continue
+    cut_documents: int  # documents that stand in more than one piece
+
+    def __len__(self) -> int:
+        """Number of packs."""
+        return len(self.offsets) - 1
+
+    @property
+    def tokens(self) -> int:
+        """Number of real tokens in all packs; what is missing to len(layout) * length is padding."""
+        return int((self.stop - self.start).sum())
+
+    @property
+    def fill(self) -> float:
+        """Share of the packs' room that real tokens take; 1.0 where there are no packs."""
+        return self.tokens / (len(self) * self.length) if len(self) else 1.0
+
+
+@dataclass(frozen=True)
+class PackBlock:
+    """The tokens of consecutive packs, ready to be written."""
+
+    input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
+    lengths: np.ndarray  # [pieces] int32, lengths of all packs' pieces; a pack's own sum to its real tokens
+    offsets: np.ndarray  # [packs + 1] int64, where each pack's lengths begin
+    first_position: np.ndarray  # [packs] int32
+
+    def lengths_of(self, pack: int) -> np.ndarray:
+        """Lengths of the pieces of one pack of the block, int32."""
+        return self.lengths[self.offsets[pack] : self.offsets[pack + 1]]
+
+
+def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
+    """Concatenate all documents in the order given and cut every `length` tokens.
+
+    No token is lost and none repeated: only the last pack can be short. The rest of a cut document opens the next pack; its
+    positions restart at 0, or continue where the cut was made. Documents of no tokens take no place. Time and memory are
+    linear in the number of pieces.
+
+    lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
+    """
+    lengths = _checked(lengths, length)
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    first_pack = begins // length
+    pieces = np.where(lengths > 0, (ends - 1) // length - first_pack + 1, 0)
+    document, nth = _enumerate(pieces)
+    pack = first_pack[document] + nth
+    start = np.maximum(pack * length, begins[document]) - begins[document]
+    stop = np.minimum((pack + 1) * length, ends[document]) - begins[document]
+    packs = -(-int(lengths.sum()) // length)
+    return _layout(length, (document, start, stop), pack, packs, positions)
+
+
+def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
+    """Best-fit decreasing: the longest document first, each into the pack where it leaves the least room.
+
+    No document is cut unless it is longer than a pack; such a one becomes full packs and a rest. With `restart` the rest is
+    packed as a document of its own. With `continue` each rest opens a pack, since a pack knows the position of its first token
+    only; where most documents are longer than a pack this costs fill. Within a pack the rest of a long document comes first,
+    then documents in the order given.
+
+    Deterministic, and near linear: documents of one length are placed together (see `_best_fit_decreasing`).
+
+    lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
+    """
+    lengths = _checked(lengths, length)
+    pieces = -(-lengths // length)
+    document, nth = _enumerate(pieces)
+    start = nth * length
+    stop = np.minimum(start + length, lengths[document])
+
+    is_rest = (start > 0) & (stop - start < length)
+    rests_first = np.concatenate([np.flatnonzero(is_rest), np.flatnonzero(~is_rest)])
+    document, start, stop = document[rests_first], start[rests_first], stop[rests_first]
+    openers = int(is_rest.sum()) if positions == "continue" else 0
+
+    pack, packs = _best_fit_decreasing(stop - start, length, openers)
+    # Packs are numbered as they were opened, fullest documents first: scatter them, by a permutation that never changes.
+    pack = permute(np.arange(packs), packs, key=0)[pack]
+    return _layout(length, (document, start, stop), pack, packs, positions)
+
+
+def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int) -> PackBlock:
+    """Copy the tokens of packs `first` to `last` (exclusive) together.
+
+    tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
+    where each document begins in it, in the order that the layout's lengths were given. The copy holds about 12 bytes for each
+    token of the range, so a range of 4M tokens or less stays friendly to caches and memory.
+    """
+    if not 0 <= first <= last <= len(layout):
+        raise IndexError(f"packs {first} to {last} of a layout of {len(layout)}")
+    own = slice(layout.offsets[first], layout.offsets[last])
+    sizes = layout.stop[own] - layout.start[own]
+    ends = np.cumsum(sizes)
+    source = starts[layout.document[own]] + layout.start[own]
+    # Token i of the range comes from i plus its piece's displacement: one gather, whatever the number of pieces.
+    index = np.repeat(source - (ends - sizes), sizes)
+    index += np.arange(len(index))
+    real = np.take(tokens, index)
+
+    offsets = layout.offsets[first : last + 1] - layout.offsets[first]
+    if len(real) == (last - first) * layout.length:
+        input_ids = real.astype(np.uint32, copy=False).reshape(last - first, layout.length)
+    else:
+        input_ids = np.full((last - first, layout.length), fill_id, dtype=np.uint32)
+        filled = np.diff(np.concatenate([[0], ends])[offsets])
+        input_ids[np.arange(layout.length) < filled[:, None]] = real
+    return PackBlock(input_ids, sizes.astype(np.int32), offsets, layout.first_position[first:last].astype(np.int32))
+
+
+def _checked(lengths: np.ndarray, length: int) -> np.ndarray:
+    lengths = np.asarray(lengths, dtype=np.int64)
+    if length < 1:
+        raise ValueError(f"a pack holds at least 1 token, not {length}")
+    if len(lengths) and lengths.min() < 0:
+        raise ValueError(f"document {int(lengths.argmin())} has a negative length")
+    return lengths
+
+
+def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Owner and rank within the owner of each of `counts[0] + counts[1] + ...` things: [2, 3] gives (0 0 1 1 1), (0 1 0 1 2)."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
+
+
+def _layout(
+    length: int, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], pack: np.ndarray, packs: int, positions: Positions
+) -> Layout:
+    """Group pieces (document, start, stop) by the pack each goes to, keeping their order within one."""
+    if np.any(pack[1:] < pack[:-1]):
+        by_pack = np.argsort(pack, kind="stable")
+        pieces = tuple(column[by_pack] for column in pieces)
+    document, start, stop = pieces
+    offsets = np.concatenate([[0], np.cumsum(np.bincount(pack, minlength=packs))])
+    first_position = start[offsets[:-1]] if positions == "continue" else np.zeros(packs, dtype=np.int64)
+    cut_documents = len(np.unique(document[start > 0]))
+    return Layout(length, document, start, stop, offsets, first_position, cut_documents)
+
+
+def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tuple[np.ndarray, int]:
+    """The pack of each piece, and the number of packs; the first `openers` pieces open packs 0, 1, ... whatever would fit.
+
+    Pieces of one size are placed together. If the tightest pack that takes such a piece has room for `each` of them, the first
+    leaves it the tightest still, so it takes all; and so does every pack with just as much room. The outcome is that of placing
+    one by one, at a cost that grows with the number of distinct (size, room) pairs instead of pieces.
+    """
+    rooms = _Rooms()
+    for opener, size in enumerate(sizes[:openers].tolist()):
+        rooms.leave(capacity - size, [opener])
+
+    pack_of = np.arange(len(sizes))
+    # Spare room fits 16 bits for packs of up to 65,535 tokens, where numpy's stable sort is a radix sort, hence linear.
+    spare = (capacity - sizes[openers:]).astype(np.min_scalar_type(capacity))
+    longest_first = openers + np.argsort(spare, kind="stable")
+    spares, counts = np.unique(spare, return_counts=True)
+    packs, at = openers, 0
+    for size, count in zip((capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True):
+        while count:
+            room = rooms.tightest(size) or capacity
+            each = room // size
+            wanted = -(-count // each)
+            if room < capacity:
+                chosen = rooms.take(room, wanted)
+            else:
+                chosen = list(range(packs, packs + wanted))
+                packs += wanted
+            placed = min(count, each * len(chosen))
+            pack_of[longest_first[at : at + placed]] = np.repeat(chosen, each)[:placed]
+            in_last = placed - each * (len(chosen) - 1)
+            rooms.leave(room - each * size, chosen[:-1])
+            rooms.leave(room - in_last * size, chosen[-1:])
+            at += placed
+            count -= placed
+    return pack_of, packs
+
+
+class _Rooms:
+    """The open packs, by how many tokens more each can hold.
+
+    Which amounts of room exist is kept as the bits of one integer: shifting it right by a size and taking the lowest set bit
+    finds the tightest in a few machine words, where a segment tree would walk log2(capacity) nodes in Python.
+    """
+
+    def __init__(self) -> None:
+        self._packs: dict[int, list[int]] = {}
+        self._existing = 0  # bit r is set: some pack has room for exactly r tokens
+
+    def tightest(self, size: int) -> int:
+        """The least room of at least `size` >= 1 tokens that a pack has; 0 where none has."""
+        fitting = self._existing >> size
+        return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
+
+    def take(self, room: int, wanted: int) -> list[int]:
+        """At most `wanted` of the packs with exactly this room, and at least one; they are no longer here."""
+        packs = self._packs[room]
+        taken = packs[-wanted:]
+        del packs[-wanted:]
+        if not packs:
+            self._existing ^= 1 << room
+        return taken
+
+    def leave(self, room: int, packs: list[int]) -> None:
+        """Packs that have been given pieces, with the room left; a full one is not kept."""
+        if packs and room:
+            self._packs.setdefault(room, []).extend(packs)
+            self._existing |= 1 << room

@@ -1,0 +1,241 @@
+"""Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
+
+Tokenising takes nearly all the time, and all of it is kept: its results grow in `<packs>.partial/` (`packing.token_log`), and a
+run that was killed goes on after its last commit. The rest, minutes for billions of tokens, starts anew and ends in one rename.
+What comes out depends on the settings and the seed alone: neither on the number of processes nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packing.arrow import MANIFEST, PackWriter, read_manifest
+from packing.chunks import CHUNK_BYTES
+from packing.errors import InputError
+from packing.lock import exclusive
+from packing.order import permute
+from packing.pack import Layout, best_fit, materialise, truncate
+from packing.progress import Progress, say
+from packing.settings import DataSettings
+from packing.sources import Source, open_source
+from packing.statistics import draw_lengths, length_statistics
+from packing.token_log import TokenCounts, TokenLog, differences
+from packing.tokenizer import TextTokenizer, load_tokenizer
+from packing.workers import TokenizerWorkers, WorkerSettings
+
+# The settings that decide which tokens there are, and those that decide which pack they come to lie in. All others (processes,
+# streaming, mask_boundaries, ...) leave the packs as they are.
+_TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
+_LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out")
+_PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
+
+
+def prepare(settings: DataSettings, seed: int, progress: bool = True) -> Path:
+    """Make the packs that `settings` describe, and return their folder; packs already made so are left alone.
+
+    Another process that prepares the same folder is waited for. Raises InputError for a source, tokenizer or setting that cannot
+    be used, a folder that holds other packs, and a full disk; a later call goes on where this one stopped.
+    """
+    if settings.source is None or settings.tokenizer is None:
+        raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    packs = settings.packs
+    partial = packs.absolute().parent / f"{packs.name}.partial"
+    with exclusive(
+        packs.absolute().parent / f"{packs.name}.lock", f"{packs} is being prepared by another process; waiting for it"
+    ):
+        if _prepared_already(settings, seed):
+            say(f"{packs}: already prepared with these settings", progress)
+            shutil.rmtree(partial, ignore_errors=True)
+            return packs
+        try:
+            tokenizer = load_tokenizer(settings.tokenizer)
+            log = _tokenize(settings, tokenizer, partial, progress)
+            manifest = _write_packs(settings, seed, tokenizer, log, progress)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            raise InputError(
+                f"{packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
+            ) from None
+        shutil.rmtree(partial)
+    say(summary(manifest), progress)
+    return packs
+
+
+def _prepared_already(settings: DataSettings, seed: int) -> bool:
+    """Whether the folder holds these very packs. InputError if it holds others."""
+    packs = settings.packs
+    if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
+        return False
+    if not (packs / MANIFEST).is_file():
+        raise InputError(
+            f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
+        )
+    manifest = read_manifest(packs)
+    different = differences(manifest["settings"], _content_settings(settings, seed))
+    if not different and Path(str(settings.tokenizer)).exists():  # a name alone can hide another tokenizer
+        fingerprints = [
+            {"tokenizer fingerprint": value}
+            for value in (manifest["tokenizer"]["fingerprint"], load_tokenizer(str(settings.tokenizer)).fingerprint)
+        ]
+        different = differences(*fingerprints)
+    if different:
+        raise InputError(
+            f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); "
+            "set data.packs to another folder, or remove this one to prepare it anew"
+        )
+    return True
+
+
+def _content_settings(settings: DataSettings, seed: int) -> dict[str, Any]:
+    """All settings that the packs depend on, as the manifest keeps them."""
+    values = settings.model_dump(mode="json")
+    return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS} | {"seed": seed}
+
+
+def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
+    """All documents as ids, in the order of the source."""
+    bos = tokenizer.required("bos", "data.add_bos") if settings.add_bos else None
+    eos = tokenizer.required("eos", "data.add_eos") if settings.add_eos else None
+    source = open_source(settings)
+    key = {name: value for name, value in _content_settings(settings, 0).items() if name in _TOKEN_KEYS}
+    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
+    log = TokenLog(partial, key)
+    if log.discarded:
+        say(f"{partial}: starting over, since it was made with other settings ({'; '.join(log.discarded)})", progress)
+    if log.counts.complete:
+        return log
+    file = partial / "tokenizer.json"
+    tokenizer.tokenizer.save(str(file))
+    worker = WorkerSettings(str(file), settings.text, settings.on_bad_line == "skip", bos, eos)
+    try:
+        _run_workers(source, worker, settings.processes or _cores(), log, progress)
+    finally:
+        if not log.counts.documents:
+            shutil.rmtree(partial)  # nothing worth resuming
+    if not log.counts.documents:
+        raise InputError(f"data.source: {settings.source}: no document with any text{_left_out(log.counts)}")
+    return log
+
+
+def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: TokenLog, progress: bool) -> None:
+    say(f"reading {source.description} with {processes} processes", progress)
+    if log.counts.chunks:
+        say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
+    with TokenizerWorkers(worker, processes) as workers, log.writing(), Progress("tokenising", "tokens", progress) as line:
+        line.start_from(log.counts.tokens)
+        for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
+            log.append(result)
+            line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+        log.finish()
+
+
+def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
+    """Lay out the packs of both splits and write them; returns the manifest."""
+    lengths = log.lengths()
+    starts = np.cumsum(lengths) - lengths
+    places = split_documents(len(lengths), settings, seed)
+    layouts = {split: _layout(lengths[order], settings) for split, order in places.items()}
+    _check_space(settings, layouts)
+    fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
+    tokens, total = log.tokens(), sum(map(len, layouts.values()))
+    written, step = 0, max(1, _PACKS_TOKENS // settings.length)
+    with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
+        for split, layout in layouts.items():
+            for first in range(0, len(layout), step):
+                last = min(first + step, len(layout))
+                block = materialise(layout, first, last, tokens, starts[places[split]], fill_id)
+                writer.write(split, block.input_ids, [block.lengths_of(i) for i in range(last - first)], block.first_position)
+                written += last - first
+                line.update(written, written / total)
+        tokenizer.tokenizer.save(str(writer.folder / "tokenizer.json"))
+        statistics = _statistics(log.counts, lengths, places, layouts)
+        draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
+        return writer.finish(settings=_content_settings(settings, seed), statistics=statistics, tokenizer=tokenizer.describe())
+
+
+def split_documents(count: int, settings: DataSettings, seed: int) -> dict[str, np.ndarray]:
+    """The documents of each split in the order they are packed, int64 indices into the source's order.
+
+    One permutation of the seed decides both: its first share is held out, the rest is the training order (with shuffle: false
+    only the choice). InputError if nothing would be left to train on.
+    """
+    shuffled = permute(np.arange(count), count, seed)
+    held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
+    if held_out >= count:
+        raise InputError(
+            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0 or add documents"
+        )
+    parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
+    return {split: part if settings.shuffle else np.sort(part) for split, part in parts.items() if len(part)}
+
+
+def _layout(lengths: np.ndarray, settings: DataSettings) -> Layout:
+    return {"truncate": truncate, "best_fit": best_fit}[settings.packing](lengths, settings.length, settings.positions)
+
+
+def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
+    """A full disk is better known before the packs are written than after."""
+    needed = sum(4 * (len(layout) * layout.length + len(layout.document)) for layout in layouts.values())
+    free = shutil.disk_usage(settings.packs.absolute().parent).free
+    if needed > free:
+        raise InputError(
+            f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "
+            "is kept. Free some space and run this again"
+        )
+
+
+def _statistics(
+    counts: TokenCounts, lengths: np.ndarray, places: dict[str, np.ndarray], layouts: dict[str, Layout]
+) -> dict[str, Any]:
+    packs, room = sum(map(len, layouts.values())), sum(len(layout) * layout.length for layout in layouts.values())
+    return {
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+        "packs": packs,
+        "fill": counts.tokens / room,
+        "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
+        "held_out_documents": len(places.get("held_out", ())),
+        "held_out_packs": len(layouts.get("held_out", ())),
+        "skipped_lines": counts.skipped,
+        "first_skipped": counts.first_skipped,
+        "empty_documents": counts.empty,
+        "lengths": length_statistics(lengths),
+    }
+
+
+def summary(manifest: dict[str, Any]) -> str:
+    """What `prepare` says at its end."""
+    numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
+    lengths = numbers["lengths"]
+    lines = {
+        "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
+        "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
+        "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",
+        "fill": f"{numbers['fill']:.2%}",
+        "cut documents": f"{numbers['cut_documents']:,}",
+        "left out": f"{numbers['skipped_lines']:,} malformed records, {numbers['empty_documents']:,} without text",
+        "tokenizer": f"{tokenizer['name']}, {tokenizer['vocab_size']:,} ids, fingerprint {tokenizer['fingerprint'][:16]}",
+    }
+    if numbers["first_skipped"]:
+        lines["first left out"] = numbers["first_skipped"]
+    return "\n".join(f"  {name:<15} {value}" for name, value in lines.items())
+
+
+def _left_out(counts: TokenCounts) -> str:
+    parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
+    if counts.skipped:
+        parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
+    return f": {' and '.join(parts)}" if parts else "; the source is empty"
+
+
+def _cores() -> int:
+    """Cores this process may use, which in a container can be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,69 @@
+"""A line on stderr that says how far a long task is, how fast it goes and when it will be done."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+
+def say(text: str, shown: bool = True) -> None:
+    """Print to stderr, where progress goes, so that stdout stays free for results."""
+    if shown:
+        print(text, file=sys.stderr, flush=True)
+
+
+class Progress:
+    """Rewrites one line on a terminal; elsewhere (a log file, CI) prints a line every 10 seconds."""
+
+    def __init__(self, task: str, unit: str, shown: bool) -> None:
+        self.task, self.unit, self.shown = task, unit, shown
+        self._on_terminal = sys.stderr.isatty()
+        self._every = 0.2 if self._on_terminal else 10.0
+        self._begun = self._printed = time.monotonic()
+        self._first_count = 0
+        self._first_share: float | None = None
+        self._latest: tuple[int, float | None, str] | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self.shown and self._latest is not None:
+            self._print(*self._latest)
+            if self._on_terminal:
+                print(file=sys.stderr)
+
+    def start_from(self, count: int) -> None:
+        """What an earlier run has done, which is no merit of this one's rate."""
+        self._first_count = count
+
+    def update(self, count: int, share: float | None, detail: str = "") -> None:
+        """`count` units are done, `share` of the whole where that is known."""
+        if self._first_share is None:
+            self._first_share = share if self._first_count else 0.0
+        self._latest = (count, share, detail)
+        if self.shown and time.monotonic() - self._printed >= self._every:
+            self._print(*self._latest)
+
+    def _print(self, count: int, share: float | None, detail: str) -> None:
+        self._printed = time.monotonic()
+        elapsed = self._printed - self._begun
+        parts = [
+            f"{self.task}: {count:,} {self.unit}",
+            detail,
+            f"{(count - self._first_count) / max(elapsed, 1e-9):,.0f} {self.unit}/s",
+        ]
+        if share is not None:
+            gained = share - (self._first_share or 0.0)
+            left = f"{_clock(elapsed * (1 - share) / gained)} left" if gained > 0 and share < 1 else f"{_clock(elapsed)} taken"
+            parts += [f"{share:.1%}", left]
+        text = ", ".join(filter(None, parts))
+        print(
+            f"\r\x1b[2K{text}" if self._on_terminal else text, end="" if self._on_terminal else "\n", file=sys.stderr, flush=True
+        )
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,328 @@
+"""Where documents come from: JSONL, Parquet, text files, folders of these, and Hugging Face datasets, all as a stream of chunks.
+
+`open_source` looks at names only and returns at once; `chunks()` reads. The chunks of a source that did not change are the same
+every time, which is what lets an interrupted `prepare` count how many it has done and go on after them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from packing.chunks import CHUNK_BYTES, Chunk, TextTemplate, open_stream
+from packing.errors import InputError
+from packing.settings import DataSettings
+
+if TYPE_CHECKING:
+    import datasets
+
+_JSONL, _PARQUET = {".jsonl", ".ndjson"}, {".parquet"}
+_TEXT = {
+    *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
+    *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js"),
+    *(
+        ".jsx",
+        ".ts",
+        ".tsx",
+        ".rb",
+        ".php",
+        ".pl",
+        ".lua",
+        ".r",
+        ".jl",
+        ".hs",
+        ".ml",
+        ".ex",
+        ".erl",
+        ".clj",
+        ".sh",
+        ".sql",
+        ".css",
+    ),
+}
+_MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs some 100 bytes a token, and takes no document in parts
+_ROWS = 1024  # read from tables at once, then cut by size
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+class Source(ABC):
+    """Documents in a fixed order."""
+
+    description: str  # for people: what is read
+    identity: dict[str, Any]  # JSON-able; differs where the documents may differ, without reading them
+
+    @abstractmethod
+    def chunks(self) -> Iterator[Chunk]:
+        """All records from the first on. Raises InputError that names the file and place of what cannot be read."""
+
+
+def open_source(settings: DataSettings) -> Source:
+    """The source that `settings` name. InputError where there is none or its kind cannot be told."""
+    template = TextTemplate.parse(settings.text)
+    path = Path(settings.source or "")
+    saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
+    if settings.format == "dataset" or (settings.format == "auto" and saved):
+        return DatasetSource(settings, template)
+    if path.is_file():
+        return FileSource([path], _kind_of_file(path, settings.format), template)
+    if path.is_dir():
+        return _open_folder(path, settings.format, template)
+    if (
+        settings.format == "auto"
+        and _HUB_NAME.fullmatch(str(settings.source))
+        and not _suffix(path) & (_JSONL | _PARQUET | _TEXT | {".json"})
+    ):
+        return DatasetSource(settings, template)
+    raise InputError(f"data.source: {settings.source}: no such file or folder (relative paths start at the current directory)")
+
+
+def _suffix(path: Path) -> set[str]:
+    """The suffix that tells the kind of a file, below .gz or .zst, as a set to intersect with the known ones."""
+    name = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
+    return {name.suffix.lower()}
+
+
+def _kind_of_file(path: Path, wanted: str) -> str:
+    """jsonl, json, parquet or text: as the settings say, else by suffix."""
+    suffix = _suffix(path)
+    if wanted == "jsonl" or (wanted == "auto" and suffix & (_JSONL | {".json"})):
+        return "json" if suffix & {".json"} else "jsonl"
+    if wanted != "auto":
+        return wanted
+    if suffix & _PARQUET:
+        return "parquet"
+    if suffix & _TEXT:
+        return "text"
+    raise InputError(
+        f"data.source: {path}: its suffix does not tell its format; set data.format to jsonl, parquet, text or dataset"
+    )
+
+
+def _open_folder(folder: Path, wanted: str, template: TextTemplate) -> FileSource:
+    """All files below `folder` of one kind, in order of their relative paths; hidden files and folders are left out.
+
+    Data files outrank text, since many data sets carry a README. Where two kinds could be meant, the settings have to say which.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    by_suffix = {"parquet": _PARQUET, "jsonl": _JSONL, "json": {".json"}, "text": _TEXT}
+    found = {kind: paths for kind, known in by_suffix.items() if (paths := [path for path in files if _suffix(path) & known])}
+    if wanted == "text":
+        found = {"text": files} if files else {}
+    elif wanted == "jsonl":
+        found = {kind: found[kind] for kind in ("jsonl", "json") if kind in found}
+    elif wanted == "parquet":
+        found = {"parquet": found["parquet"]} if "parquet" in found else {}
+    elif found.keys() & {"parquet", "jsonl"}:
+        found = {kind: found[kind] for kind in ("parquet", "jsonl") if kind in found}
+    if not found:
+        what = "file" if wanted in ("auto", "text") else f"{wanted} file"
+        raise InputError(
+            f"data.source: {folder}: no {what} to read among its {len(files)} files; set data.format or another source"
+        )
+    if len(found) > 1:
+        counts = " and ".join(f"{len(paths)} {kind} files" for kind, paths in found.items())
+        raise InputError(f"data.source: {folder}: holds {counts}; set data.format to the kind you mean, or name a file")
+    ((kind, paths),) = found.items()
+    return FileSource(paths, kind, template, folder)
+
+
+def _hidden(relative: Path) -> bool:
+    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
+
+
+class FileSource(Source):
+    """Files of one kind."""
+
+    def __init__(self, paths: list[Path], kind: str, template: TextTemplate, folder: Path | None = None) -> None:
+        self.paths, self.kind, self.template = paths, kind, template
+        stats = [path.stat() for path in paths]
+        self.sizes = [stat.st_size for stat in stats]
+        self.bytes = sum(self.sizes)
+        listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
+        self.identity = {"kind": kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
+        many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
+        self.description = f"{many}, {self.bytes / 1e6:,.1f} MB"
+
+    def chunks(self) -> Iterator[Chunk]:
+        if self.kind == "text":
+            yield from self._text_chunks()
+            return
+        read = {"jsonl": self._jsonl_chunks, "json": self._json_chunks, "parquet": self._parquet_chunks}[self.kind]
+        before = 0
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            try:
+                yield from read(path, before)
+            except (OSError, pa.ArrowInvalid) as error:
+                raise InputError(f"{path}: cannot be read: {error}; the file is damaged or not of this format") from None
+            before += size
+
+    def _progress(self, done: int) -> float:
+        return done / max(self.bytes, 1)
+
+    def _jsonl_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
+        """Whole lines, about CHUNK_BYTES at a time; a line longer than that is a chunk of its own."""
+        stream, raw = open_stream(path)
+        with raw, stream:
+            line, pending = 1, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
+            while block := stream.read(CHUNK_BYTES):
+                cut = block.rfind(b"\n") + 1
+                if not cut:
+                    pending.append(block)
+                    continue
+                payload = b"".join([*pending, block[:cut]])
+                pending = [block[cut:]]
+                yield Chunk("jsonl", str(path), line, payload, self._progress(before + raw.tell()))
+                line += payload.count(b"\n")
+            if payload := b"".join(pending):
+                yield Chunk("jsonl", str(path), line, payload, self._progress(before + raw.tell()))
+
+    def _json_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
+        """A .json file is often JSONL under another name; one that opens with a bracket is a list of records, read whole."""
+        stream, raw = open_stream(path)
+        with raw, stream:
+            is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+        if not is_list:
+            yield from self._jsonl_chunks(path, before)
+            return
+        stream, raw = open_stream(path)
+        try:
+            with raw, stream:
+                records = json.loads(stream.read())
+        except ValueError as error:
+            raise InputError(f"{path}: not valid JSON: {error}") from None
+        for first in range(0, len(records), _ROWS):
+            lines = "\n".join(json.dumps(record) for record in records[first : first + _ROWS])
+            done = before + path.stat().st_size * min(1.0, (first + _ROWS) / len(records))
+            yield Chunk("jsonl", f"{path}, record", first + 1, lines.encode(), self._progress(int(done)))
+
+    def _parquet_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
+        import pyarrow.parquet as pq
+
+        with pq.ParquetFile(path) as file:
+            _check_columns(str(path), file.schema_arrow, self.template)
+            rows, row, size = max(file.metadata.num_rows, 1), 0, path.stat().st_size
+            for batch in file.iter_batches(_ROWS, columns=list(self.template.columns)):
+                yield from _table_chunks(batch, str(path), row, self._progress(before + size * (row + len(batch)) // rows))
+                row += len(batch)
+
+    def _text_chunks(self) -> Iterator[Chunk]:
+        """Each file is one document. Only names travel: the files are read where they are tokenised."""
+        names: list[str] = []
+        pending = done = 0
+        for path, size in zip(self.paths, self.sizes, strict=True):
+            if size > _MAX_DOCUMENT:
+                raise InputError(
+                    f"{path}: a text file is one document, and {size / 2**20:,.0f} MiB is too long for one; "
+                    'split it into several files, or write it as JSONL with a {"text": ...} line for each document'
+                )
+            names.append(str(path))
+            pending += size
+            done += size
+            if pending >= CHUNK_BYTES:
+                yield Chunk("files", names[0], 0, json.dumps(names).encode(), self._progress(done))
+                names, pending = [], 0
+        if names:
+            yield Chunk("files", names[0], 0, json.dumps(names).encode(), 1.0)
+
+
+@dataclass
+class DatasetSource(Source):
+    """A Hugging Face dataset: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes, streamed or not."""
+
+    settings: DataSettings
+    template: TextTemplate
+
+    def __post_init__(self) -> None:
+        self.name = str(self.settings.source)
+        self._data: datasets.Dataset | datasets.IterableDataset | None = None
+
+    @property
+    def description(self) -> str:
+        how = ", streaming" if self.settings.streaming else ""
+        return f"Hugging Face dataset {self.name} ({self.settings.subset or 'default'}, {self.settings.split}{how})"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        data = self._load()
+        fingerprint = None if self.settings.streaming else data._fingerprint
+        return {
+            "kind": "dataset",
+            "name": self.name,
+            "subset": self.settings.subset,
+            "split": self.settings.split,
+            "fingerprint": fingerprint,
+        }
+
+    def chunks(self) -> Iterator[Chunk]:
+        import datasets
+
+        data = self._load()
+        if data.features is not None:
+            _check_columns(self.name, data.features.arrow_schema, self.template)
+            data = data.select_columns(list(self.template.columns))
+        total = len(data) if isinstance(data, datasets.Dataset) else None
+        row = 0
+        for table in data.with_format("arrow").iter(_ROWS):
+            _check_columns(self.name, table.schema, self.template)
+            rows = table.select(list(self.template.columns))
+            yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
+            row += len(rows)
+
+    def _load(self) -> datasets.Dataset | datasets.IterableDataset:
+        if self._data is not None:
+            return self._data
+        import datasets
+
+        settings, folder = self.settings, Path(self.name)
+        saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
+        try:
+            if not saved:
+                data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
+            else:
+                data = datasets.load_from_disk(self.name)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise InputError(
+                f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
+                f"(data.subset: {settings.subset}, data.split: {settings.split}): {reason}"
+            ) from None
+        if isinstance(data, datasets.DatasetDict):
+            if settings.split not in data:
+                raise InputError(f"data.split: {self.name} has no split `{settings.split}`; it has: {', '.join(data)}")
+            data = data[settings.split]
+        self._data = data
+        return data
+
+
+def _check_columns(where: str, schema: pa.Schema, template: TextTemplate) -> None:
+    """InputError where a table lacks a column, or a column that is to be taken as it is holds no text."""
+    if problem := template.missing(schema.names):
+        raise InputError(f"{where}: {problem}")
+    if template.pieces is None:
+        kind = schema.field(template.columns[0]).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        if not (
+            pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind) or pa.types.is_null(kind)
+        ):
+            raise InputError(
+                f"{where}: column `{template.columns[0]}` holds {kind}, not text; the columns are: {', '.join(schema.names)}"
+            )
+
+
+def _table_chunks(table: pa.RecordBatch | pa.Table, origin: str, first: int, progress: float | None) -> Iterator[Chunk]:
+    """`table` in pieces of about CHUNK_BYTES."""
+    rows = max(1, len(table) * CHUNK_BYTES // max(table.nbytes, 1))
+    for start in range(0, len(table), rows):
+        piece = table.slice(start, rows)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, piece.schema) as writer:
+            writer.write(piece)
+        yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), progress)

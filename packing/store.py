@@ -1,0 +1,159 @@
+"""Packs on disk behind one door: Arrow written; Arrow, MDS and token .bin read.
+
+open_packs(settings, "train")     whatever lies at `data.packs`, checked before it is read
+PackWriter(path, length)          writes the Arrow folder that open_packs reads
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from packing.arrow import MANIFEST, ArrowPacks, PackWriter, read_manifest
+from packing.errors import InputError
+from packing.mds import INDEX, MDSPacks
+from packing.protocol import Pack, Packs, Split, checked_index
+from packing.settings import DataSettings
+from packing.token_bin import TokenBin
+
+__all__ = ["Pack", "PackWriter", "Packs", "Split", "check_model", "open_packs"]
+
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
+_MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
+
+
+def open_packs(settings: DataSettings, split: Split) -> Packs | None:
+    """The packs at `settings.packs`, whatever their format; None where `split` is held_out and there is none.
+
+    A held-out split of the data's own is used as it is. Where there is none, the share `settings.held_out` of the training packs
+    is set apart: the same packs every time, so no step trains on them. (Whoever cuts by packs leaves the two halves of a document
+    that was cut between packs on both sides; `prepare` holds out whole documents.)
+
+    Raises InputError where nothing is there, where it is not what it claims to be, and where packs have another length than
+    `settings.length`.
+    """
+    openers = _find_splits(settings.packs, settings)
+    carved = "held_out" not in openers and settings.held_out > 0.0
+    if split not in openers and not carved:
+        return None
+    packs = openers["train" if carved else split]()
+    if packs.length != settings.length:
+        has = f"packs of {packs.length} tokens, but `data.length` is {settings.length}"
+        raise InputError(f"{packs.path}: {has}; set it to fit, or prepare other packs")
+    return carve(packs, settings.held_out, split) if carved else packs
+
+
+def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
+    """InputError where a model of `vocab_size` embeddings, with the tokenizer of this fingerprint if given, cannot use `packs`.
+
+    Formats that know nothing of their tokenizer pass; for them, token ids are checked as batches are made.
+    """
+    tokenizer = packs.tokenizer or {}
+    name, size, fingerprint = (tokenizer.get(key) for key in ("name", "vocab_size", "fingerprint"))
+    if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
+        raise InputError(
+            f"{packs.path}: made with another tokenizer ({name or 'unnamed'}, {fingerprint[:12]}) than the model's "
+            f"({tokenizer_fingerprint[:12]}); prepare the packs with the model's tokenizer (`data.tokenizer`)"
+        )
+    if size is not None and size > vocab_size:
+        raise InputError(
+            f"{packs.path}: made with a vocabulary of {size} tokens ({name or 'unnamed'}), the model has {vocab_size}; "
+            "prepare the packs with the model's tokenizer (`data.tokenizer`), or choose a model with a larger vocabulary"
+        )
+
+
+def carve(packs: Packs, share: float, split: Split) -> Packs:
+    """The training or held-out part of `packs`: disjoint, together complete, a function of the number of packs and `share` alone.
+
+    Held out are the max(1, round(share * n)) packs whose indices have the smallest hashes.
+    """
+    count = max(1, round(share * len(packs)))
+    if count >= len(packs):
+        raise InputError(
+            f"{packs.path}: {len(packs)} packs cannot give up a share of {share} (`data.held_out`) and leave some to train on; "
+            "set `data.held_out` to 0 or take more text"
+        )
+    chosen = np.zeros(len(packs), bool)
+    chosen[np.argpartition(_hashed(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
+    return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
+
+
+class PartOfPacks:
+    """Some packs of a larger store, in its order."""
+
+    def __init__(self, packs: Packs, indices: np.ndarray) -> None:
+        self._packs = packs
+        self._indices = indices
+        self.path = packs.path
+        self.length = packs.length
+        self.tokenizer = packs.tokenizer
+        self.fingerprint = hashlib.sha256(packs.fingerprint.encode() + indices.astype("<i8").tobytes()).hexdigest()
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Pack:
+        return self._packs[int(self._indices[checked_index(index, len(self))])]
+
+    def lengths(self, index: int) -> np.ndarray:
+        return self._packs.lengths(int(self._indices[checked_index(index, len(self))]))
+
+    def verify(self) -> None:
+        self._packs.verify()
+
+
+def _hashed(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele, Lea and Flood, 2014): a bijection of uint64, so no two indices share a hash."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _find_splits(path: Path, settings: DataSettings) -> dict[Split, Callable[[], Packs]]:
+    """How to open each split that the data at `path` has of its own; InputError unless there is one to train on."""
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
+    if (path / MANIFEST).exists():
+        return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
+    if mds := _find_mds(path):
+        return {split: partial(MDSPacks, folders, path, settings.length) for split, folders in mds.items()}
+    if bins := _find_token_bins(path):
+        return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
+    if (path.parent / MANIFEST).exists():
+        raise InputError(f"{path}: one part of the packs in {path.parent}; point `data.packs` to that folder")
+    if path.is_dir() and not any(path.iterdir()):
+        raise InputError(f"{path}: an empty folder (`data.packs`); {_MAKE}")
+    raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin; {_MAKE}")
+
+
+def _find_mds(path: Path) -> dict[Split, list[Path]]:
+    """MDS folders by split: the folder's `train` and `val`, or itself or all of its parts as training data."""
+    if folders := _mds_parts(path / "train"):
+        held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None)
+        return {"train": folders} | ({"held_out": held_out} if held_out else {})
+    folders = _mds_parts(path)
+    return {"train": folders} if folders else {}
+
+
+def _mds_parts(path: Path) -> list[Path]:
+    """`path` if it has an index (its own or its parts' merged one), else those of its folders that have one."""
+    return [path] if (path / INDEX).exists() else sorted(index.parent for index in path.glob(f"*/{INDEX}"))
+
+
+def _find_token_bins(path: Path) -> dict[Split, Path]:
+    """Token files by split: train.bin with val.bin, the only .bin of a folder, or the file that `path` is."""
+    if path.is_file():
+        return {"train": path} if path.suffix == ".bin" else {}
+    bins = {file.stem: file for file in path.glob("*.bin")}
+    if "train" in bins:
+        held_out = next((bins[name] for name in _HELD_OUT_NAMES if name in bins), None)
+        return {"train": bins["train"]} | ({"held_out": held_out} if held_out else {})
+    if len(bins) > 1:
+        names = ", ".join(sorted(file.name for file in bins.values()))
+        raise InputError(f"{path}: holds {names}, and none is called train.bin; name one of them in `data.packs`")
+    return {"train": next(iter(bins.values()))} if bins else {}

@@ -1,0 +1,151 @@
+"""Flat token files as nanoGPT writes them: token ids one after another, with nothing that says where documents or packs begin.
+
+A folder holds `train.bin` and perhaps `val.bin`; `meta.json` or nanoGPT's `meta.pkl` beside them may name the dtype and the
+vocabulary. The format carries no checksum; a `train.bin.sha256` (as `sha256sum` writes it) is compared where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packing.errors import InputError
+from packing.integrity import FileRecord, check_hashes, digests
+from packing.protocol import Pack, checked_index
+
+_SAMPLED_TOKENS = 2**20
+_HEADER_MAGICS = {20240520, 20240801}  # llm.c's and modded-nanogpt's files, which begin with 256 int32
+_HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+
+
+class TokenBin:
+    """Consecutive windows of `length` tokens of one .bin file; what the last one lacks is padding outside `lengths`.
+
+    With `end_token`, each document ends at (and includes) that id and a cut document counts its positions anew in each pack;
+    without, a pack is one document. The fingerprint is the sha256 of the file's own sha256 with dtype, length and end token.
+    Raises InputError for an empty file, one that is no whole number of tokens, evidence of another dtype, and ids beyond the
+    vocabulary that meta names: at opening in the first million tokens, later in each pack that is read.
+    """
+
+    def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
+        self.path = Path(path)
+        self.length = length
+        self.end_token = end_token
+        meta = read_meta(self.path.parent)
+        self._dtype = _dtype(meta, self.path)
+        size = self.path.stat().st_size
+        if size == 0:
+            raise InputError(f"{self.path}: is empty; write its tokens again")
+        if size % self._dtype.itemsize:
+            raise InputError(
+                f"{self.path}: truncated: {size} bytes are no whole number of {self._dtype.name} tokens; write it again"
+            )
+        self._vocab_size: int | None = meta.get("vocab_size")
+        self.tokenizer: dict | None = {"vocab_size": self._vocab_size} if self._vocab_size else None
+        self._tokens = np.memmap(self.path, self._dtype, mode="r")
+        self._check_dtype(named="dtype" in meta or self._vocab_size is not None)
+        self._check_vocabulary(self._tokens[:_SAMPLED_TOKENS])
+        self.verify(trust_stamp=True)
+        digest = digests(self.path.parent, [self.path.name], ["sha256"])[self.path.name]["sha256"]
+        self.fingerprint = hashlib.sha256(json.dumps([digest, self._dtype.name, length, end_token]).encode()).hexdigest()
+
+    def __len__(self) -> int:
+        return -(-len(self._tokens) // self.length)
+
+    def __getitem__(self, index: int) -> Pack:
+        tokens = self._window(index)
+        self._check_vocabulary(tokens)
+        ids = np.full(self.length, self.end_token or 0, np.uint32)
+        ids[: len(tokens)] = tokens
+        return Pack(ids, self._documents(tokens), 0)
+
+    def lengths(self, index: int) -> np.ndarray:
+        return self._documents(self._window(index))
+
+    def verify(self, *, trust_stamp: bool = False) -> None:
+        """Compare the file with the .sha256 beside it, where there is one."""
+        recorded = self.path.with_name(f"{self.path.name}.sha256")
+        if recorded.exists():
+            words = recorded.read_text(encoding="utf-8").split() or [""]
+            record = FileRecord(self.path.name, self.path.stat().st_size, {"sha256": words[0].lower()})
+            remedy = f"write it again, or remove {recorded.name} if that is out of date"
+            check_hashes(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
+
+    def _window(self, index: int) -> np.ndarray:
+        start = checked_index(index, len(self)) * self.length
+        return self._tokens[start : start + self.length]
+
+    def _documents(self, tokens: np.ndarray) -> np.ndarray:
+        if self.end_token is None:
+            return np.array([len(tokens)], np.int32)
+        ends = np.flatnonzero(tokens == self.end_token) + 1
+        if len(ends) == 0 or ends[-1] != len(tokens):
+            ends = np.append(ends, len(tokens))
+        return np.diff(ends, prepend=0).astype(np.int32)
+
+    def _check_dtype(self, named: bool) -> None:
+        """Refuse a header, and uint32 tokens about to be read as uint16 because nothing names their dtype."""
+        head = np.fromfile(self.path, "<i4", 1)
+        if len(head) and int(head[0]) in _HEADER_MAGICS:
+            raise InputError(f"{self.path}: begins with a header (llm.c's); drop its first 1024 bytes: tail -c +1025")
+        words = self._tokens[:_SAMPLED_TOKENS]
+        if named or len(words) < 64 or len(words) % 2:
+            return
+        if words[1::2].max() < _HIGH_WORD_LIMIT <= words[0::2].max():
+            raise InputError(
+                f"{self.path}: looks like uint32 tokens, and nothing names its dtype; write "
+                f'{self.path.parent / "meta.json"}: {{"dtype": "uint32"}}, or "uint16" if that is what it holds'
+            )
+
+    def _check_vocabulary(self, tokens: np.ndarray) -> None:
+        if self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
+            seen = f"holds token id {int(tokens.max())}, but its meta says vocab_size {self._vocab_size}"
+            raise InputError(
+                f"{self.path}: {seen}: it is damaged, of another vocabulary, or not {self._dtype.name}; "
+                "name its `dtype` in meta.json, or write the file again"
+            )
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What meta.json or meta.pkl in `folder` says; empty where there is neither, InputError where it cannot be read."""
+    for name, load in (("meta.json", json.loads), ("meta.pkl", _load_plain_pickle)):
+        path = folder / name
+        if path.exists():
+            try:
+                meta = load(path.read_bytes())
+            except (ValueError, EOFError, AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
+                raise InputError(
+                    f'{path}: cannot be read ({error}); write meta.json: {{"dtype": "uint16", "vocab_size": ...}}'
+                ) from None
+            vocab_size = meta.get("vocab_size") if isinstance(meta, dict) else 0
+            if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+                raise InputError(
+                    f'{path}: a mapping with a whole `vocab_size` is wanted: {{"dtype": "uint16", "vocab_size": 50257}}'
+                )
+            return meta
+    return {}
+
+
+def _dtype(meta: dict[str, Any], path: Path) -> np.dtype:
+    """The dtype that meta names, else the narrowest that holds its vocabulary, else nanoGPT's uint16."""
+    name = meta.get("dtype") or ("uint32" if (meta.get("vocab_size") or 0) > 2**16 else "uint16")
+    if name not in ("uint16", "uint32"):
+        raise InputError(f"{path.parent}: meta names the dtype {name!r}; token files are uint16 or uint32")
+    return np.dtype(name).newbyteorder("<")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Numbers, strings and containers need no global; whatever asks for one could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds a {module}.{name}, only plain numbers, strings and containers are read")
+
+
+def _load_plain_pickle(data: bytes) -> Any:
+    return _PlainUnpickler(io.BytesIO(data)).load()

@@ -1,0 +1,126 @@
+"""Tokenizers without a model library: what `prepare`, `inspect` and a check against a model need, quick to import."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from packing.errors import InputError
+
+_ROLES = ("bos", "eos", "pad")
+# A tokenizer.json alone does not say which of its special tokens ends a document; without a tokenizer_config.json beside it, the
+# names in use decide.
+_USUAL_NAMES = {
+    "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
+    "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
+    "pad": ("<|pad|>", "<pad>", "[PAD]"),
+}
+# What does not change the ids that `encode(..., add_special_tokens=False)` gives, but differs from one save to the next.
+_NOT_PART_OF_THE_FINGERPRINT = ("version", "truncation", "padding", "post_processor")
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and the ids that mark documents."""
+
+    name: str
+    tokenizer: Tokenizer
+    special: dict[str, int]  # bos, eos, pad -> id, those that there are
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 hex of everything that decides which ids a text gets, independent of file formatting and of key order."""
+        content = json.loads(self.tokenizer.to_str())
+        content = {key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
+        canonical = json.dumps(_without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included: the embeddings a model needs at least."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def required(self, role: str, setting: str) -> int:
+        """The id of the `role` token (bos or eos) that `setting` asks for; InputError if there is none."""
+        if role not in self.special:
+            raise InputError(
+                f"{setting} is true, but the tokenizer {self.name} names no {role.upper()} token; set {setting}: false, "
+                f"or name one in its tokenizer_config.json as `{role}_token`"
+            )
+        return self.special[role]
+
+    def describe(self) -> dict[str, Any]:
+        """What packs remember of their tokenizer."""
+        ids = {f"{role}_id": self.special.get(role) for role in _ROLES}
+        return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
+
+
+def load_tokenizer(name: str) -> TextTokenizer:
+    """The tokenizer `name`: a tokenizer.json, a folder that holds one, or a model on the Hugging Face hub. Raises InputError."""
+    path = Path(name)
+    if path.is_file():
+        file, config = path, path.parent / "tokenizer_config.json"
+    elif path.is_dir():
+        file, config = path / "tokenizer.json", path / "tokenizer_config.json"
+        if not file.is_file():
+            raise InputError(
+                f"data.tokenizer: {path}: no tokenizer.json in this folder; name a tokenizer.json, or a folder with one"
+            )
+    else:
+        file, config = _from_hub(name)
+    try:
+        text = file.read_text(encoding="utf-8")
+        json.loads(text)
+        tokenizer = Tokenizer.from_str(text)
+    except (OSError, ValueError) as error:
+        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
+
+
+def _from_hub(name: str) -> tuple[Path, Path]:
+    """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+
+    try:
+        file = Path(hf_hub_download(name, "tokenizer.json"))
+    except (OSError, HFValidationError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(
+            f"data.tokenizer: {name}: no such file or folder, and no tokenizer.json from the hub: {reason}"
+        ) from None
+    try:
+        return file, Path(hf_hub_download(name, "tokenizer_config.json"))
+    except EntryNotFoundError:
+        return file, file.parent / "tokenizer_config.json"
+
+
+def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
+    if config.is_file():
+        try:
+            values = json.loads(config.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise InputError(f"data.tokenizer: {config}: not valid JSON: {error}") from None
+        named = {role: values.get(f"{role}_token") for role in _ROLES}
+        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
+    else:
+        candidates = {role: list(names) for role, names in _USUAL_NAMES.items()}
+    ids = {role: [tokenizer.token_to_id(name) for name in names] for role, names in candidates.items()}
+    return {
+        role: found for role, options in ids.items() if (found := next((i for i in options if i is not None), None)) is not None
+    }
+
+
+def _without_nulls(value: Any) -> Any:
+    """An optional field is null in files of one library version and absent in another's."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

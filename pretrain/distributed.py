@@ -1,0 +1,99 @@
+"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing.
+
+Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and a
+default sharding policy that neither computes in BF16 nor sums gradients in FP32.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from packing.errors import InputError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def make_accelerator() -> Accelerator:
+    """The Accelerator of this process, in no precision of its own: `pretrain.precision` has taken that over.
+
+    Raises InputError where several processes were launched but do not form a group; accelerate would train that many separate
+    copies without a word.
+    """
+    # Views into the communication buckets spare a copy of all gradients. Accumulation is ours: losses are sums over valid tokens.
+    accelerator = Accelerator(
+        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise InputError(
+            f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
+            f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` with the environment ACCELERATE_USE_CPU=true"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
+        _engage_fsdp(accelerator)
+    return accelerator
+
+
+def prepare(accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype) -> tuple[M, torch.optim.Optimizer]:
+    """The model wrapped for this topology and the optimizer over its (perhaps sharded) parameters.
+
+    Under FSDP2, parameters are gathered in `compute_dtype` and gradients are summed over ranks in FP32.
+    """
+    if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    model, wrapped = accelerator.prepare(model, optimizer)
+    return model, wrapped.optimizer
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel; FSDP2 changes a module in place and wraps nothing."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def device_of(accelerator: Accelerator) -> tuple[str, int]:
+    """Name and bytes of memory of the device that this process trains on; processes on CPUs share the machine's memory evenly."""
+    if accelerator.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(accelerator.device)
+        return properties.name, properties.total_memory
+    return "CPU", psutil.virtual_memory().total // accelerator.num_processes
+
+
+def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
+    """What accelerate set up, for the run's environment file."""
+    return {
+        "distributed_type": accelerator.distributed_type.value,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "sharded": accelerator.is_fsdp2,
+    }
+
+
+def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The parameters and persistent buffers under `prefix` of the prepared `model`, whole, on the main process; a collective call."""
+    state_dict = accelerator.get_state_dict(model)
+    return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+
+
+def _engage_fsdp(accelerator: Accelerator) -> None:
+    """Turn FSDP2 on where the launch asked for it but accelerate chose plain DDP, as it does for CPU processes."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if accelerator.num_processes == 1:
+        raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
+    plugin = FullyShardedDataParallelPlugin()
+    if plugin.fsdp_version != 2:
+        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin

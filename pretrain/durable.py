@@ -1,0 +1,37 @@
+"""Files that survive a crash: written whole, flushed to the disk, and only then given their name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush the names in `folder`; a file's own fsync does not cover the entry that leads to it. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write `data` to `path` and flush it. A crash may leave half a file: for folders that are named only when complete."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Make `path` hold `data`; whoever opens it at any moment, also after a crash, sees the old content or the new, whole.
+
+    Raises OSError (disk full, no permission); the old content is then untouched.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        write_file(partial, data)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    fsync_folder(path.parent)

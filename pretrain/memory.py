@@ -1,0 +1,137 @@
+"""How much memory training will take on one device: exact where shapes decide it, an estimate for activations.
+
+Activations are counted from what a compiled decoder layer keeps for backward, in the compute dtype and by token:
+
+    4 · hidden                        the layer's input, the attention's residual sum, and what the two norms make of them
+    in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up and their product
+    query and key widths              once more, after normalisation and rotation
+
+For Qwen3-1.7B that is 71,680 bytes a token and layer. Calibrated on one H200 (8 packs of 4,096 tokens, chunked loss, no
+checkpointing): 81.3 GiB estimated and 80.9 measured with BF16 weights, 97.3 and 97.5 with FP32 weights. Ten bytes a logit in the
+loss's buffers (product, FP32 softmax, its gradient) is the one number fitted to these. Layers that are not compiled keep
+FP32 intermediates of their norms as well and take more; so does masked `sdpa` attention. `batch.microbatch: auto` therefore tries
+on the device, and only begins where this estimate says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pretrain.metrics.flops import ModelFlops
+from pretrain.settings import Recipe
+
+OPTIMISM = (
+    0.8  # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small speed
+)
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
+
+    parameters: int
+    gradients: int  # under DDP views into its buckets, so no second copy
+    moments: int  # AdamW's two, in the parameters' dtype
+    working_copies: int  # BF16 casts of FP32 parameters that backward needs again
+    head_gradient: int  # the LM head's, summed over chunks in FP32
+    activations_by_pack: int
+    layer_by_pack: int  # backward's workspace: the gradients of one layer's activations
+    logits_by_pack: int  # the loss's buffers, were all logits held at once
+    logits_at_most: int | None  # the same for one chunk; None: not chunked
+
+    @classmethod
+    def of(cls, recipe: Recipe, flops: ModelFlops, precision: str, world_size: int, sharded: bool) -> MemoryEstimate:
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2)."""
+        shape, length = flops.shape, recipe.data.length
+        stored, computed = (4 if recipe.weights == "fp32" else 2), (4 if precision == "fp32" else 2)
+        shards = world_size if sharded else 1
+        weights = math.ceil(flops.parameters / shards) * stored
+        recomputed = _recomputed_layers(recipe, shape.layers)
+        layer = _layer_elements(flops) * computed * length
+        kept = shape.layers - recomputed
+        # A recomputed layer keeps its input; one at a time is whole again while its backward runs.
+        activations = kept * layer + recomputed * shape.hidden * computed * length + (layer if recomputed else 0)
+        # The final norm's output and its gradient stand beside the logits; a logit takes its product, softmax and gradient.
+        final = 2 * shape.hidden * computed * length
+        logit = 8 + computed
+        chunked = recipe.loss.kind == "chunked"
+        materialised = recipe.loss.kind != "cce"
+        return cls(
+            parameters=weights,
+            gradients=weights,
+            moments=2 * weights,
+            working_copies=_working_copies(flops, kept) if stored > computed else 0,
+            head_gradient=shape.vocabulary * shape.hidden * (4 if chunked else computed),
+            activations_by_pack=activations + final,
+            layer_by_pack=layer,
+            logits_by_pack=length * shape.vocabulary * logit if materialised else 0,
+            logits_at_most=recipe.loss.chunk * shape.vocabulary * logit if chunked else None,
+        )
+
+    def parts(self, microbatch: int) -> dict[str, int]:
+        """Bytes by part while a microbatch of that many packs is in flight, empty parts left out."""
+        logits = self.logits_by_pack * microbatch
+        loss = logits if self.logits_at_most is None else min(logits, self.logits_at_most)
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer moments": self.moments,
+            "BF16 working copies": self.working_copies,
+            "head gradient": self.head_gradient,
+            "activations": self.activations_by_pack * microbatch,
+            # The logits are gone when the layers' backward begins, so only the larger of the two counts.
+            "loss or backward workspace": max(loss, self.layer_by_pack * microbatch),
+        }
+        return {name: size for name, size in parts.items() if size}
+
+    def total(self, microbatch: int) -> int:
+        """Estimated peak in bytes; the CUDA context and the allocator's fragments (about 1 GiB) come on top."""
+        return sum(self.parts(microbatch).values())
+
+
+def microbatch_candidates(packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None) -> list[int]:
+    """Microbatches (packs at once) worth trying, largest first: divisors of a device's packs a step.
+
+    The first is the largest that would fit if the estimate were too high by a quarter; 1 is always among them. Without
+    `device_memory` (bytes) all divisors are.
+    """
+    divisors = divisors_of(packs_per_rank)[::-1]
+    if device_memory is None:
+        return divisors
+    return [size for size in divisors if size == 1 or OPTIMISM * estimate.total(size) <= device_memory]
+
+
+def largest_expected_to_fit(candidates: Sequence[int], estimate: MemoryEstimate, device_memory: int) -> int | None:
+    """The largest of `candidates` whose estimate is within `device_memory`, None where not even one pack is."""
+    return max((size for size in candidates if estimate.total(size) <= device_memory), default=None)
+
+
+def divisors_of(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def _layer_elements(flops: ModelFlops) -> int:
+    """Numbers that one layer keeps for each token."""
+    shape = flops.shape
+    matrices = sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
+    rotated = shape.query_width + shape.kv_heads * shape.head_dim
+    return 4 * shape.hidden + matrices // shape.layers // shape.hidden + rotated
+
+
+def _recomputed_layers(recipe: Recipe, layers: int) -> int:
+    setting = recipe.model.gradient_checkpointing
+    if isinstance(setting, str):
+        return layers if setting == "full" else 0
+    return math.ceil(layers / setting.every)
+
+
+def _working_copies(flops: ModelFlops, kept_layers: int) -> int:
+    """Bytes of BF16 copies alive at once: the head's, all kept layers' and one recomputed layer's; embeddings are cast by row."""
+    head = sum(m.inputs * m.outputs for m in flops.matrices if m.part == "head")
+    layers = sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
+    alive = min(kept_layers + 1, flops.shape.layers)
+    return 2 * (head + layers * alive // flops.shape.layers)

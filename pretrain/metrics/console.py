@@ -1,0 +1,172 @@
+"""What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
+
+Plain lines, each whole in itself and labelled, so that a log file reads and greps like the screen. A terminal adds two shades
+(bold for what matters, dim for labels) and drops the least important figures where it is too narrow; nothing is drawn over.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import textwrap
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+from pretrain.metrics.units import count, duration, memory, percent, three_digits
+
+INDENT = "  "
+RECENT_STEPS = 50
+SAMPLE_WIDTH = 96
+BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
+
+
+class TimeLeft:
+    """Seconds until the last step, from the median of recent whole steps plus what the run has spent between steps so far.
+
+    That second part, evaluating and saving, is spread evenly over the steps that are left; before the first evaluation nobody
+    knows its cost, so the first estimate is low by it. The median keeps one slow step from shaking the figure.
+    """
+
+    def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.total_steps = total_steps
+        self._clock = clock
+        self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._first_end: float | None = None
+        self._steps_since = 0
+        self._seconds_in_steps = 0.0
+
+    def observe(self, step_ms: float) -> None:
+        """A step has just ended. The first one, which compiles, tells nothing of the others and is only a beginning."""
+        if self._first_end is None:
+            self._first_end = self._clock()
+            return
+        self._recent.append(step_ms / 1e3)
+        self._steps_since += 1
+        self._seconds_in_steps += step_ms / 1e3
+
+    def seconds(self, step: int) -> float | None:
+        """Estimate after `step`; None while only the first step of this process has run."""
+        if not self._recent:
+            return None
+        between = max(0.0, self._clock() - self._first_end - self._seconds_in_steps) / self._steps_since
+        return (self.total_steps - step) * (statistics.median(self._recent) + between)
+
+
+class Console:
+    """Writes for one run. Off the main process it is made with `enabled=False` and writes nothing."""
+
+    def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+        self.total_steps = total_steps
+        self.enabled = enabled
+        self.stream = stream or sys.stdout
+        self.time_left = TimeLeft(total_steps)
+        self._terminal = self.stream.isatty()
+        self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+    def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
+        """A title, aligned `label  text` rows, and commands to run next with what each does: the first and the last screen.
+
+        A row's text may have several lines; they stay aligned.
+        """
+        self._write("", self._shade(BOLD, title))
+        width = max((len(label) for label in rows), default=0) + 2
+        for label, text in rows.items():
+            first, *rest = text.splitlines() or [""]
+            self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{first}", *(INDENT + " " * width + line for line in rest))
+        for what, command in (commands or {}).items():
+            self._write("", f"{INDENT}{self._shade(DIM, what)}", f"{INDENT}{INDENT}{command}")
+        self._write("")
+
+    def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
+        """One step's line, from its metrics object; with `show=False` it only counts towards the time left."""
+        self.time_left.observe(record["step_ms"])
+        if show:
+            self._write(self._fit(self._figures(record)))
+
+    def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
+        """Held-out loss and perplexity, from the evaluation's metrics object and the seconds it took."""
+        loss, perplexity = f"{record['held_out_loss']:.4f}", f"{record['held_out_perplexity']:.4g}"
+        label, position = self._shade(BOLD, "eval"), self._position(record["step"])
+        self._write(
+            f"{label} {position}   held-out loss {self._shade(BOLD, loss)}   perplexity {perplexity}   in {duration(seconds)}"
+        )
+
+    def sample(self, prompt: str, text: str) -> None:
+        """How the model continued `prompt`, behind a margin. Both may hold control characters, which are shown and not obeyed."""
+        self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
+        for line in _visible(text).split("\n"):
+            for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
+                self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
+
+    def notice(self, text: str) -> None:
+        """Something the user should know and need not act upon: a checkpoint saved, a run resumed."""
+        self._write(text)
+
+    def warning(self, text: str) -> None:
+        """Something the user should look at; the run goes on."""
+        self._write(self._shade(YELLOW, f"WARNING  {text}"))
+
+    def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
+        """(rank, text) of every figure on a step's line, in order; the widths hold still, and rank 0 is never dropped."""
+        left = self.time_left.seconds(record["step"])
+        loss = self._shade(BOLD, f"{record['loss']:.4f}".rjust(7))
+        figures = [
+            (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
+            (0, f"{self._shade(DIM, 'loss')} {loss}"),
+            (4, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
+            (3, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
+            (1, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),
+        ]
+        if "mfu_bf16_peak" in record:
+            figures.append((2, f"{self._shade(DIM, 'MFU')} {percent(record['mfu_bf16_peak']):>6}"))
+        elif "tflops" in record:
+            figures.append((2, f"{three_digits(record['tflops']):>6} {self._shade(DIM, 'TFLOP/s')}"))
+        return [
+            *figures,
+            (5, f"{memory(record['memory_gib']):>9}"),
+            (6, f"{self._shade(DIM, 'data')} {percent(record['data_wait_ms'] / record['step_ms']):>6}"),
+            (1, f"{duration(left) if left is not None else '…':>9} {self._shade(DIM, 'left')}"),
+        ]
+
+    def _fit(self, figures: list[tuple[int, str]]) -> str:
+        """Join the figures; on a terminal, without those that its width has no room for. A file has room for all."""
+        width = shutil.get_terminal_size().columns if self._terminal else None
+        while width and len(_bare("   ".join(text for _, text in figures))) > width and max(rank for rank, _ in figures):
+            figures.remove(max(figures, key=lambda figure: figure[0]))
+        return "   ".join(text for _, text in figures)
+
+    def _position(self, step: int) -> str:
+        return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
+
+    def _shade(self, shade: str, text: str) -> str:
+        return f"{shade}{text}{PLAIN}" if self._shades and text else text
+
+    def _write(self, *lines: str) -> None:
+        if not self.enabled:
+            return
+        encoding = self.stream.encoding or "utf-8"
+        for line in lines:
+            # A sample in any script must not end a run whose log is ASCII.
+            self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        self.stream.flush()
+
+
+def _gradient(norm: float) -> str:
+    """0.412, 1.52, 38.1, 4120, 2e+07: six places at most, also for a norm that ran away."""
+    return three_digits(norm) if norm < 999.5 else f"{norm:.0f}" if norm < 1e6 else f"{norm:.0e}"
+
+
+def _visible(text: str) -> str:
+    """`text` with its control characters, line feeds apart, as escapes: a sample must not move the cursor or ring the bell."""
+    return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
+
+
+def _bare(text: str) -> str:
+    """`text` without shades: what it takes of the terminal's width."""
+    for shade in (BOLD, DIM, YELLOW, PLAIN):
+        text = text.replace(shade, "")
+    return text

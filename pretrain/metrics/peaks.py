@@ -1,0 +1,77 @@
+"""Dense peak throughput of devices, in TFLOP/s: the denominator of MFU.
+
+Data sheets print tensor-core figures "with sparsity", twice what a dense product can reach; the figures here are the dense ones.
+They assume the data sheet's boost clock, so a card held back by its power limit never comes near them. A device that is not in
+the table has no peak, and a run on it reports TFLOP/s and no MFU: better no figure than one against a guess. That is why cards
+whose published figures disagree (A10G), or that have no public data sheet (H20), are left out.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+PeakDtype = Literal["fp32", "tf32", "bf16", "fp8", "fp4"]
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Dense TFLOP/s of one device. FP32 is the plain arithmetic units; the others are tensor cores that accumulate in FP32."""
+
+    pattern: str  # what remains of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    bf16: float
+    fp8: float | None = None
+    fp4: float | None = None
+    tf32: float | None = None
+    fp32: float | None = None
+
+
+MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
+
+# A whole match keeps relatives apart: a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
+PEAKS = (
+    # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
+    Peak(rf"a100(?: sxm4| pcie| pg509)*{MEMORY}(?: pcie)?", bf16=312.0, tf32=156.0, fp32=19.5),
+    # NVIDIA A30 and A40 data sheets: BF16 165 | 330 and 149.7 | 299.4 sparse. A10: 125 | 250.
+    Peak("a30", bf16=165.0, tf32=82.0, fp32=10.3),
+    Peak("a40", bf16=149.7, tf32=74.8, fp32=37.4),
+    Peak("a10", bf16=125.0, tf32=62.5, fp32=31.2),
+    # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
+    Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, tf32=378.0, fp32=51.0),
+    Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, tf32=417.5, fp32=60.0),
+    Peak(rf"h100(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
+    # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. GH200: the SXM figures.
+    Peak(r"h200 nvl", bf16=835.5, fp8=1670.5, tf32=417.5, fp32=60.0),
+    Peak(rf"h200(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
+    Peak(rf"gh200{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
+    # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
+    Peak(rf"b200{MEMORY}", bf16=2250.0, fp8=4500.0, fp4=9000.0),
+    Peak(rf"gb200{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
+    # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
+    Peak("l4", bf16=121.0, fp8=242.5, tf32=60.0, fp32=30.3),
+    Peak("l40s", bf16=362.05, fp8=733.0, tf32=183.0, fp32=91.6),
+    # NVIDIA GA102, Ada and RTX Blackwell white papers: dense, with FP32 accumulation, half of what FP16 accumulation reaches.
+    Peak("rtx 3090", bf16=71.0, tf32=35.6, fp32=35.6),
+    Peak("rtx 4090", bf16=165.2, fp8=330.3, tf32=82.6, fp32=82.6),
+    Peak("rtx 5090", bf16=209.5, fp8=419.0, fp4=1676.0, tf32=104.8, fp32=104.8),
+)
+
+
+def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
+    """Dense peak of `device_name` in TFLOP/s, or None where the device or its figure for `dtype` is not known.
+
+    The name is what `torch.cuda.get_device_name` returns, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-80GB".
+    Raises ValueError for a `dtype` that no device could have.
+    """
+    if dtype not in get_args(PeakDtype):
+        raise ValueError(f"no peak is known by dtype {dtype!r}; known: {', '.join(get_args(PeakDtype))}")
+    name = _plain(device_name or "")
+    entry = next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)
+    return getattr(entry, dtype) if entry else None
+
+
+def _plain(device_name: str) -> str:
+    """ "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"."""
+    words = re.split(r"[\s\-_]+", device_name.strip().lower())
+    return " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})

@@ -1,0 +1,112 @@
+"""Times whole steps, waiting for data included, and makes each step's line of `metrics.jsonl`.
+
+The clock is the wall's. A step's figures are read from the device inside the step, which waits for all its work but the
+optimizer's update; that update is waited for within the next step. So one step's time may be off by an update and their sum is
+exact, without stopping the device once more to look at the clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import psutil
+import torch
+
+from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.summary import WARM_UP_STEPS
+
+GIB = 2**30
+
+
+class Recorder:
+    """One process's measuring of its steps.
+
+    flops: the model's floating-point operations, or None to leave `tflops` and `mfu_bf16_peak` out.
+    peak_tflops: dense BF16 peak of one device, or None where the device is not known: then there is no `mfu_bf16_peak`.
+    world_size: devices that share each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        flops: ModelFlops | None,
+        peak_tflops: float | None,
+        device: torch.device,
+        world_size: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.flops = flops
+        self.peak_tflops = peak_tflops
+        self.device = device
+        self.world_size = world_size
+        self._clock = clock
+        self._steps_here = 0  # of this process, which compiles anew after every resume
+        self._seconds = 0.0
+        self._recompiles = 0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it."""
+        graphs, begin = compiled_graphs(), self._clock()
+        yield
+        self._seconds = self._clock() - begin
+        self._steps_here += 1
+        self._recompiles = compiled_graphs() - graphs if self._steps_here > WARM_UP_STEPS else 0
+
+    def finish(
+        self,
+        *,
+        step: int,
+        tokens: int,
+        epoch: float,
+        loss: float,
+        learning_rate: float,
+        gradient_norm: float,
+        data_wait_ms: float,
+        step_tokens: int,
+        sum_squared_lengths: int,
+        **more: Any,
+    ) -> dict[str, Any]:
+        """The metrics object of the step that `step()` timed last; `more` is added as it is.
+
+        tokens: trained on so far. step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter the sum of
+        the squared document lengths, which attention's work grows with).
+
+        In the object, step_ms and tokens_per_second (of all devices) count the whole step including data. tflops is per device,
+        mfu_bf16_peak its share of the device's BF16 peak (0 to 1). memory_gib is the most this process ever had allocated on its
+        GPU or, without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, if the
+        process had two steps before it: a steady loop makes none.
+        """
+        record = {
+            "step": step,
+            "tokens": tokens,
+            "epoch": epoch,
+            "loss": loss,
+            "learning_rate": learning_rate,
+            "gradient_norm": gradient_norm,
+            "step_ms": self._seconds * 1e3,
+            "data_wait_ms": data_wait_ms,
+            "tokens_per_second": step_tokens / self._seconds,
+        }
+        if self.flops is not None:
+            record["tflops"] = self.flops.step(step_tokens, sum_squared_lengths) / self._seconds / self.world_size / 1e12
+            if self.peak_tflops is not None:
+                record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
+        return record | {"memory_gib": memory_gib(self.device), "recompiles": self._recompiles} | more
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory that torch allocated on a CUDA device; elsewhere the resident memory of this process now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return psutil.Process().memory_info().rss / GIB
+
+
+def compiled_graphs() -> int:
+    """Graphs that torch.compile has made in this process. Importing dynamo costs a second, and without it there are none."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0

@@ -1,0 +1,177 @@
+"""Where a step's figures go: `metrics.jsonl` always, and any of accelerate's trackers by name.
+
+`resolve` checks the names before any work; `Trackers` then carries the same record to all of them. Only the main process has any.
+
+After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so every step stands in them exactly once. The
+hosted services cannot take a point back; there each resume is a new segment, grouped under the run folder's name by those that
+have groups.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+
+from packing.errors import InputError
+from pretrain.config import flatten
+from pretrain.durable import replace_file
+
+METRICS_FILE = "metrics.jsonl"
+
+# Modules, any one of which is enough, and what installs the first, for the trackers whose name is not already both.
+_PACKAGES = {
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
+    "comet_ml": (("comet_ml",), "comet-ml"),
+}
+
+
+class JsonlTracker(GeneralTracker):
+    """One JSON object a line, flushed line by line: a killed run loses at most the line it was writing, which `start` removes."""
+
+    name = "jsonl"
+    requires_logging_directory = False
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        super().__init__()
+        self.path = path
+        self.resumed_step = resumed_step
+        self._file: TextIO | None = None
+
+    def start(self) -> None:
+        """Cut the file back to the steps that the resumed checkpoint knows, and open it to go on from there."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        cut_back(self.path, self.resumed_step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    @property
+    def tracker(self) -> TextIO | None:
+        return self._file
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Nothing to store: `config.yaml` stands beside the file."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write `values`, which hold their own `step`; what is not a finite number becomes null, as JSON has no word for it."""
+        self._file.write(json.dumps(_nulls_for_nan(values), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+@dataclass(frozen=True)
+class Trackers:
+    """The trackers of one run, on the main process; on the others there are none and every call does nothing."""
+
+    trackers: Sequence[GeneralTracker]
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open all of them, and hand over the run's whole configuration as flat `section.key` pairs.
+
+        Accelerate's trackers want its state to exist: make the Accelerator first.
+        """
+        flat = {key: _plain(value) for key, value in flatten(config).items()}
+        for tracker in self.trackers:
+            tracker.start()
+            tracker.store_init_configuration(dict(flat))
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Give `record`, a step's or an evaluation's object, to every tracker: whole to the file, its numbers to the others."""
+        numbers = {
+            key: value
+            for key, value in record.items()
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step"
+        }
+        for tracker in self.trackers:
+            tracker.log(dict(record) if isinstance(tracker, JsonlTracker) else dict(numbers), step=record["step"])
+
+    def finish(self) -> None:
+        for tracker in self.trackers:
+            tracker.finish()
+
+
+def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: int = 0, main_process: bool = True) -> Trackers:
+    """The trackers called `names`, not yet started: nothing is written or sent before `start`.
+
+    resumed_step: last step of the checkpoint that the run goes on from; 0 for a new run.
+    Raises InputError where a name is unknown or its package is not installed, on every process alike.
+    """
+    for name in names:
+        _check(name)
+    if not main_process:
+        return Trackers(())
+    return Trackers(tuple(_build(name, run_dir, project, resumed_step) for name in dict.fromkeys(names)))
+
+
+def cut_back(path: Path, last_step: int) -> None:
+    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole.
+
+    The new file takes the old one's place in one rename, so a kill leaves one or the other. Nothing to cut: nothing written.
+    """
+    if not path.exists():
+        return
+    old = path.read_bytes()
+    new = b"".join(line for line in old.splitlines(keepends=True) if _step_of(line) <= last_step)
+    if new != old:
+        replace_file(path, new)
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a line of metrics, or infinity where a kill, or a crash of the machine, left less than a whole line."""
+    if not line.endswith(b"}\n"):
+        return math.inf
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):
+        return math.inf
+
+
+def _check(name: str) -> None:
+    known = ["jsonl", *LOGGER_TYPE_TO_CLASS]
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(known))}"
+        raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
+    modules, package = _PACKAGES.get(name, ((name,), name))
+    if name != "jsonl" and not any(importlib.util.find_spec(module) for module in modules):
+        raise InputError(
+            f"`log.trackers`: {name!r} needs a package that is not installed; `pip install {package}`, or take it out"
+        )
+
+
+def _build(name: str, run_dir: Path, project: str, resumed_step: int) -> GeneralTracker:
+    if name == "jsonl":
+        return JsonlTracker(run_dir / METRICS_FILE, resumed_step)
+    tracker = LOGGER_TYPE_TO_CLASS[name]
+    if name == "tensorboard":  # purge_step: TensorBoard's own way of taking back what a killed run logged beyond its checkpoint
+        return tracker("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
+    if name == "wandb":
+        return tracker(project, dir=str(run_dir), name=run_dir.name, group=run_dir.name)
+    if name == "trackio":
+        return tracker(project, name=f"{run_dir.name}-{resumed_step}" if resumed_step else run_dir.name, group=run_dir.name)
+    return tracker(project, run_dir) if tracker.requires_logging_directory else tracker(project)
+
+
+def _nulls_for_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _nulls_for_nan(item) for key, item in value.items()}
+    return [_nulls_for_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _plain(value: Any) -> bool | int | float | str:
+    """Trackers take scalars only: a list is shown as JSON, and none as the word."""
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Iterable):
+        return json.dumps(list(value), default=str)
+    return str(value)

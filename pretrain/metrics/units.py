@@ -1,0 +1,49 @@
+"""Figures as people read them: 47.5k, 1.72 B, 1 h 52 m. Plain Python, so the report can use it without torch."""
+
+from __future__ import annotations
+
+import math
+
+
+def count(value: float) -> str:
+    """Three significant digits with a suffix: 950, 47.5k, 364 M, 1.72 B."""
+    if not math.isfinite(value):
+        return str(value)
+    for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, "k")):
+        # Half a unit of the last shown digit below the size already rounds up to it: 999.6e3 is `1.00 M`, never `1000k`.
+        if abs(value) >= size * (1 - 0.5e-3):
+            return three_digits(value / size) + suffix
+    return three_digits(value) if value % 1 else f"{value:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """0.412, 1.72, 47.5, 364: three digits that say something, without an exponent."""
+    size = abs(value)
+    decimals = 3 if size < 0.9995 else 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{value:.{decimals}f}"
+
+
+def duration(seconds: float) -> str:
+    """The two units that matter: 0.42 s, 38 s, 4 m 05 s, 1 h 52 m, 3 d 04 h."""
+    if seconds < 9.95:
+        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} m {whole % 60:02d} s"
+    minutes = round(seconds / 60)
+    if minutes < 24 * 60:
+        return f"{minutes // 60} h {minutes % 60:02d} m"
+    hours = round(seconds / 3600)
+    return f"{hours // 24} d {hours % 24:02d} h"
+
+
+def memory(gib: float) -> str:
+    """80.9 GiB, or MiB below one GiB."""
+    return f"{gib:.1f} GiB" if gib >= 0.9995 else f"{gib * 1024:.0f} MiB"
+
+
+def percent(share: float) -> str:
+    """A share of one as 49.6 %."""
+    return f"{share * 100:.1f} %"

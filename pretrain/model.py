@@ -1,0 +1,224 @@
+"""The Hugging Face model: from a hub, a folder or a config; made to take packed batches; exported again as it came.
+
+The model stays a transformers model with its own parameter names. Three things are put around its layers, each as a wrapper of the
+layer's forward, innermost first: working copies in the compute dtype, torch.compile, gradient checkpointing. So a recomputed layer
+sees the working copies that its forward saw, whatever transformers' own checkpointing does in the installed version.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from packing.batch import Microbatch
+from packing.errors import InputError
+from pretrain import attention
+from pretrain.loss import LossHead
+from pretrain.loss import check as check_loss
+from pretrain.precision.working_copies import casting_output, casting_parameters
+from pretrain.settings import LossSettings, ModelSettings
+
+# Kept by the config classes under another name, so that they are no attribute of a fresh config.
+_RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
+
+
+def load_config(settings: ModelSettings) -> PretrainedConfig:
+    """The model's configuration, from `source` with `config` laid over it, or from `config` alone.
+
+    Raises InputError for an unknown source, model type or configuration key (transformers would keep the last silently).
+    """
+    changes = dict(settings.config or {})
+    try:
+        if settings.source is None:
+            config = AutoConfig.for_model(changes.pop("model_type"))
+        else:
+            trust = settings.trust_remote_code
+            config = AutoConfig.from_pretrained(settings.source, revision=settings.revision, trust_remote_code=trust)
+    except (OSError, ValueError, KeyError) as error:
+        key = "model.source" if settings.source else "model.config.model_type"
+        value = settings.source or settings.config["model_type"]
+        reason = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"`{key}`: no model can be read from {value!r}: {reason}. Give a hub name, a folder with a config.json, or a model type "
+            "that transformers knows"
+        ) from None
+    known = set(dir(config)) | _RENAMED_KEYS
+    for key in changes:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{hint}")
+    # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
+    return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
+
+
+def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
+    """Refuse, with InputError, what would be computed differently from the model's own way; a model on the meta device is enough."""
+    if model.config.is_encoder_decoder:
+        raise InputError(f"`model`: {type(model).__name__} is an encoder-decoder; a causal language model is wanted")
+    attention.check(model, length)
+    check_loss(model.config, loss, device_type)
+
+
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    """The model without memory for its weights: shapes for planning and FLOPs."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def build(
+    settings: ModelSettings, config: PretrainedConfig, *, weights: torch.dtype, seed: int, device: torch.device, backend: str
+) -> PreTrainedModel:
+    """The model with weights of dtype `weights` on `device`, attending through the packed `backend`.
+
+    From scratch, weights are drawn in FP32 from `seed` and then rounded, so that FP32 and BF16 runs start from the same draw. Every
+    process draws the same.
+    """
+    attention.register()
+    if settings.source is None:
+        torch.manual_seed(seed)
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+        for parameter in model.parameters():  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
+            parameter.data = parameter.data.to(weights)
+        return model
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            settings.source,
+            config=config,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+            dtype=weights,
+            attn_implementation=backend,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+    return model.to(device)
+
+
+class PackedLanguageModel(nn.Module):
+    """A causal language model that maps a packed microbatch to its summed loss.
+
+    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards and in the LM head's class.
+    """
+
+    def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings) -> None:
+        super().__init__()
+        self.hf = hf
+        self.backend = backend
+        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Summed cross-entropy (FP32 scalar) over the labels that are not -100.
+
+        `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
+        the documents, then T. `max_seqlen`: the pack length.
+        """
+        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if self.backend == "packed_sdpa":
+            documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
+        output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
+        return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+
+    # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
+    def get_input_embeddings(self) -> nn.Module:
+        return self.hf.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.hf.get_output_embeddings()
+
+
+def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
+    """What `PackedLanguageModel` takes, on `device`; the copies do not wait.
+
+    The number of document offsets is the one shape that varies. Marked as dynamic, it recompiles nothing.
+    """
+    tensors = {
+        name: getattr(batch, name).to(device, non_blocking=True) for name in ("input_ids", "position_ids", "labels", "cu_seqlens")
+    }
+    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
+    return {**tensors, "max_seqlen": batch.max_seqlen}
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The transformer layers of `model`, in order."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def wrap_layers(hf: PreTrainedModel, settings: ModelSettings, *, cast_to: torch.dtype | None, compile_layers: bool) -> None:
+    """Put working copies, compilation and gradient checkpointing around the forward of the model's units.
+
+    `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an embedding,
+    a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
+    """
+    layers = decoder_layers(hf.base_model)
+    recompute = settings.gradient_checkpointing
+    every = {"none": None, "full": 1}[recompute] if isinstance(recompute, str) else recompute.every
+    for unit in _units(hf.base_model):
+        if isinstance(unit, nn.Embedding):
+            if cast_to is not None:
+                unit.forward = casting_output(unit.forward, cast_to)
+            continue
+        if cast_to is not None:
+            unit.forward = casting_parameters(unit, unit.forward, cast_to)
+        if compile_layers:
+            # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and layers.
+            unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
+    for index, layer in enumerate(layers):
+        if every is not None and index % every == 0:
+            layer.forward = _checkpointed(layer)
+
+
+def _units(module: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
+        yield module
+    else:
+        for child in module.children():
+            yield from _units(child)
+
+
+def _checkpointed(layer: nn.Module) -> Any:
+    forward = layer.forward
+
+    def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
+        if not (layer.training and torch.is_grad_enabled()):
+            return forward(*args, **kwargs)
+        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+
+    return forward_recomputed_in_backward
+
+
+def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of `hf`, live, by Hugging Face name; a tied parameter once."""
+    buffers = {name: buffer for name, buffer in hf.named_buffers() if name in hf.state_dict()}
+    return {**dict(hf.named_parameters()), **buffers}
+
+
+def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any | None, folder: Path) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` (and AutoTokenizer, with `tokenizer`) loads, whole or not at all."""
+    writing = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(writing, ignore_errors=True)
+    try:
+        hf.save_pretrained(writing, state_dict=dict(state_dict))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(writing)
+    except OSError as error:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise InputError(f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; free space and run again") from None
+    previous = folder.with_name(f".{folder.name}.previous")
+    shutil.rmtree(previous, ignore_errors=True)
+    if folder.exists():
+        os.replace(folder, previous)
+    os.replace(writing, folder)
+    shutil.rmtree(previous, ignore_errors=True)

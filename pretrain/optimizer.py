@@ -1,0 +1,91 @@
+"""AdamW over FP32 or BF16 weights, its parameter groups, the gradient norm, and its state by parameter name.
+
+`weights: fp32` keeps parameters, gradients and moments in FP32. `weights: bf16` keeps all of them in BF16, half the memory, and loses
+every update smaller than half a unit in the last place of its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from pretrain.settings import OptimizerSettings
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+    """Fused AdamW; `decay: matrices` spares norms and biases, whose pull towards zero has no use, `decay: all` is torch's default."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
+    spared = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """L2 norm over all gradients, an FP32 scalar on their device, over all shards where they are sharded.
+
+    Summed in FP32 also for BF16 gradients: torch's own clip_grad_norm_ would return a BF16 number of three digits.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+    return total
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
+    """Scale the gradients in place so that their norm is at most `limit`; stays on the device, so nothing waits."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], coefficient)
+
+
+def materialise_state(optimizer: torch.optim.AdamW) -> None:
+    """Allocate the moments now rather than in the first step: what does not fit fails at the start, and a checkpoint has a place to
+    load into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            if not state:
+                device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                for moment in _MOMENTS:
+                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
+
+def named_state(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
+    """The moments as `exp_avg/<parameter name>` and `exp_avg_sq/<parameter name>`, live: writing into them is loading."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{moment}/{names[parameter]}": optimizer.state[parameter][moment]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for moment in _MOMENTS
+    }
+
+
+def updates_done(optimizer: torch.optim.AdamW) -> int:
+    """How many updates the moments have seen; fewer than training steps where steps were skipped."""
+    return int(next(iter(optimizer.state.values()))["step"].item())
+
+
+def set_updates_done(optimizer: torch.optim.AdamW, updates: int) -> None:
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)

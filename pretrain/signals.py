@@ -1,0 +1,58 @@
+"""Ctrl-C and SIGTERM: finish the step, save, exit cleanly; a second Ctrl-C exits at once.
+
+    with StopRequest() as stop:
+        while not finished:
+            ...                             # one step
+            if any_rank(stop.requested):    # all ranks must leave the loop after the same step
+                save()
+                break
+
+A signal reaches the ranks at different moments, or one rank alone, so `requested` is what this process knows: reduce it over the
+ranks each step. Launchers pass signals on in their own ways. torchrun sends its workers the signal that it got and kills them
+after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (30 unless set), so the save of a large model may need more; one that is cut off
+leaves the checkpoint before it as the newest.
+`accelerate launch` of a single process passes nothing on: signal the training process, or the whole process group, as a terminal
+does.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; nobody presses twice on purpose this fast
+
+
+class StopRequest:
+    """Turns SIGINT and SIGTERM into a flag for as long as the `with` block lasts. Enter it in the main thread."""
+
+    def __init__(self) -> None:
+        self.requested: signal.Signals | None = None  # truthy once a signal came
+        self._interrupted_at: float | None = None
+        self._previous: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Runs between two bytecodes of the main thread, so it must neither lock nor print through buffered streams."""
+        now = time.monotonic()
+        if number == signal.SIGINT:
+            if self._interrupted_at is not None and now - self._interrupted_at > REPEAT_SECONDS:
+                # Die by the signal itself: a shell, or make, then knows that the user broke off and stops as well.
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
+                os.kill(os.getpid(), signal.SIGINT)
+            self._interrupted_at = self._interrupted_at or now
+        if self.requested is None:
+            self.requested = signal.Signals(number)
+            again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
+            os.write(sys.__stderr__.fileno(), f"\n{self.requested.name}: finishing this step, then saving{again}\n".encode())

@@ -1,0 +1,38 @@
+"""Forward and backward of one optimizer step, over however many microbatches and ranks share it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from packing.batch import StepBatches
+from pretrain.model import inputs_of
+
+
+def forward_backward(model: nn.Module, batches: StepBatches, accelerator: Accelerator) -> Tensor:
+    """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
+
+    The loss of a step is the sum over all its valid tokens divided by their number over all ranks. Averaging the means of
+    microbatches instead would weigh a token by how few others its microbatch has. Gradients synchronise with the last microbatch.
+    """
+    tokens = max(batches.valid_tokens, 1)
+    # DDP and FSDP2 average gradients over ranks; the sum is wanted.
+    scale = accelerator.num_processes / tokens
+    total = torch.zeros((), device=accelerator.device)
+    for index, microbatch in enumerate(batches.microbatches):
+        last = index == len(batches.microbatches) - 1
+        with nullcontext() if last else accelerator.no_sync(model):
+            loss_sum = model(**inputs_of(microbatch, accelerator.device))
+            accelerator.backward(loss_sum * scale)
+        total += loss_sum.detach()
+    return accelerator.reduce(total, reduction="sum") / tokens
+
+
+def any_rank(accelerator: Accelerator, flag: object) -> bool:
+    """Whether `flag` is truthy on any rank; the same answer on all of them, so that all leave a loop after the same step."""
+    if accelerator.num_processes == 1:
+        return bool(flag)
+    return accelerator.reduce(torch.tensor(float(bool(flag)), device=accelerator.device), reduction="sum").item() > 0

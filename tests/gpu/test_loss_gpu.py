@@ -1,0 +1,117 @@
+"""The head's losses on CUDA: exactness in bf16, memory, and how often the softmax kernel is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from pretrain import loss
+from pretrain.loss import IGNORE, LossHead
+from pretrain.settings import LossSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+KINDS = [
+    "chunked",
+    "reference",
+    pytest.param("cce", marks=pytest.mark.skipif(loss.linear_cross_entropy is None, reason="cut-cross-entropy is not installed")),
+]
+
+
+def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = torch.bfloat16) -> tuple[Tensor, nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    states = torch.randn(1, tokens, hidden, device="cuda").bfloat16().requires_grad_()
+    linear = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=weights)
+    nn.init.normal_(linear.weight, std=0.05)
+    labels = torch.randint(vocabulary, (1, tokens), device="cuda")
+    labels[:, ::10] = IGNORE
+    return states, linear, labels
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(kind: str, weights: torch.dtype) -> None:
+    states, linear, labels = problem(2000, 256, 32_003, weights)
+    rounded = linear.weight.detach().bfloat16().double().requires_grad_()
+    exact_states = states.detach().double().requires_grad_()
+    value = F.cross_entropy(F.linear(exact_states, rounded)[0], labels[0], ignore_index=IGNORE, reduction="sum")
+    (value / 131_072).backward()
+
+    head = LossHead.replacing(linear, LossSettings(kind=kind, chunk=512))
+    ours = head(states, labels)
+    (ours / 131_072).backward()
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, value.detach()) < 1e-4
+    assert relative_error(states.grad, exact_states.grad) < 0.01
+    assert relative_error(linear.weight.grad, rounded.grad) < 0.01
+    with torch.no_grad():
+        assert relative_error(head(states, labels), value.detach()) < 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_labels_is_zero(kind: str) -> None:
+    states, linear, labels = problem(300, 64, 1000)
+    value = LossHead.replacing(linear, LossSettings(kind=kind, chunk=128))(states, labels.fill_(IGNORE))
+    value.backward()
+    assert value == 0
+    assert not states.grad.any() and not linear.weight.grad.any()
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that `run` allocates at once, beyond what was there; its first call, which compiles, is not counted."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_gradients() -> None:
+    tokens, hidden, vocabulary, chunk = 16_384, 512, 50_304, 1024
+    states, linear, labels = problem(tokens, hidden, vocabulary)
+    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
+
+    def train() -> None:
+        gradients = torch.autograd.grad(head(states, labels), (states, linear.weight))
+        assert len(gradients) == 2
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            head(states, labels)
+
+    logits, chunk_logits = 2 * tokens * vocabulary, 2 * chunk * vocabulary
+    gradients = 2 * tokens * hidden + (4 + 2) * vocabulary * hidden  # states in bf16; the weight's in FP32 and, returned, in bf16
+    training = peak_bytes(train)
+    assert training < 1.1 * (chunk_logits + gradients) < 0.3 * logits
+    assert peak_bytes(evaluate) < min(1.1 * chunk_logits, training)
+
+
+def test_the_softmax_kernel_is_compiled_at_most_twice_however_many_tokens_come() -> None:
+    torch._dynamo.reset()
+    loss._kernel.cache_clear()
+    counters.clear()
+    for tokens in (512, 1024, 1000, 777, 640, 130):
+        states, linear, labels = problem(tokens, 64, 1000)
+        LossHead.replacing(linear, LossSettings(chunk=256))(states, labels).backward()
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_the_weight_gradient_is_summed_in_fp32_over_chunks() -> None:
+    torch.manual_seed(0)
+    left = [torch.randn(64, 256, device="cuda").bfloat16() for _ in range(20)]
+    right = [torch.randn(256, 32, device="cuda").bfloat16() for _ in range(20)]
+    total = torch.zeros(64, 32, device="cuda")
+    for a, b in zip(left, right, strict=True):
+        loss.add_product_(total, a, b)
+    expected = sum(a.double() @ b.double() for a, b in zip(left, right, strict=True))
+    assert relative_error(total, expected) < (1e-6 if loss.products_sum_in_fp32() else 2**-8)
+    assert loss.products_sum_in_fp32(), "the products of this torch cannot write FP32: each chunk's is rounded to bf16 once"

@@ -1,0 +1,64 @@
+"""One recipe under every topology: real processes, joined by gloo, on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+CPU = {"ACCELERATE_USE_CPU": "true"}  # the YAMLs are for GPUs; this is accelerate's own way to run them on CPUs
+TOPOLOGIES = {
+    "one process": ["--config_file", "accelerate_configs/cpu.yaml"],
+    "ddp": ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"],
+    "fsdp2": ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"],
+}
+
+pytestmark = pytest.mark.multi
+
+
+@pytest.fixture
+def train_under(train: Callable, tmp_path: Path) -> Callable:
+    def run(topology: str, *arguments: str):
+        environment = {} if topology == "one process" else CPU
+        finished = train(*arguments, launch=TOPOLOGIES[topology], **environment)
+        assert finished.status == 0, finished.output
+        return finished
+
+    return run
+
+
+@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
+def test_two_processes_have_the_loss_curve_of_one(train_under: Callable, topology: str, tmp_path: Path) -> None:
+    one = train_under("one process", f"run_dir={tmp_path / 'one'}")
+    two = train_under(topology, f"run_dir={tmp_path / 'two'}")
+    assert two.losses() == pytest.approx(one.losses(), abs=1e-6)
+    assert one.losses()[-1] < 0.8 * one.losses()[0]
+    keys = ("step", "tokens", "epoch", "learning_rate", "gradient_norm", "held_out_loss", "held_out_tokens")
+    for a, b in zip(one.records(), two.records(), strict=True):
+        assert {k: b[k] for k in keys if k in b} == pytest.approx({k: a[k] for k in keys if k in a}, abs=1e-5)
+    models = [AutoModelForCausalLM.from_pretrained(run.run_dir / "final") for run in (one, two)]
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("first", "then"), [("one process", "ddp"), ("fsdp2", "one process")])
+def test_a_run_resumes_under_another_topology(train_under: Callable, first: str, then: str, tmp_path: Path) -> None:
+    whole = train_under("one process", f"run_dir={tmp_path / 'whole'}")
+    run_dir = f"run_dir={tmp_path / 'moved'}"
+    # The schedule belongs to the horizon of 12 steps, so the first part is ended by removing what came after step 4.
+    train_under(first, run_dir)
+    moved = tmp_path / "moved"
+    for step in ("00000008", "00000012"):
+        (moved / "checkpoints" / f"step-{step}").rename(tmp_path / f"{step}-set-aside")
+    resumed = train_under(then, run_dir)
+    assert "step 4" in resumed.output
+    assert resumed.losses() == pytest.approx(whole.losses(), abs=1e-5)
+
+
+def test_processes_that_would_train_separate_copies_are_refused(train: Callable) -> None:
+    finished = train(launch=["--multi_gpu", "--num_processes", "2", "--use_cpu", "--mixed_precision", "no"])
+    assert finished.status != 0
+    assert "ACCELERATE_USE_CPU" in finished.output

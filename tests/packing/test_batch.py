@@ -1,0 +1,321 @@
+"""Batches against a plain Python loop, over all world sizes, and through the prefetching thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing.batch import IGNORE, BatchStream, Microbatch, StepBatches, build_microbatch, count_valid_tokens, evaluation_batches
+from packing.errors import InputError
+from packing.order import PackOrder
+from packing.pack import best_fit, materialise
+from packing.store import Pack
+
+LENGTH = 32
+
+
+class PacksInMemory:
+    """The smallest thing that offers what `Packs` promises."""
+
+    path = Path("packs/in_memory")
+    fingerprint = "0" * 64
+    tokenizer = None
+
+    def __init__(self, packs: Sequence[Pack]) -> None:
+        self.packs = packs
+        self.length = len(packs[0].input_ids)
+        self.reads: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.packs)
+
+    def __getitem__(self, index: int) -> Pack:
+        self.reads.append(index)
+        return self.packs[index]
+
+    def lengths(self, index: int) -> np.ndarray:
+        return self.packs[index].lengths
+
+    def verify(self) -> None: ...
+
+
+@st.composite
+def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack]:
+    length = length or draw(st.integers(1, 24))
+    packs = []
+    for _ in range(draw(st.integers(1, 5))):
+        lengths: list[int] = []
+        while (room := length - sum(lengths)) and (not lengths or draw(st.integers(0, 9))):
+            lengths.append(draw(st.integers(1, room)))
+        ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
+        packs.append(Pack(np.array(ids, np.uint32), np.array(lengths, np.int32), draw(st.sampled_from([0, 0, 7]))))
+    return packs
+
+
+def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
+    """Best-fit packs of different tokens: token t stands at one place only, so that batches tell which packs they hold."""
+    lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
+    layout = best_fit(lengths, LENGTH, "restart")
+    assert len(layout) >= count and layout.fill < 1, "some packs must have a padding tail"
+    block = materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0)
+    return PacksInMemory([Pack(block.input_ids[i], block.lengths_of(i), int(block.first_position[i])) for i in range(count)])
+
+
+def stream(
+    packs: PacksInMemory, *, per_step: int = 8, microbatch: int = 2, rank: int = 0, world_size: int = 1, **other
+) -> BatchStream:
+    order = PackOrder(len(packs), per_step, seed=11)
+    return BatchStream(
+        packs, order, microbatch=microbatch, rank=rank, world_size=world_size, **{"mask_boundaries": True, **other}
+    )
+
+
+def same(a: Microbatch, b: Microbatch) -> bool:
+    return all(
+        torch.equal(value, getattr(b, name)) if isinstance(value, torch.Tensor) else value == getattr(b, name)
+        for name, value in vars(a).items()
+    )
+
+
+def same_step(a: StepBatches, b: StepBatches) -> bool:
+    rest = [{key: value for key, value in vars(step).items() if key != "microbatches"} for step in (a, b)]
+    return rest[0] == rest[1] and all(same(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True))
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
+
+
+# ---- one microbatch ----
+
+
+def plain_rows(packs: list[Pack], mask_boundaries: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Token ids, positions, labels and document ends, token by token."""
+    ids, positions, labels, ends = [], [], [], []
+    for pack in packs:
+        begin = len(ids)
+        length = len(pack.input_ids)
+        sizes = pack.lengths.tolist()
+        real = sum(sizes)
+        for number, size in enumerate([*sizes, length - real]):
+            for place in range(size):
+                here = len(ids) - begin
+                ids.append(int(pack.input_ids[here]))
+                positions.append(place + (pack.first_position if number == 0 else 0))
+                ends_document = place == size - 1 and mask_boundaries
+                guessable = here + 1 < real and not ends_document
+                labels.append(int(pack.input_ids[here + 1]) if guessable else IGNORE)
+            if size:
+                ends.append(len(ids))
+    return ids, positions, labels, ends
+
+
+@settings(deadline=None)
+@given(packs_of_one_length(), st.booleans())
+def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
+    batch = build_microbatch(packs, mask_boundaries=mask_boundaries)
+    ids, positions, labels, ends = plain_rows(packs, mask_boundaries)
+    total = len(ids)
+
+    assert batch.input_ids.tolist() == [ids] and batch.input_ids.dtype == torch.int64
+    assert batch.position_ids.tolist() == [positions] and batch.position_ids.dtype == torch.int64
+    assert batch.labels.tolist() == [labels] and batch.labels.dtype == torch.int64
+    offsets = batch.cu_seqlens.tolist()
+    assert offsets[: len(ends) + 1] == [0, *ends] and set(offsets[len(ends) + 1 :]) <= {total}
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert len(offsets) % 16 == 0 and len(offsets) - (len(ends) + 1) < 16
+    assert batch.max_seqlen == len(packs[0].input_ids)
+    assert batch.documents == sum(len(pack.lengths) for pack in packs)
+    assert batch.valid_tokens == sum(label != IGNORE for label in labels)
+    assert batch.sum_squared_lengths == sum(size**2 for pack in packs for size in pack.lengths.tolist())
+
+
+@settings(deadline=None)
+@given(packs_of_one_length(), st.booleans())
+def test_valid_tokens_follow_from_lengths_alone(packs, mask_boundaries):
+    for pack in packs:
+        built = build_microbatch([pack], mask_boundaries=mask_boundaries).valid_tokens
+        assert count_valid_tokens(pack.lengths, mask_boundaries=mask_boundaries) == built
+
+
+def test_labels_cross_documents_without_the_mask_but_never_packs_nor_into_padding():
+    packs = [
+        Pack(np.array([1, 2, 3, 4], np.uint32), np.array([2, 2], np.int32)),
+        Pack(np.array([5, 6, 0, 0], np.uint32), np.array([1, 1], np.int32)),
+    ]
+    crossing = build_microbatch(packs, mask_boundaries=False)
+    masked = build_microbatch(packs, mask_boundaries=True)
+    assert crossing.labels.tolist() == [[2, 3, 4, IGNORE, 6, IGNORE, IGNORE, IGNORE]]
+    assert masked.labels.tolist() == [[2, IGNORE, 4, IGNORE, IGNORE, IGNORE, IGNORE, IGNORE]]
+    assert torch.equal(crossing.cu_seqlens, masked.cu_seqlens)
+    assert crossing.cu_seqlens[:7].tolist() == [0, 2, 4, 5, 6, 8, 8]
+
+
+def test_squared_lengths_do_not_overflow_32_bits():
+    pack = Pack(np.zeros(100_000, np.uint32), np.array([100_000], np.int32))
+    assert build_microbatch([pack], mask_boundaries=True).sum_squared_lengths == 10**10
+
+
+# ---- steps ----
+
+
+@pytest.mark.parametrize("mask_boundaries", [True, False])
+def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_totals(mask_boundaries):
+    packs = packs_of_text()
+    reference = stream(packs, per_step=16, microbatch=1, mask_boundaries=mask_boundaries)
+    for number in (0, 1, 5):
+        expected = Counter(reference.order.packs_of_step(number).tolist())
+        for world_size in (1, 2, 4, 8):
+            for microbatch in (1, 2, 16 // world_size):
+                packs.reads.clear()
+                steps = [
+                    stream(
+                        packs,
+                        per_step=16,
+                        microbatch=microbatch,
+                        rank=rank,
+                        world_size=world_size,
+                        mask_boundaries=mask_boundaries,
+                    ).step(number)
+                    for rank in range(world_size)
+                ]
+                assert Counter(packs.reads) == expected, "each pack is read by one rank, once"
+                parts = [part for step in steps for part in step.microbatches]
+                assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
+                for step in steps:
+                    assert step.packs == 16 and step.tokens == 16 * LENGTH
+                    assert step.valid_tokens == sum(part.valid_tokens for part in parts)
+                    assert step.sum_squared_lengths == sum(part.sum_squared_lengths for part in parts)
+                    assert step.epoch == 16 * (number + 1) / len(packs)
+
+
+def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors():
+    batches = stream(packs_of_text(), rank=1, world_size=2)
+    with batches.steps(0, 9) as steps:
+        prefetched = list(steps)
+    assert len(prefetched) == 9
+    assert all(same_step(step, batches.step(number)) for number, step in enumerate(prefetched))
+    with stream(packs_of_text(), rank=1, world_size=2).steps(4, 9) as resumed:
+        assert all(same_step(a, b) for a, b in zip(resumed, prefetched[4:], strict=True))
+
+
+def test_an_exception_in_the_thread_reaches_the_consumer_at_its_step_and_ends_the_thread():
+    packs = packs_of_text()
+    bad_step = 2
+    bad = int(PackOrder(len(packs), 8, 11).packs_of_step(bad_step)[3])
+    packs.packs = [Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p for i, p in enumerate(packs.packs)]
+    steps = stream(packs, vocab_size=50_000).steps(0, 9)
+    for _ in range(bad_step):
+        next(steps)
+    with pytest.raises(InputError, match=rf"packs/in_memory: pack {bad} holds token id 1000000, .* vocabulary has 50000 tokens"):
+        next(steps)
+    assert not prefetch_threads()
+    assert list(steps) == []
+
+
+def test_closing_early_ends_the_thread_and_iteration():
+    batches = stream(packs_of_text())
+    with batches.steps(0, 10**9) as steps:
+        next(steps)
+        assert len(prefetch_threads()) == 1
+    assert not prefetch_threads()
+    steps.close()
+    assert list(steps) == []
+
+
+def test_iterating_to_the_end_ends_the_thread():
+    assert len(list(stream(packs_of_text()).steps(3, 6))) == 3
+    assert not prefetch_threads()
+
+
+def test_the_thread_runs_at_most_two_steps_ahead():
+    packs = packs_of_text()
+    with stream(packs, per_step=4).steps(0, 100) as steps:
+        for consumed in range(1, 6):
+            next(steps)
+            deadline = time.monotonic() + 5
+            while len(packs.reads) < 4 * (consumed + 2) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(0.02)
+            assert len(packs.reads) == 4 * (consumed + 2)
+
+
+def test_data_wait_is_what_the_consumer_waited():
+    class Slow(PacksInMemory):
+        def __getitem__(self, index: int) -> Pack:
+            time.sleep(0.05)
+            return super().__getitem__(index)
+
+    packs = Slow(packs_of_text().packs)
+    with stream(packs, per_step=4).steps(0, 2) as steps:
+        next(steps)
+        assert steps.data_wait_ms > 100  # of the 200 that building took
+        while prefetch_threads() and len(packs.reads) < 8:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        next(steps)
+        assert steps.data_wait_ms < 100
+
+
+def test_a_step_that_does_not_divide_is_an_input_error():
+    with pytest.raises(InputError, match="a step of 8 packs does not divide into microbatches of 3 packs on 1 processes"):
+        stream(packs_of_text(), microbatch=3)
+    with pytest.raises(InputError, match="on 3 processes"):
+        stream(packs_of_text(), microbatch=1, world_size=3)
+
+
+def test_an_order_over_other_packs_or_an_impossible_rank_is_refused():
+    packs = packs_of_text()
+    with pytest.raises(ValueError, match="over 5 packs"):
+        BatchStream(packs, PackOrder(5, 1, 0), microbatch=1, rank=0, world_size=1, mask_boundaries=True)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        stream(packs, rank=2, world_size=2)
+
+
+# ---- evaluation ----
+
+
+@pytest.mark.parametrize("limit", [None, 1, 7, 1000])
+def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_rank(limit):
+    packs = packs_of_text(count=13)
+    seen = min(limit or 13, 13)
+    once = sorted(int(token) for pack in packs.packs[:seen] for token in pack.input_ids[: pack.lengths.sum()])
+    valid = sum(count_valid_tokens(pack.lengths, mask_boundaries=True) for pack in packs.packs[:seen])
+    for world_size in (1, 2, 3, 8):
+        for microbatch in (1, 2, 4):
+            ranks = [
+                list(
+                    evaluation_batches(
+                        packs, microbatch=microbatch, rank=rank, world_size=world_size, mask_boundaries=True, limit=limit
+                    )
+                )
+                for rank in range(world_size)
+            ]
+            assert {len(parts) for parts in ranks} == {-(-seen // (world_size * microbatch))}
+            parts = [part for rank in ranks for part in rank]
+            assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
+            assert sorted(token for part in parts for token in part.input_ids[0].tolist() if token) == once
+            assert sum(part.valid_tokens for part in parts) == valid
+            assert sum(part.documents for part in parts) == sum(len(pack.lengths) for pack in packs.packs[:seen])
+
+
+def test_blank_packs_make_up_a_rank_without_data_all_masked_and_covered_by_offsets():
+    packs = packs_of_text(count=1)
+    (part,) = evaluation_batches(packs, microbatch=2, rank=1, world_size=2, mask_boundaries=False)
+    assert part.valid_tokens == 0 and (part.labels == IGNORE).all() and part.documents == 0 and part.sum_squared_lengths == 0
+    assert part.cu_seqlens[:3].tolist() == [0, LENGTH, 2 * LENGTH]
+    assert part.position_ids.tolist() == [[*range(LENGTH), *range(LENGTH)]]
+
+
+def test_evaluation_checks_token_ids_too():
+    with pytest.raises(InputError, match="pack 0 holds token id"):
+        list(evaluation_batches(packs_of_text(), microbatch=1, rank=0, world_size=1, mask_boundaries=True, vocab_size=5))

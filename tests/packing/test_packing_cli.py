@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from packing.__main__ import main
+from packing.arrow import ArrowPacks, read_manifest
+
+ROOT = Path(main.__code__.co_filename).parents[1]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> Path:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"title": "T", "text": text}) + "\n" for text in documents[-30:]))
+    data = {
+        "packs": str(tmp_path / "packs"),
+        "source": str(corpus),
+        "tokenizer": str(tokenizer_file),
+        "length": 128,
+        "processes": 1,
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", "seed": 7, "model": {"anything": 1}, "data": data}))
+    return path
+
+
+def test_prepare_takes_a_recipes_data_section_and_overrides(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prepare", str(recipe), "data.length=64", "batch.tokens=128", "seed=8"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == f"{tmp_path / 'packs'}\n"
+    assert "documents" in captured.err and "fill" in captured.err
+    settings = read_manifest(tmp_path / "packs")["settings"]
+    assert (settings["length"], settings["seed"]) == (64, 8)
+
+
+def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
+    assert main(["prepare", str(recipe), "data.text={title}: {text}", "data.shuffle=false"]) == 0
+    data = yaml.safe_load(recipe.read_text())["data"]
+    flags = ["--source", data["source"], "--tokenizer", data["tokenizer"], "--out", str(tmp_path / "by-flags"), "--length", "128"]
+    assert main(["prepare", *flags, "--text", "{title}: {text}", "--no-shuffle", "--seed", "7"]) == 0
+    by_recipe, by_flags = (ArrowPacks(tmp_path / name) for name in ("packs", "by-flags"))
+    assert by_recipe.fingerprint == by_flags.fingerprint and by_recipe.manifest == by_flags.manifest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
+        (["data.length=many"], "`data.length` is 'many'"),
+        (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
+        (["other.yaml"], "one recipe at a time"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_status_2(
+    recipe: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["prepare", str(recipe), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and len(said.splitlines()) == 1
+    assert not (tmp_path / "packs").exists()
+
+
+def test_inspect_shows_numbers_and_the_documents_of_a_pack(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["prepare", str(recipe), "data.packing=best_fit", "data.length=16384"])
+    capsys.readouterr()
+    packs = ArrowPacks(tmp_path / "packs")
+    index = next(i for i in range(len(packs)) if len(packs.lengths(i)) > 1)
+    assert main(["inspect", str(tmp_path / "packs"), "--index", str(index)]) == 0
+    said = capsys.readouterr().out
+    assert packs.fingerprint in said and f"packs         {len(packs)}" in said
+    assert f"document 1 of {len(packs.lengths(index))}" in said and "<|endoftext|>" in said and "padding" in said
+    assert main(["inspect", str(tmp_path / "packs"), "--index", "999999"]) == 2
+
+
+def test_a_token_file_is_inspected_and_imported(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = np.tile(np.array([65, 66, 0], np.uint16), 100)
+    (tmp_path / "bin").mkdir()
+    tokens.tofile(tmp_path / "bin" / "train.bin")
+    assert main(["inspect", str(tmp_path / "bin")]) == 2
+    assert "add --length" in capsys.readouterr().err
+    shape = ["--length", "50", "--end-token", "0", "--tokenizer", str(tokenizer_file)]
+    assert main(["inspect", str(tmp_path / "bin"), *shape, "--index", "0"]) == 0
+    assert "document 17 of 17 · 2 tokens" in capsys.readouterr().out
+
+    assert main(["import", str(tmp_path / "bin"), "--out", str(tmp_path / "out"), *shape]) == 0
+    packs = ArrowPacks(tmp_path / "out")
+    assert np.array_equal(np.concatenate([packs[i].input_ids for i in range(len(packs))]), tokens)
+    assert packs.lengths(0).tolist() == [3] * 16 + [2]
+    assert packs.tokenizer["vocab_size"] == 600
+    assert main(["inspect", str(tmp_path / "out"), "--index", "0"]) == 0
+
+
+def test_importing_with_too_small_a_tokenizer_is_refused(
+    tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.array([1, 2, 30_000], np.uint16).tofile(tmp_path / "train.bin")
+    arguments = [
+        "import",
+        str(tmp_path / "train.bin"),
+        "--out",
+        str(tmp_path / "out"),
+        "--length",
+        "3",
+        "--tokenizer",
+        str(tokenizer_file),
+    ]
+    assert main(arguments) == 2
+    assert "holds id 30,000" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_nothing_that_packs_text_imports_torch() -> None:
+    modules = "packing.__main__, packing.prepare, packing.inspection, packing.workers, packing.sources"
+    code = f"import sys, {modules}; assert 'torch' not in sys.modules and 'datasets' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_help_comes_at_once() -> None:
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "packing", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "prepare" in done.stdout and time.monotonic() - started < 3

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from packing import prepare as prepare_module
+from packing import sources, token_log
+from packing.arrow import read_manifest
+from packing.errors import InputError
+from packing.prepare import prepare, split_documents
+from packing.settings import DataSettings
+from packing.store import open_packs
+from packing.tokenizer import load_tokenizer
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, documents: list[str]) -> Path:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path, corpus: Path, tokenizer_file: Path) -> DataSettings:
+    return DataSettings(packs=tmp_path / "packs", source=str(corpus), tokenizer=str(tokenizer_file), length=256, processes=1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def read_documents(settings: DataSettings, split: str = "train") -> list[list[int]]:
+    """The real tokens of every pack, a list a document piece."""
+    packs, pieces = open_packs(settings, split), []
+    for index in range(len(packs)):
+        pack = packs[index]
+        real = pack.input_ids[: pack.lengths.sum()]
+        pieces += [part.tolist() for part in np.split(real, np.cumsum(pack.lengths)[:-1])]
+    return pieces
+
+
+def test_truncated_packs_decode_to_the_source_text(settings: DataSettings, documents: list[str]) -> None:
+    settings = settings.model_copy(update={"shuffle": False})
+    prepare(settings, seed=1, progress=False)
+    tokenizer = Tokenizer.from_file(settings.tokenizer)
+    ids = [token for piece in read_documents(settings) for token in piece]
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(text + "<|endoftext|>" for text in documents)
+
+
+def test_best_fit_keeps_whole_documents_in_some_order(settings: DataSettings, documents: list[str]) -> None:
+    settings = settings.model_copy(update={"packing": "best_fit", "length": 16384, "add_eos": False})
+    prepare(settings, seed=1, progress=False)
+    tokenizer = Tokenizer.from_file(settings.tokenizer)
+    assert sorted(map(tokenizer.decode, read_documents(settings))) == sorted(documents)
+    assert read_manifest(settings.packs)["statistics"]["cut_documents"] == 0
+
+
+def test_packs_do_not_depend_on_the_number_of_processes(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 10_000)
+    settings = settings.model_copy(update={"held_out": 0.1})
+    folders = []
+    for processes in (1, 2):
+        folder = settings.packs.with_name(f"packs-{processes}")
+        prepare(settings.model_copy(update={"packs": folder, "processes": processes}), seed=3, progress=False)
+        folders.append(contents(folder))
+    assert folders[0] == folders[1]
+
+
+PREPARE_IN_SMALL_STEPS = """
+import sys
+from packing import sources, token_log
+from packing.prepare import prepare
+from packing.settings import DataSettings
+sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.02
+prepare(DataSettings.model_validate_json(sys.argv[1]), seed=5)
+"""
+
+
+def start_prepare(settings: DataSettings) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PREPARE_IN_SMALL_STEPS, settings.model_dump_json()]
+    root = Path(prepare_module.__file__).parents[1]
+    return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_bytes_of_an_unbroken_one(settings: DataSettings, corpus: Path) -> None:
+    corpus.write_text(corpus.read_text() * 3)
+    progress = settings.packs.with_name("packs.partial") / "progress.json"
+    process = start_prepare(settings)
+    while not progress.exists() or json.loads(progress.read_text())["counts"]["chunks"] < 10:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not settings.packs.exists() and not json.loads(progress.read_text())["counts"]["complete"]
+
+    resumed = start_prepare(settings)
+    assert "going on after" in resumed.communicate()[1]
+    unbroken = settings.model_copy(update={"packs": settings.packs.with_name("unbroken")})
+    start_prepare(unbroken).communicate()
+    assert contents(settings.packs) == contents(unbroken.packs)
+    assert not list(settings.packs.parent.glob("*.partial")) and not list(settings.packs.parent.glob("*.lock"))
+
+
+def test_a_full_disk_is_told_and_what_was_tokenised_is_kept(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 10_000)
+    monkeypatch.setattr(token_log, "_COMMIT_SECONDS", 0.0)
+    write_all = token_log._write_all
+
+    def until_full(file: object, data: memoryview) -> None:
+        if file.tell() > 100_000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(file, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_log, "_write_all", until_full)
+        with pytest.raises(InputError, match=r"the disk is full; what is tokenised is kept in .*packs\.partial"):
+            prepare(settings, seed=1, progress=False)
+    kept = json.loads((settings.packs.with_name("packs.partial") / "progress.json").read_text())["counts"]
+    assert 0 < kept["tokens"] and not kept["complete"] and not settings.packs.exists()
+    prepare(settings, seed=1, progress=False)
+    unbroken = settings.model_copy(update={"packs": settings.packs.with_name("unbroken")})
+    prepare(unbroken, seed=1, progress=False)
+    assert contents(settings.packs) == contents(unbroken.packs)
+
+
+def test_a_changed_source_starts_over_and_says_so(
+    settings: DataSettings, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
+        with pytest.raises(InputError, match="stopped here"):
+            prepare(settings, seed=1)
+    corpus.write_text('{"text": "other"}\n{"text": "text"}\n')
+    prepare(settings, seed=1)
+    assert "starting over" in (said := capsys.readouterr().err) and "source files" in said
+    assert read_manifest(settings.packs)["statistics"]["documents"] == 2
+
+
+def test_what_is_tokenised_serves_another_pack_length(
+    settings: DataSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
+        with pytest.raises(InputError, match="stopped here"):
+            prepare(settings, seed=1)
+    capsys.readouterr()
+    prepare(settings.model_copy(update={"length": 64}), seed=1)
+    assert "reading" not in capsys.readouterr().err
+
+
+def test_uncommitted_tokens_are_cut_off(tmp_path: Path) -> None:
+    log = token_log.TokenLog(tmp_path / "log", {"a": 1})
+    with log.writing():
+        pass
+    (tmp_path / "log" / "tokens.bin").write_bytes(bytes(40))
+    again = token_log.TokenLog(tmp_path / "log", {"a": 1})
+    with again.writing():
+        assert (tmp_path / "log" / "tokens.bin").stat().st_size == 0
+
+
+def test_the_same_settings_find_their_packs_and_others_are_refused(
+    settings: DataSettings, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(settings, seed=1, progress=False)
+    before = contents(settings.packs)
+    assert prepare(settings.model_copy(update={"processes": 2}), seed=1) == settings.packs
+    assert "already prepared" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"length: 256 -> 128.*seed: 1 -> 2"):
+        prepare(settings.model_copy(update={"length": 128}), seed=2)
+    assert contents(settings.packs) == before
+
+
+def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, documents: list[str]) -> None:
+    settings = settings.model_copy(update={"held_out": 0.2})
+    prepare(settings, seed=9, progress=False)
+    tokenizer = Tokenizer.from_file(settings.tokenizer)
+    texts = {}
+    for split in ("train", "held_out"):
+        ids = [token for piece in read_documents(settings, split) for token in piece]
+        texts[split] = tokenizer.decode(ids, skip_special_tokens=False).split("<|endoftext|>")[:-1]
+    assert len(texts["held_out"]) == round(0.2 * len(documents))
+    assert sorted(texts["train"] + texts["held_out"]) == sorted(documents)
+
+
+def test_the_order_of_documents_is_the_seeds(settings: DataSettings) -> None:
+    settings = settings.model_copy(update={"held_out": 0.01})
+    first, same, other = (split_documents(1000, settings, seed) for seed in (1, 1, 2))
+    assert all(np.array_equal(first[split], same[split]) for split in first)
+    assert not np.array_equal(first["train"], other["train"]) and not np.array_equal(first["held_out"], other["held_out"])
+    unshuffled = split_documents(1000, settings.model_copy(update={"shuffle": False}), 1)
+    assert np.array_equal(unshuffled["train"], np.sort(first["train"]))
+
+
+def test_hugging_face_datasets_loads_the_folder(settings: DataSettings, documents: list[str]) -> None:
+    settings = settings.model_copy(update={"held_out": 0.1})
+    prepare(settings, seed=1, progress=False)
+    loaded = datasets.load_from_disk(settings.packs)
+    assert set(loaded) == {"train", "held_out"}
+    assert loaded["train"][0]["input_ids"] == open_packs(settings, "train")[0].input_ids.tolist()
+    assert (settings.packs / "lengths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_statistics_count_what_was_left_out(settings: DataSettings, corpus: Path) -> None:
+    corpus.write_text('{"text": "abc"}\n{"text": ""}\nbroken\n{"text": null}\n{"text": "defg"}\n')
+    prepare(settings.model_copy(update={"on_bad_line": "skip"}), seed=1, progress=False)
+    numbers = read_manifest(settings.packs)["statistics"]
+    assert {key: numbers[key] for key in ("documents", "skipped_lines", "empty_documents", "packs")} == {
+        "documents": 2, "skipped_lines": 1, "empty_documents": 2, "packs": 1,
+    }  # fmt: skip
+    assert "corpus.jsonl:3" in numbers["first_skipped"]
+
+
+def test_bos_and_eos_stand_where_they_are_asked_for(settings: DataSettings, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(settings.tokenizer)
+    tokenizer.add_special_tokens(["<begin>"])
+    (tmp_path / "named").mkdir()
+    tokenizer.save(str(tmp_path / "named" / "tokenizer.json"))
+    names = {"bos_token": {"content": "<begin>"}, "eos_token": "<|endoftext|>", "pad_token": None}
+    (tmp_path / "named" / "tokenizer_config.json").write_text(json.dumps(names))
+    settings = settings.model_copy(
+        update={"tokenizer": str(tmp_path / "named"), "add_bos": True, "packing": "best_fit", "length": 16384}
+    )
+    prepare(settings, seed=1, progress=False)
+    assert all(piece[0] == 600 and piece[-1] == 0 for piece in read_documents(settings))
+    assert read_manifest(settings.packs)["tokenizer"] | {"fingerprint": ""} == {
+        "name": settings.tokenizer, "fingerprint": "", "vocab_size": 601, "bos_id": 600, "eos_id": 0, "pad_id": None,
+    }  # fmt: skip
+
+
+def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer_file: Path, tmp_path: Path) -> None:
+    content = json.loads(tokenizer_file.read_text())
+    compact, truncating, other = (tmp_path / f"{name}.json" for name in ("compact", "truncating", "other"))
+    compact.write_text(json.dumps(dict(reversed(content.items()))))
+    limit = {"direction": "Right", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    truncating.write_text(json.dumps(content | {"truncation": limit}))
+    content["model"]["merges"].pop()
+    other.write_text(json.dumps(content))
+    same = {load_tokenizer(str(path)).fingerprint for path in (tokenizer_file, compact, truncating)}
+    assert len(same) == 1 and load_tokenizer(str(other)).fingerprint not in same
+    assert len(load_tokenizer(str(truncating)).tokenizer.encode("x " * 100)) > 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"add_bos": True}, r"data\.add_bos is true, but the tokenizer .* names no BOS token"),
+        ({"tokenizer": "/nowhere/tokenizer.json"}, r"data\.tokenizer: /nowhere/tokenizer\.json: no such file"),
+        ({"source": "/nowhere/x.jsonl"}, r"data\.source: /nowhere/x\.jsonl: no such file"),
+        ({"text": "body"}, r"corpus\.jsonl:1: no column `body`; the columns are: text"),
+        ({"held_out": 0.999}, r"data\.held_out: 0\.999 of \d+ documents leaves none"),
+        ({"source": None, "tokenizer": None}, r"data\.source and data\.tokenizer are not set"),
+    ],
+)
+def test_what_cannot_be_prepared_is_refused_and_leaves_no_packs(settings: DataSettings, change: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        prepare(settings.model_copy(update=change), seed=1, progress=False)
+    assert not settings.packs.exists()
+
+
+def test_an_empty_source_is_refused(settings: DataSettings, corpus: Path) -> None:
+    corpus.write_text("")
+    with pytest.raises(InputError, match="no document with any text; the source is empty"):
+        prepare(settings, seed=1, progress=False)
+    corpus.write_text("broken\n" * 3)
+    with pytest.raises(InputError, match=r"3 malformed ones were skipped, the first at .*corpus\.jsonl:1"):
+        prepare(settings.model_copy(update={"on_bad_line": "skip"}), seed=1, progress=False)
+
+
+def test_a_folder_with_something_else_is_left_alone(settings: DataSettings) -> None:
+    settings.packs.mkdir()
+    (settings.packs / "thesis.txt").write_text("the only copy")
+    with pytest.raises(InputError, match="exists and holds no packs that were prepared"):
+        prepare(settings, seed=1, progress=False)
+    assert (settings.packs / "thesis.txt").read_text() == "the only copy"
+
+
+def test_two_processes_prepare_one_after_the_other(settings: DataSettings, corpus: Path) -> None:
+    processes = [start_prepare(settings) for _ in range(2)]
+    said = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert sum("already prepared" in text for text in said) == 1
+    assert sum("tokenising" in text for text in said) == 1

@@ -1,0 +1,364 @@
+"""Arrow packs, opening whatever lies at a path, and holding packs out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from packing import integrity
+from packing.arrow import ArrowPacks, PackWriter
+from packing.errors import InputError
+from packing.settings import DataSettings
+from packing.store import Pack, carve, check_model, open_packs
+
+LENGTH = 16
+TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "bos_id": None, "eos_id": 0, "pad_id": 0}
+
+
+def some_packs(count: int, seed: int = 0) -> list[Pack]:
+    rng = np.random.default_rng(seed)
+    packs = []
+    for _ in range(count):
+        covered = int(rng.integers(1, LENGTH + 1))
+        cuts = np.sort(rng.choice(np.arange(1, covered), size=min(covered - 1, int(rng.integers(0, 5))), replace=False))
+        lengths = np.diff([0, *cuts, covered]).astype(np.int32)
+        packs.append(Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths, int(rng.integers(0, 3))))
+    return packs
+
+
+def write(path: Path, train: list[Pack], held_out: list[Pack] = (), *, at_once: int = 7, **options: int) -> dict:
+    with PackWriter(path, LENGTH, **options) as writer:
+        for split, packs in (("train", train), ("held_out", held_out)):
+            for start in range(0, len(packs), at_once):
+                part = packs[start : start + at_once]
+                firsts = np.array([pack.first_position for pack in part])
+                writer.write(split, np.stack([pack.input_ids for pack in part]), [pack.lengths for pack in part], firsts)
+        return writer.finish(settings={"length": LENGTH}, statistics={"documents": 3}, tokenizer=TOKENIZER)
+
+
+def assert_equal(pack: Pack, other: Pack) -> None:
+    assert pack.input_ids.dtype == np.uint32 and pack.lengths.dtype == np.int32
+    assert pack.input_ids.tolist() == other.input_ids.tolist()
+    assert pack.lengths.tolist() == other.lengths.tolist()
+    assert pack.first_position == other.first_position
+
+
+def data_settings(path: Path, **values: object) -> DataSettings:
+    return DataSettings(packs=path, **{"length": LENGTH, **values})
+
+
+@pytest.fixture
+def small_batches(monkeypatch):
+    """Record batches of 8 packs, so that small data crosses batches and shards."""
+    monkeypatch.setattr("packing.arrow._BATCH_BYTES", 8 * 4 * LENGTH)
+
+
+@settings(deadline=None)  # disks take what time they take
+@given(
+    count=st.integers(1, 60), at_once=st.integers(1, 20), shard_bytes=st.sampled_from([1, 2000, 2**20]), seed=st.integers(0, 9)
+)
+def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once, shard_bytes, seed):
+    path = tmp_path_factory.mktemp("arrow") / "packs"
+    written = some_packs(count, seed)
+    write(path, written, at_once=at_once, shard_bytes=shard_bytes)
+    packs = ArrowPacks(path)
+    assert len(packs) == count
+    for index in np.random.default_rng(seed).permutation(count):
+        assert_equal(packs[int(index)], written[index])
+        assert packs.lengths(int(index)).tolist() == written[index].lengths.tolist()
+    for outside in (-1, count):
+        with pytest.raises(IndexError):
+            packs[outside]
+
+
+def test_huggingface_datasets_loads_the_folder_and_each_split_with_equal_content(tmp_path, small_batches):
+    from datasets import load_from_disk
+
+    train, held_out = some_packs(50), some_packs(9, seed=1)
+    write(tmp_path / "packs", train, held_out, shard_bytes=1000)
+    assert len(list((tmp_path / "packs" / "train").glob("*.arrow"))) > 2
+    both = load_from_disk(str(tmp_path / "packs"))
+    assert list(both) == ["train", "held_out"]
+    for split, packs in (("train", train), ("held_out", held_out)):
+        for dataset in (both[split], load_from_disk(str(tmp_path / "packs" / split))):
+            assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
+            assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
+            assert dataset["first_position"][:] == [pack.first_position for pack in packs]
+            assert dataset.features["input_ids"].feature.dtype == "uint32" and dataset.features["input_ids"].length == LENGTH
+
+
+def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path, small_batches):
+    packs = some_packs(40)
+    fingerprints = [
+        write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"]["train"]["fingerprint"]
+        for i, (at_once, shard_bytes) in enumerate([(1, 1), (7, 2000), (40, 2**20)])
+    ]
+    assert len(set(fingerprints)) == 1
+    swapped = [packs[1], packs[0], *packs[2:]]
+    moved = [Pack(packs[0].input_ids, packs[0].lengths, packs[0].first_position + 1), *packs[1:]]
+    recut = [Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position), *packs[1:]]
+    others = [write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"] for i, p in enumerate([swapped, moved, recut])]
+    assert len({fingerprints[0], *others}) == 4
+
+
+def test_the_manifest_holds_what_finish_was_given_and_every_file(tmp_path):
+    manifest = write(tmp_path / "packs", some_packs(5), some_packs(2))
+    packs = open_packs(data_settings(tmp_path / "packs"), "held_out")
+    assert len(packs) == 2 and packs.manifest == manifest and packs.tokenizer == TOKENIZER
+    assert manifest["settings"] == {"length": LENGTH} and manifest["statistics"] == {"documents": 3}
+    assert manifest["splits"]["train"]["tokens"] == sum(int(pack.lengths.sum()) for pack in some_packs(5))
+    for split in ("train", "held_out"):
+        for file in manifest["splits"][split]["files"]:
+            path = tmp_path / "packs" / split / file["name"]
+            assert path.stat().st_size == file["bytes"]
+            assert integrity.hash_file(path, ["sha256"]) == {"sha256": file["sha256"]}
+
+
+def test_reading_imports_neither_datasets_nor_torch(tmp_path):
+    write(tmp_path / "packs", some_packs(3))
+    code = (
+        "import sys; from pathlib import Path; from packing.settings import DataSettings; from packing.store import open_packs\n"
+        f"open_packs(DataSettings(packs=Path({str(tmp_path / 'packs')!r}), length={LENGTH}), 'train')[0]\n"
+        "assert not {'datasets', 'torch', 'pandas'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_files_that_travel_with_the_packs_are_recorded_and_verified_and_never_stop_a_run(tmp_path):
+    with PackWriter(tmp_path / "packs", LENGTH) as writer:
+        writer.add("train", some_packs(1)[0])
+        (writer.folder / "tokenizer.json").write_text("{}")
+        manifest = writer.finish(settings={}, statistics={}, tokenizer=None)
+    assert [file["name"] for file in manifest["files"]] == ["tokenizer.json"]
+    ArrowPacks(tmp_path / "packs").verify()
+    (tmp_path / "packs" / "tokenizer.json").write_text("[]")
+    with pytest.raises(InputError, match=r"tokenizer\.json: damaged"):
+        ArrowPacks(tmp_path / "packs").verify()
+
+
+def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_afresh(tmp_path):
+    with pytest.raises(KeyboardInterrupt), PackWriter(tmp_path / "packs", LENGTH) as writer:
+        writer.add("train", some_packs(1)[0])
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    killed = PackWriter(tmp_path / "packs", LENGTH)  # never finished nor closed: what `kill -9` leaves
+    killed.add("train", some_packs(1)[0])
+    assert not (tmp_path / "packs").exists()
+    write(tmp_path / "packs", some_packs(2))
+    assert len(ArrowPacks(tmp_path / "packs")) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["packs"]
+
+
+def test_packs_are_never_written_over(tmp_path):
+    write(tmp_path / "packs", some_packs(1))
+    with pytest.raises(InputError, match="exists already"):
+        PackWriter(tmp_path / "packs", LENGTH)
+    (tmp_path / "empty").mkdir()
+    write(tmp_path / "empty", some_packs(1))
+    assert len(ArrowPacks(tmp_path / "empty")) == 1
+
+
+def test_writing_no_training_pack_is_an_input_error(tmp_path):
+    with pytest.raises(InputError, match="no training pack"):
+        write(tmp_path / "packs", [], some_packs(1))
+    assert not (tmp_path / "packs").exists()
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 3], [LENGTH, 1]])
+def test_lengths_that_do_not_fit_a_pack_are_not_written(tmp_path, lengths):
+    with PackWriter(tmp_path / "packs", LENGTH) as writer, pytest.raises(ValueError, match="documents of 1 token or more"):
+        writer.add("train", Pack(np.zeros(LENGTH, np.uint32), np.array(lengths, np.int32), 0))
+
+
+def damaged(path: Path, how: str) -> Path:
+    shard = sorted((path / "train").glob("*.arrow"))[-1]
+    data = bytearray(shard.read_bytes())
+    if how == "missing":
+        shard.unlink()
+        return shard
+    if how == "truncated":
+        data = data[: len(data) // 2]
+    elif how == "overlong":
+        data += bytes(8)
+    else:
+        data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[how]] ^= 0x10
+    shard.write_bytes(data)
+    return shard
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("truncated", "truncated"),
+        ("overlong", "overlong"),
+        ("missing", "missing"),
+        ("first", "damaged"),
+        ("middle", "damaged"),
+        ("last", "damaged"),
+    ],
+)
+@pytest.mark.parametrize("always_hashed", [integrity.ALWAYS_HASHED_BYTES, 0])
+def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(
+    tmp_path, small_batches, monkeypatch, how, says, always_hashed
+):
+    monkeypatch.setattr(integrity, "ALWAYS_HASHED_BYTES", always_hashed)  # 0: as if the folder were large
+    write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
+    open_packs(data_settings(tmp_path / "packs"), "train")
+    shard = damaged(tmp_path / "packs", how)
+    with pytest.raises(InputError, match=rf"{shard.name}: {says}.*; prepare the packs again"):
+        open_packs(data_settings(tmp_path / "packs"), "train")
+
+
+def test_a_large_folder_is_hashed_once_and_again_when_a_file_changes_or_verify_asks(tmp_path, monkeypatch):
+    monkeypatch.setattr(integrity, "ALWAYS_HASHED_BYTES", 0)
+    hashed = []
+    real = integrity.hash_file
+    monkeypatch.setattr(integrity, "hash_file", lambda path, algorithms: hashed.append(path.name) or real(path, algorithms))
+    write(tmp_path / "packs", some_packs(4), some_packs(4))
+    for split in ("train", "held_out", "train", "held_out"):
+        ArrowPacks(tmp_path / "packs", split)
+    assert len(hashed) == 2
+    packs = ArrowPacks(tmp_path / "packs")
+    packs.verify()
+    assert len(hashed) == 3
+    next((tmp_path / "packs" / "train").glob("*.arrow")).touch()
+    ArrowPacks(tmp_path / "packs")
+    assert len(hashed) == 4
+    (tmp_path / "packs" / integrity.STAMP).write_text('{"torn')
+    ArrowPacks(tmp_path / "packs")
+    assert len(hashed) == 5
+
+
+def test_a_damaged_or_future_manifest_is_refused_by_name(tmp_path):
+    write(tmp_path / "packs", some_packs(4))
+    file = tmp_path / "packs" / "packs.json"
+    text = file.read_text()
+    file.write_text(text.replace('"documents": 3', '"documents": 7'))
+    with pytest.raises(InputError, match=r"packs\.json: damaged or edited"):
+        open_packs(data_settings(tmp_path / "packs"), "train")
+    file.write_text(text[:100])
+    with pytest.raises(InputError, match=r"packs\.json: cannot be read"):
+        open_packs(data_settings(tmp_path / "packs"), "train")
+    file.write_text("[]")
+    with pytest.raises(InputError, match=r"packs\.json: not a manifest"):
+        open_packs(data_settings(tmp_path / "packs"), "train")
+
+
+def test_the_wrong_length_names_both_and_the_key(tmp_path):
+    write(tmp_path / "packs", some_packs(4))
+    with pytest.raises(InputError, match=r"packs of 16 tokens, but `data\.length` is 32"):
+        open_packs(data_settings(tmp_path / "packs", length=32), "train")
+
+
+def test_paths_without_packs_say_how_to_come_by_some(tmp_path):
+    with pytest.raises(InputError, match=r"no such file or folder.*`data\.source` and `data\.tokenizer`"):
+        open_packs(data_settings(tmp_path / "nowhere"), "train")
+    with pytest.raises(InputError, match=r"an empty folder.*`data\.source`"):
+        open_packs(data_settings(tmp_path), "train")
+    (tmp_path / "notes.txt").write_text("hello")
+    for path in (tmp_path, tmp_path / "notes.txt"):
+        with pytest.raises(InputError, match=r"holds no packs: .*`data\.source`"):
+            open_packs(data_settings(path), "train")
+    write(tmp_path / "packs", some_packs(4))
+    with pytest.raises(InputError, match=r"point `data\.packs` to that folder"):
+        open_packs(data_settings(tmp_path / "packs" / "train"), "train")
+
+
+def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
+    write(tmp_path / "packs", some_packs(10), some_packs(3))
+    for share in (0.0, 0.5):
+        assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "train")) == 10
+        assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "held_out")) == 3
+
+
+@given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))
+def test_carved_parts_are_disjoint_complete_and_of_the_share_asked_for(count, share):
+    class Numbers:
+        path, length, fingerprint, tokenizer = Path("numbers"), LENGTH, "0" * 64, TOKENIZER
+
+        def __len__(self) -> int:
+            return count
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    if max(1, round(share * count)) >= count:
+        with pytest.raises(InputError, match=r"`data\.held_out`"):
+            carve(Numbers(), share, "train")
+        return
+    train, held_out = (carve(Numbers(), share, split) for split in ("train", "held_out"))
+    parts = [[part[index] for index in range(len(part))] for part in (train, held_out)]
+    assert sorted(parts[0] + parts[1]) == list(range(count))
+    assert len(held_out) == max(1, round(share * count))
+    assert all(part == sorted(part) for part in parts)
+    assert train.fingerprint != held_out.fingerprint
+    assert train.fingerprint == carve(Numbers(), share, "train").fingerprint
+
+
+def test_a_share_is_carved_from_data_without_a_held_out_split_and_spread_over_all_of_it(tmp_path):
+    written = some_packs(200)
+    write(tmp_path / "packs", written)
+    assert open_packs(data_settings(tmp_path / "packs"), "held_out") is None
+    held_out = open_packs(data_settings(tmp_path / "packs", held_out=0.1), "held_out")
+    train = open_packs(data_settings(tmp_path / "packs", held_out=0.1), "train")
+    assert (len(held_out), len(train)) == (20, 180)
+    originals = {pack.input_ids.tobytes(): index for index, pack in enumerate(written)}
+    indices = [originals[held_out[index].input_ids.tobytes()] for index in range(20)]
+    assert {0, 1, 2, 3} == {index // 50 for index in indices}
+    assert held_out.lengths(5).tolist() == written[indices[5]].lengths.tolist()
+
+
+def test_the_carved_choice_never_changes():
+    """Packs held out today must be those held out when an old run resumes."""
+
+    class Ten:
+        path, length, fingerprint, tokenizer = Path("ten"), LENGTH, "0" * 64, None
+
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    part = carve(Ten(), 0.3, "held_out")
+    mask = 2**64 - 1
+
+    def splitmix64(value: int) -> int:  # the published finaliser in plain integers
+        value = (value + 0x9E3779B97F4A7C15) & mask
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+        return value ^ (value >> 31)
+
+    assert [part[index] for index in range(3)] == sorted(sorted(range(10), key=splitmix64)[:3])
+
+
+def test_another_tokenizer_or_a_larger_vocabulary_than_the_models_is_refused(tmp_path):
+    write(tmp_path / "packs", some_packs(4))
+    packs = open_packs(data_settings(tmp_path / "packs"), "train")
+    check_model(packs, 1000)
+    check_model(packs, 1024, "f" * 64)
+    with pytest.raises(InputError, match=r"vocabulary of 1000 tokens \(tiny\), the model has 999"):
+        check_model(packs, 999)
+    with pytest.raises(InputError, match=r"another tokenizer \(tiny, ffffffffffff\)"):
+        check_model(packs, 1000, "e" * 64)
+
+
+def test_a_pack_is_read_in_far_less_than_50_microseconds(tmp_path):
+    from timeit import timeit
+
+    write(tmp_path / "packs", some_packs(500), at_once=500)
+    packs = ArrowPacks(tmp_path / "packs")
+    assert min(timeit(lambda: packs[333], number=200) / 200 for _ in range(20)) < 50e-6
+
+
+def test_the_manifest_is_plain_json_with_a_trailing_newline(tmp_path):
+    write(tmp_path / "packs", some_packs(1))
+    text = (tmp_path / "packs" / "packs.json").read_text()
+    assert text.endswith("}\n") and json.loads(text)["version"] == 1

@@ -1,0 +1,138 @@
+"""FLOPs against closed forms written out by hand, and against the products that torch counts while a small model trains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pretrain.metrics.flops import ModelFlops
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+
+
+def on_meta(model_type: str, **values: object) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> ModelFlops:
+    return ModelFlops.of(on_meta(**QWEN3_1_7B))
+
+
+def test_qwen3_1_7b_costs_what_the_closed_form_says(qwen3: ModelFlops) -> None:
+    assert qwen3.parameters == 1_720_574_976
+    assert qwen3.per_token_matrix == 10_322_706_432
+    assert qwen3.step(131_072, 97_000_000) == 10_322_706_432 * 131_072 + 6 * 28 * 2048 * 97_000_000
+    assert qwen3.tied and not qwen3.uncounted
+
+
+def test_legacy_formulas_give_the_figures_that_other_launchers_print(qwen3: ModelFlops) -> None:
+    by_formula = qwen3.legacy(tokens=1, pack_length=4096)
+    assert [round(flops / 1e9, 3) for flops in by_formula.values()] == [11.275, 13.142, 13.142]
+    assert qwen3.legacy(tokens=10, pack_length=4096) == {name: 10 * flops for name, flops in by_formula.items()}
+
+
+def test_one_dense_document_costs_megatrons_causal_count(qwen3: ModelFlops) -> None:
+    assert qwen3.step(4096, 4096**2) / 4096 / 1e9 == pytest.approx(11.73, abs=0.005)
+
+
+def test_a_pack_of_short_documents_costs_less_than_one_long_document(qwen3: ModelFlops) -> None:
+    assert qwen3.step(4096, 745 * 4096) / 4096 / 1e9 == pytest.approx(10.58, abs=0.005)
+    assert qwen3.step(4096, 8 * 512**2) < qwen3.step(4096, 4096**2)
+
+
+def test_llama_with_a_head_of_its_own_counts_the_head_and_not_the_embedding() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    flops = ModelFlops.of(on_meta("llama", num_attention_heads=32, num_key_value_heads=8, tie_word_embeddings=False, **sizes))
+    layer = 4096 * (4096 + 1024 + 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    assert flops.per_token_matrix == 6 * (32 * layer + 4096 * 128256)
+    assert flops.per_squared_length == 6 * 32 * 4096
+    assert flops.parameters == 8_030_261_248  # Llama-3-8B
+    assert not flops.tied
+
+
+def test_gpt2_counts_its_conv1d_layers_and_its_tied_head_once() -> None:
+    flops = ModelFlops.of(on_meta("gpt2"))
+    assert flops.per_token_matrix == 6 * (12 * 12 * 768**2 + 768 * 50257)
+    assert flops.per_squared_length == 6 * 12 * 768
+    assert flops.parameters == 124_439_808
+    assert flops.embedding_parameters - flops.position_parameters == 768 * 50257
+    nanogpt = flops.legacy(1, 1024)["6N + 12LHQT, N with embeddings"]
+    assert nanogpt == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 12 * 64 * 1024
+
+
+def test_qwen2_biases_are_not_products() -> None:
+    sizes = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "vocab_size": 151936}
+    flops = ModelFlops.of(on_meta("qwen2", num_attention_heads=14, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    layer = 896 * (896 + 128 + 128) + 896 * 896 + 3 * 896 * 4864
+    assert flops.per_token_matrix == 6 * (24 * layer + 896 * 151936)
+    assert flops.parameters == 494_032_768  # Qwen2.5-0.5B
+
+
+def test_queries_wider_than_the_hidden_size_are_taken_as_they_are() -> None:
+    flops = ModelFlops.of(on_meta(**{**QWEN3_1_7B, "hidden_size": 1024, "intermediate_size": 3072}))
+    assert flops.shape.query_width == 2048
+    assert flops.per_squared_length == 6 * 28 * 2048
+
+
+def test_weights_in_no_known_product_are_named() -> None:
+    small = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 64}
+    flops = ModelFlops.of(on_meta("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **small))
+    assert any("experts" in name for name in flops.uncounted)
+
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, **TINY},
+        {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},
+        {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+    ],
+    ids=lambda values: values["model_type"],
+)
+def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(values: dict) -> None:
+    values, tokens = dict(values), 24
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(values.pop("model_type"), **values), attn_implementation="eager"
+    )
+    flops = ModelFlops.of(model)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.arange(tokens)[None], use_cache=False).logits.sum().backward()
+    mm, addmm, bmm = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm
+    seen = counter.get_flop_counts()
+    # Some versions of transformers make the rotary angles by an outer product, which is none of the model's matrices.
+    angles = sum(counts.get(bmm, 0) for name, counts in seen.items() if name.endswith("rotary_emb"))
+    assert seen["Global"][mm] + seen["Global"].get(addmm, 0) == flops.per_token_matrix * tokens
+    # Eager attention also computes the half that causality masks.
+    assert seen["Global"][bmm] - angles == 2 * flops.per_squared_length * tokens**2
+
+
+@given(tokens=st.integers(0, 2**24), sum_squared=st.integers(0, 2**40))
+def test_parts_add_up_to_the_step(qwen3: ModelFlops, tokens: int, sum_squared: int) -> None:
+    assert sum(qwen3.by_part(tokens, sum_squared).values()) == pytest.approx(qwen3.step(tokens, sum_squared), rel=1e-12)
+
+
+def test_parts_are_what_their_names_say(qwen3: ModelFlops) -> None:
+    parts = qwen3.by_part(1, 0)
+    assert parts["head"] == 6 * 2048 * 151936
+    assert parts["mlp"] == 6 * 28 * 3 * 2048 * 6144
+    assert parts["attention projections"] == 6 * 28 * (2048 * 4096 + 2048 * 2048)

@@ -1,0 +1,108 @@
+"""AdamW, the gradient norm, clipping, and the state that checkpoints hold."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pretrain.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    gradient_norm,
+    materialise_state,
+    named_state,
+    set_learning_rate,
+    set_updates_done,
+    updates_done,
+)
+from pretrain.settings import OptimizerSettings
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False)).to(dtype)
+
+
+def draw_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_updates_are_those_of_the_published_algorithm(decay: str) -> None:
+    settings = OptimizerSettings(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, decay=decay)
+    model = small_model()
+    weights = [p.detach().double() for p in model.parameters()]
+    first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    optimizer = build_optimizer(model, settings)
+    for step in range(1, 6):
+        draw_gradients(model, step)
+        # Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, in double precision.
+        for w, m, v, p in zip(weights, first, second, model.parameters(), strict=True):
+            g = p.grad.double()
+            if decay == "all" or p.dim() >= 2:
+                w.mul_(1 - 0.01 * 0.3)
+            m.mul_(0.8).add_(0.2 * g)
+            v.mul_(0.9).add_(0.1 * g * g)
+            w.sub_(0.01 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6))
+        optimizer.step()
+    for w, p in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_norm_is_summed_in_fp32_and_clipping_reaches_the_limit(dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    draw_gradients(model, 1)
+    exact = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+    norm = gradient_norm(model.parameters())
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+
+    untouched = copy.deepcopy([p.grad for p in model.parameters()])
+    clip_gradients(model.parameters(), norm, limit=2 * exact)
+    assert all(torch.equal(a, p.grad) for a, p in zip(untouched, model.parameters(), strict=True))
+    clip_gradients(model.parameters(), norm, limit=exact / 4)
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-8
+    assert gradient_norm(model.parameters()).item() == pytest.approx(exact / 4, rel=tolerance)
+
+
+def test_state_copied_into_a_fresh_optimizer_continues_bit_for_bit() -> None:
+    settings = OptimizerSettings()
+    model = small_model()
+    optimizer = build_optimizer(model, settings)
+    materialise_state(optimizer)
+    for step in range(3):
+        draw_gradients(model, step)
+        set_learning_rate(optimizer, 0.01 * (step + 1))
+        optimizer.step()
+
+    resumed = copy.deepcopy(model)
+    fresh = build_optimizer(resumed, settings)
+    materialise_state(fresh)
+    saved = named_state(optimizer, model)
+    for name, tensor in named_state(fresh, resumed).items():
+        tensor.copy_(saved[name])
+    set_updates_done(fresh, updates_done(optimizer))
+    assert updates_done(fresh) == 3
+
+    for each, opt in ((model, optimizer), (resumed, fresh)):
+        draw_gradients(each, 9)
+        set_learning_rate(opt, 0.02)
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_allocating_state_early_changes_no_update() -> None:
+    early, late = small_model(), small_model()
+    optimizers = [build_optimizer(m, OptimizerSettings()) for m in (early, late)]
+    materialise_state(optimizers[0])
+    for model, optimizer in zip((early, late), optimizers, strict=True):
+        draw_gradients(model, 1)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))

@@ -1,0 +1,79 @@
+"""The peak of the named device, and of no other."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.metrics.peaks import PEAKS, peak
+
+
+@pytest.mark.parametrize(
+    ("name", "bf16"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A100 80GB PCIe", 312.0),
+        ("NVIDIA A100-PCIE-40GB", 312.0),
+        ("A100-SXM4-40GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H200 NVL", 835.5),
+        ("NVIDIA GH200 480GB", 989.5),
+        ("NVIDIA GH200 144G HBM3e", 989.5),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A10", 125.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA GeForce RTX 3090", 71.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
+    ],
+)
+def test_names_that_drivers_report_find_their_dense_bf16_peak(name: str, bf16: float) -> None:
+    assert peak(name, "bf16") == bf16
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        None,
+        "cpu",
+        "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+        "NVIDIA H100 80GB HBM3 MIG 3g.40gb",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA A1000",
+        "NVIDIA A10G",
+        "NVIDIA L40",
+        "NVIDIA H20",
+        "NVIDIA RTX A6000",
+        "AMD Instinct MI300X",
+    ],
+)
+def test_unknown_devices_and_relatives_of_known_ones_have_no_peak(name: str | None) -> None:
+    assert peak(name, "bf16") is None
+
+
+def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
+    assert peak("NVIDIA A100-SXM4-80GB", "fp8") is None
+    assert peak("NVIDIA H200", "fp4") is None
+    assert peak("NVIDIA H200", "fp8") == 1979.0
+    assert peak("NVIDIA B200", "fp4") == 9000.0
+
+
+def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
+    with pytest.raises(ValueError, match="bf61"):
+        peak("NVIDIA H200", "bf61")
+
+
+@pytest.mark.parametrize("entry", PEAKS, ids=lambda entry: entry.pattern)
+def test_halving_the_bits_doubles_the_dense_peak(entry) -> None:
+    if entry.fp8 is not None:
+        assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.02)
+    if entry.tf32 is not None:
+        assert entry.bf16 / entry.tf32 == pytest.approx(2, rel=0.02)

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.recorder import Recorder, compiled_graphs, memory_gib
+from pretrain.metrics.summary import summary
+
+CPU = torch.device("cpu")
+BATCH = {"step_tokens": 4096, "sum_squared_lengths": 1_000_000}
+
+
+def figures(step: int = 1, **changes) -> dict:
+    values = {"step": step, "tokens": 4096 * step, "epoch": 0.1, "loss": 2.0, "learning_rate": 1e-3, "gradient_norm": 0.5}
+    return {**values, "data_wait_ms": 1.0, **BATCH, **changes}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def flops() -> ModelFlops:
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
+    )
+    with torch.device("meta"):
+        return ModelFlops.of(LlamaForCausalLM(config))
+
+
+def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
+    clock = Clock()
+    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock)
+    with recorder.step():
+        clock.now += 0.5
+    record = recorder.finish(**figures(), skipped=False)
+    assert record["step_ms"] == 500 and record["tokens_per_second"] == 8192
+    # By hand: a forward product takes 2 FLOPs a weight, backward twice that; attention 6 L Q a squared length.
+    weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 512
+    by_hand = (6 * weights * 4096 + 6 * 2 * 64 * 1_000_000) / 0.5 / 4 / 1e12
+    assert record["tflops"] == pytest.approx(by_hand) and record["mfu_bf16_peak"] == pytest.approx(by_hand / 2.0)
+    assert record["skipped"] is False
+
+
+def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops):
+    def keys(**parts):
+        recorder = Recorder(device=CPU, **parts)
+        with recorder.step():
+            pass
+        return list(recorder.finish(**figures()))
+
+    always = ["step", "tokens", "epoch", "loss", "learning_rate", "gradient_norm", "step_ms", "data_wait_ms", "tokens_per_second"]
+    assert keys(flops=None, peak_tflops=None) == [*always, "memory_gib", "recompiles"]
+    assert keys(flops=flops, peak_tflops=None) == [*always, "tflops", "memory_gib", "recompiles"]
+    assert keys(flops=flops, peak_tflops=989.0) == [*always, "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"]
+
+
+def test_time_between_steps_is_in_no_step_and_time_for_data_is():
+    recorder = Recorder(flops=None, peak_tflops=None, device=CPU)
+    with recorder.step():
+        time.sleep(0.02)
+    time.sleep(0.2)
+    assert 20 <= recorder.finish(**figures())["step_ms"] < 150
+
+
+def test_graphs_compiled_after_the_second_step_are_counted_where_they_were_compiled():
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x * 2 + 1, backend="eager", dynamic=False)
+    recorder = Recorder(flops=None, peak_tflops=None, device=CPU)
+    counts = []
+    for size in (2, 3, 3, 4, 4, 5, 2):
+        with recorder.step():
+            compiled(torch.ones(size))
+        compiled(torch.ones(size, dtype=torch.float64))  # outside of a step, as an evaluation's graphs are
+        counts.append(recorder.finish(**figures())["recompiles"])
+    assert counts == [0, 0, 0, 1, 0, 1, 0]
+    assert compiled_graphs() >= 8
+
+
+def test_without_a_gpu_memory_is_what_the_process_holds():
+    before = memory_gib(CPU)
+    held = torch.ones(2**28, dtype=torch.uint8)  # a quarter of a GiB, written to
+    assert memory_gib(CPU) - before == pytest.approx(0.25, abs=0.05)
+    del held
+
+
+def records(count: int) -> list[dict]:
+    def one(step):
+        slow = 50 if step <= 2 else 1
+        ms = (100.0 + step % 7) * slow
+        rates = {
+            "tokens_per_second": 4096 / ms * 1e3,
+            "tflops": 1 / ms,
+            "memory_gib": 1.0 + step % 3,
+            "recompiles": int(step == 9),
+        }
+        return {
+            "step": step,
+            "tokens": 4096 * step,
+            "epoch": step / 10,
+            "loss": 5 - step / 100,
+            "step_ms": ms,
+            "data_wait_ms": 0.5,
+        } | rates
+
+    return [one(step) for step in range(1, count + 1)]
+
+
+def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals():
+    steps = records(100)
+    evaluations = [
+        {"step": s, "event": "evaluation", "held_out_loss": 4.0 - s / 100, "held_out_perplexity": 9.0} for s in (50, 100)
+    ]
+    result = summary([*steps[:50], evaluations[0], *steps[50:], evaluations[1]])
+    assert result["steps"] == 100 and result["tokens"] == 409_600 and result["epoch"] == 10.0
+    assert result["step_ms"] == statistics.median(r["step_ms"] for r in steps[2:])
+    assert result["data_wait_share"] == pytest.approx(98 * 0.5 / sum(r["step_ms"] for r in steps[2:]))
+    assert result["hours"] == pytest.approx(sum(r["step_ms"] for r in steps) / 3.6e6)
+    assert result["loss"] == 4.0 and result["loss_last_50"] == pytest.approx(4.245)
+    assert result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
+    assert result["first_step_seconds"] == pytest.approx(5.05)
+    assert "mfu_bf16_peak" not in result
+
+
+@given(nulls=st.sets(st.integers(0, 19)), count=st.integers(0, 20))
+def test_a_summary_of_any_run_however_short_or_broken_has_no_value_that_is_unknown(nulls, count):
+    steps = [record | ({"loss": None} if i in nulls else {}) for i, record in enumerate(records(count))]
+    result = summary(steps)
+    assert result["steps"] == count
+    assert all(value is not None for value in result.values())

@@ -1,0 +1,88 @@
+"""The shipped accelerate configurations: accelerate reads each, and starts what the file promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.launch import launch_command_parser
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
+
+# Each process writes what it was started with; accelerate hands its file over as environment variables.
+REPORT = """
+import json, os, sys
+from pathlib import Path
+Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(dict(os.environ)))
+"""
+
+
+def by_name(name: str) -> Path:
+    return ROOT / "accelerate_configs" / f"{name}.yaml"
+
+
+def test_the_four_topologies_are_shipped():
+    assert {"cpu", "gpu", "ddp", "fsdp2"} <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_accelerates_own_loader_reads_the_file(path: Path):
+    config = load_config_from_file(str(path))
+    assert isinstance(config, ClusterConfig)
+    assert config.num_processes >= 1
+    assert config.dynamo_config == {}, "the launcher compiles by itself"
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
+    known = {action.dest for action in launch_command_parser()._actions} | {
+        "fsdp_ignored_modules"
+    }  # read, but no option of its own
+    assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
+
+
+@pytest.mark.parametrize(("name", "precision"), [("cpu", "no"), ("gpu", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16")])
+def test_the_file_states_its_precision(name: str, precision: str):
+    assert load_config_from_file(str(by_name(name))).mixed_precision == precision
+
+
+def launch(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
+    """The environment of each process that `accelerate launch` starts with a configuration, in order of rank."""
+    script = folder / "report.py"
+    script.write_text(REPORT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(script), str(folder)]
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    subprocess.run(command, env=inherited | environment, check=True, capture_output=True, timeout=120)
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+@pytest.mark.multi
+def test_cpu_starts_one_process_in_fp32(tmp_path: Path):
+    (process,) = launch("cpu", tmp_path)
+    assert process["ACCELERATE_USE_CPU"] == "True"
+    assert process["ACCELERATE_MIXED_PRECISION"] == "no"
+
+
+@pytest.mark.multi
+def test_ddp_starts_two_processes_of_one_group(tmp_path: Path):
+    processes = launch("ddp", tmp_path, ACCELERATE_USE_CPU="true")
+    assert [(process["RANK"], process["WORLD_SIZE"]) for process in processes] == [("0", "2"), ("1", "2")]
+    assert len({process["MASTER_PORT"] for process in processes}) == 1
+
+
+@pytest.mark.multi
+def test_fsdp2_hands_over_every_sharding_key(tmp_path: Path):
+    process, _ = launch("fsdp2", tmp_path, ACCELERATE_USE_CPU="true")
+    stated = yaml.safe_load(by_name("fsdp2").read_text())["fsdp_config"]
+    for key, value in stated.items():
+        if value is not None:
+            assert process[key.upper()].lower() == str(value).lower()
+    assert process["ACCELERATE_USE_FSDP"] == "true"
