@@ -49,6 +49,8 @@ _FLAGS = {
     "processes": ("N", "default: one a core"),
 }
 
+_TEXT_KEYS = ("data.packs", "data.source", "data.subset", "data.split", "data.text", "data.tokenizer")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
@@ -119,42 +121,41 @@ def _recipe_of(options: argparse.Namespace) -> _Recipe:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
     values = load_yaml(files[0]) if files else {}
     values = {key: values[key] for key in ("seed", "data") if key in values}
-    for text in options.recipe:
-        if "=" in text:
-            key, _, value = text.partition("=")
-            _set(values, key, _yaml_value(value, text))
-    for key, value in vars(options).items():
-        if key.startswith("data.") and value is not None:
-            verbatim = key in ("data.source", "data.text", "data.tokenizer", "data.subset", "data.split")
-            if key == "data.text":
-                value = value.replace("\\n", "\n").replace("\\t", "\t")  # what a shell's quotes leave as two characters
-            _set(values, key, value if verbatim or isinstance(value, bool) else _yaml_value(value, f"--{key}"))
+    given = [text.partition("=")[::2] for text in options.recipe if "=" in text]
+    given += [(key, value) for key, value in vars(options).items() if key.startswith("data.") and value is not None]
+    for key, value in given:
+        _set(values, key, value if isinstance(value, bool) else _value(key, value))
     if options.out is not None:
         _set(values, "data.packs", options.out)
     if options.seed is not None:
-        _set(values, "seed", _yaml_value(options.seed, "--seed"))
+        _set(values, "seed", _value("seed", options.seed))
     if "data" not in values or "packs" not in (values["data"] or {}):
         raise InputError(
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
         )
-    return parse(_Recipe, values, files[0] if files and len(options.recipe) == 1 else "command line")
+    keys = {key for key, _ in given}
+    return parse(_Recipe, values, lambda key: files[0] if files and key not in keys else "command line")
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
-    if section not in ("", "data"):
-        return  # the trainer's: one command line serves both
+    if key != "seed" and section != "data":
+        raise InputError(f"command line: {key}: prepare takes seed and the keys of data only, as in data.length=1024")
     target = values if not section else values.setdefault("data", {})
     if not isinstance(target, dict):
         raise InputError(f"`data`: a section of keys is wanted, the recipe holds {target!r}")
     target[name] = value
 
 
-def _yaml_value(text: str, where: str) -> Any:
+def _value(key: str, text: str) -> Any:
+    """What the command line means: YAML, but text for the keys that hold text, where YAML would see a mapping in {title}."""
+    if key in _TEXT_KEYS and text != "null":
+        # A shell's quotes leave \n as two characters.
+        return text.replace("\\n", "\n").replace("\\t", "\t") if key == "data.text" else text
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise InputError(f"command line: the value of {where} is not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"command line: {key}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -76,7 +76,7 @@ class PackWriter:
         self, split: Split, input_ids: np.ndarray, lengths: Sequence[np.ndarray], first_positions: np.ndarray | None = None
     ) -> None:
         """Append packs: `input_ids` [packs, length] integers, `lengths` one [documents] array a pack, `first_positions` [packs]
-        or zeros.
+        or zeros. Nothing keeps hold of the arrays.
 
         Raises ValueError where the three do not fit together.
         """
@@ -149,7 +149,7 @@ class _SplitWriter:
         self.packs += len(counts)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
-        self.buffered.append(columns)
+        self.buffered.append(tuple(column.copy() for column in columns))  # the caller may fill its arrays anew
         self.buffered_rows += len(counts)
         if self.buffered_rows >= self.rows_per_batch:
             self._flush()

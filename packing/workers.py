@@ -156,9 +156,14 @@ def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> N
         encoded = tokenizer.encode_batch_fast(texts.documents, add_special_tokens=False)
         head = [] if settings.bos is None else [settings.bos]
         tail = [] if settings.eos is None else [settings.eos]
-        ids = [np.array(head + document.ids + tail, dtype=np.uint32) for document in encoded]
-        lengths = np.array([len(document) for document in ids], dtype=np.int64)
-        tokens = np.concatenate(ids) if ids else np.empty(0, np.uint32)
+        ids: list[int] = []  # one list for all: an array a document would cost more than its tokens where documents are short
+        ends = [0]
+        for document in encoded:
+            ids += head
+            ids += document.ids
+            ids += tail
+            ends.append(len(ids))
+        tokens, lengths = np.array(ids, dtype=np.uint32), np.diff(ends).astype(np.int64)
         counts = {"tokens": len(tokens), "skipped": texts.skipped, "first_skipped": texts.first_skipped, "empty": texts.empty}
         _send(replies, counts, tokens.tobytes(), bytes(-tokens.nbytes % 8), lengths.tobytes())
 

@@ -82,7 +82,7 @@ class LossHead(nn.Linear):
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
         if labels is None:
-            return F.linear(hidden, self.weight.to(hidden.dtype), None if self.bias is None else self.bias.to(hidden.dtype))
+            return F.linear(hidden, *_as(hidden.dtype, self.weight, self.bias))
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -182,9 +182,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
-            raise RuntimeError(
-                "the chunked loss was differentiated twice; its gradients are scaled in place by the first backward"
-            )
+            raise RuntimeError("the chunked loss was differentiated twice, but the first backward scales its gradients in place")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (None if g is None else _scale(g, scale, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
         return *scaled, None, None
@@ -214,12 +212,12 @@ def fused_softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
     ignored = labels == IGNORE
     scores = logits.float()
     maximum = scores.amax(dim=-1, keepdim=True)
-    exponentials = (scores - maximum).exp()
-    total = exponentials.sum(dim=-1, keepdim=True)
+    log_total = maximum + (scores - maximum).exp().sum(dim=-1, keepdim=True).log()
     target_scores = scores.gather(1, labels.masked_fill(ignored, 0)[:, None])
-    losses = (maximum + total.log() - target_scores)[:, 0].masked_fill(ignored, 0)
+    losses = (log_total - target_scores)[:, 0].masked_fill(ignored, 0)
     is_target = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
-    logits.copy_((exponentials / total - is_target.float()).masked_fill(ignored[:, None], 0))
+    gradient = (scores - log_total).exp() - is_target.float()  # exponentials used twice would be stored, and in FP32
+    logits.copy_(gradient.masked_fill(ignored[:, None], 0))
     return losses
 
 
@@ -268,8 +266,11 @@ def _as(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient x scale in `dtype`, in place where that is its own. One dimension keeps the scale, say 1/131,072, in FP32: a
-    zero-dimensional factor would be rounded to the gradient's BF16 first."""
+    """gradient x scale in `dtype`, in place where that is its own.
+
+    A scale of one dimension keeps the product in FP32; a scale of none would first be rounded to the gradient's BF16, and with
+    it every gradient of the step, by the same factor.
+    """
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, scale.reshape(1), out=out)
 

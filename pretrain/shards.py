@@ -81,42 +81,46 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
+Assignment = list[tuple[str, Block]]  # tensor names and what to write of each
+
+
 def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
     """Decide which rank writes each block into which file: the index of a checkpoint.
 
     `offers[rank]` says which block that rank holds of each tensor. A pure function of the offers, so every rank computes the same
-    index without a further exchange. Each distinct block goes to the rank that has least to write among those that hold it, the
-    largest first (LPT). A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their names, with
-    `-part-<n>` where they exceed `part_bytes`.
+    index without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their
+    names, with `-part-<n>` where they exceed `part_bytes`.
     """
-    owners: dict[tuple[str, tuple, tuple], list[int]] = {}
-    blocks: dict[tuple[str, tuple, tuple], Block] = {}
-    for rank, offer in enumerate(offers):
-        for name, block in offer.items():
-            key = (name, block.offset, block.shape)
-            owners.setdefault(key, []).append(rank)
-            blocks[key] = block
-
-    load = [0] * len(offers)
-    writes: list[list[tuple[str, Block]]] = [[] for _ in offers]
-    for key in sorted(blocks, key=lambda key: (-blocks[key].bytes, key)):
-        if 0 in blocks[key].shape:
-            continue  # more ranks than rows: some ranks hold nothing
-        writer = min(owners[key], key=lambda rank: (load[rank], rank))
-        load[writer] += blocks[key].bytes
-        writes[writer].append((key[0], blocks[key]))
-
-    pieces: dict[str, list[Piece]] = {name: [] for name, _, _ in blocks}
-    for rank, assigned in enumerate(writes):
-        for file, part in _parts(rank_stem(kind, rank, len(offers)), sorted(assigned, key=lambda item: item[0]), part_bytes):
+    whole = {name: block for offer in offers for name, block in offer.items()}
+    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
+    for rank, assigned in enumerate(_share_out(offers)):
+        for file, part in _parts(rank_stem(kind, rank, len(offers)), assigned, part_bytes):
             for name, block in part:
                 pieces[name].append(Piece(file, block.offset, block.shape))
-    whole = {name: block for (name, _, _), block in blocks.items()}
-    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(pieces[name])) for name in sorted(pieces)}
+    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(found)) for name, found in pieces.items()}
 
 
-def _parts(stem: str, assigned: list[tuple[str, Block]], part_bytes: int) -> Iterator[tuple[str, list[tuple[str, Block]]]]:
-    parts: list[list[tuple[str, Block]]] = []
+def _share_out(offers: list[dict[str, Block]]) -> list[Assignment]:
+    """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
+    owners: dict[tuple[str, Block], list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, block in offer.items():
+            owners.setdefault((name, block), []).append(rank)
+
+    load = [0] * len(offers)
+    assigned: list[Assignment] = [[] for _ in offers]
+    for name, block in sorted(owners, key=lambda item: (-item[1].bytes, item[0], item[1].offset)):
+        if block.bytes == 0:
+            continue  # more ranks than rows: some ranks hold nothing
+        writer = min(owners[name, block], key=lambda rank: (load[rank], rank))
+        load[writer] += block.bytes
+        assigned[writer].append((name, block))
+    return [sorted(blocks, key=lambda item: item[0]) for blocks in assigned]
+
+
+def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[str, Assignment]]:
+    """The files, named from `stem`, that hold `assigned` with at most `part_bytes` each; a larger block has one of its own."""
+    parts: list[Assignment] = []
     room = 0
     for name, block in assigned:
         if not parts or block.bytes > room:
@@ -132,8 +136,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
     safetensors' own writer wants all tensors of the file in host memory and knows nothing of hashes. The format is a length, a
-    JSON header and the bytes, so writing it here costs a few lines, needs BLOCK_BYTES of host memory, and hashes each block while
-    it is in cache instead of reading the file back. Raises OSError.
+    JSON header and the bytes, so writing it here costs a few lines, needs BLOCK_BYTES of host memory, and hashes each block on
+    its way to the disk instead of reading the file back. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -35,7 +35,7 @@ def recipe(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> Path:
 def test_prepare_takes_a_recipes_data_section_and_overrides(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prepare", str(recipe), "data.length=64", "batch.tokens=128", "seed=8"]) == 0
+    assert main(["prepare", str(recipe), "data.length=64", "seed=8"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'packs'}\n"
     assert "documents" in captured.err and "fill" in captured.err
@@ -58,6 +58,7 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
+        (["dta.length=64"], "prepare takes seed and the keys of data only"),
         (["other.yaml"], "one recipe at a time"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packing import chunks, sources
-from packing.chunks import TextTemplate, Texts, read_chunk
+from packing.chunks import Texts, TextTemplate, read_chunk
 from packing.errors import InputError
 from packing.settings import DataSettings
 from packing.sources import open_source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,17 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
 
 
+def test_the_callers_arrays_may_be_filled_anew_after_each_write(tmp_path):
+    ids = np.zeros((1, LENGTH), np.uint32)
+    with PackWriter(tmp_path / "packs", LENGTH) as writer:
+        for value in range(3):
+            ids[:] = value
+            writer.write("train", ids, [np.array([LENGTH])])
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    packs = ArrowPacks(tmp_path / "packs")
+    assert [int(packs[index].input_ids[0]) for index in range(3)] == [0, 1, 2]
+
+
 def test_packs_are_never_written_over(tmp_path):
     write(tmp_path / "packs", some_packs(1))
     with pytest.raises(InputError, match="exists already"):
@@ -189,7 +201,9 @@ def damaged(path: Path, how: str) -> Path:
         data += bytes(8)
     else:
         data[{"first": 0, "middle": len(data) // 2, "last": len(data) - 1}[how]] ^= 0x10
+    before = shard.stat().st_mtime_ns
     shard.write_bytes(data)
+    os.utime(shard, ns=(before, before + 10**9))  # clocks of file systems tick slower than a test writes twice
     return shard
 
 

@@ -29,7 +29,7 @@ def exact(states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0)
     inputs = [t.detach().double().requires_grad_() for t in (states, *linear.parameters())]
     logits = F.linear(*inputs)
     value = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-    return value, list(torch.autograd.grad(value * scale, inputs))
+    return value.detach(), list(torch.autograd.grad(value * scale, inputs))
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
