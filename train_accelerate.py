@@ -48,7 +48,7 @@ from pretrain.run_folder import RunFolder, describe_environment
 from pretrain.settings import Recipe
 from pretrain.signals import StopRequest
 from pretrain.state import TrainState, check_same_training, seed_step
-from pretrain.step import any_rank, forward_backward
+from pretrain.step import forward_backward, largest_over_ranks
 
 
 @dataclass
@@ -96,12 +96,18 @@ def say_once(text: str) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the recipe's: weights=bf16 train.steps=100")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings over the recipe's: weights=bf16 train.steps=100"
+    )
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     parser.add_argument("--tokens-per-second", type=float, metavar="N", help="speed at which --plan reckons the hours")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
-    parser.add_argument("--resume", default="auto", metavar="auto|CHECKPOINT", help="default: the newest intact checkpoint of the run")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed since")
+    parser.add_argument(
+        "--resume", default="auto", metavar="auto|CHECKPOINT", help="default: the newest intact checkpoint of the run"
+    )
+    parser.add_argument(
+        "--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed since"
+    )
     return parser.parse_args()
 
 
@@ -110,7 +116,9 @@ def launch(arguments: argparse.Namespace) -> int:
     # ── What is asked for ─────────────────────────────────────────────────────────────────────────────────────────────────────
     recipe = config.load_recipe(arguments.recipe, arguments.overrides)
     asked_of_accelerate = take_requested_precision(os.environ)
-    precision = recipes.find(recipe.precision or asked_of_accelerate, "`precision`" if recipe.precision else "accelerate configuration")
+    precision = recipes.find(
+        recipe.precision or asked_of_accelerate, "`precision`" if recipe.precision else "accelerate configuration"
+    )
     recipe = recipe.model_copy(update={"precision": precision.name})
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
@@ -122,7 +130,7 @@ def launch(arguments: argparse.Namespace) -> int:
     shapes = model.build_on_meta(shape_config)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
-    data = open_data(recipe.data, recipe.seed, accelerator)
+    data = open_data(recipe.data, recipe.seed, is_main_process=accelerator.is_main_process)
     check_data(data, recipe.model, shapes.config.vocab_size)
     device_name, device_memory = device_of(accelerator)
     plan = Plan.make(
@@ -144,18 +152,27 @@ def launch(arguments: argparse.Namespace) -> int:
         console.notice(plan.render())
         return 0
     if arguments.preview_schedule:
-        console.notice(schedule.preview(recipe.schedule, recipe.optimizer, plan.steps, plan.tokens_per_step, arguments.preview_schedule))
+        console.notice(
+            schedule.preview(recipe.schedule, recipe.optimizer, plan.steps, plan.tokens_per_step, arguments.preview_schedule)
+        )
         return 0
 
     # ── It happens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
     with RunFolder(run_dir, owner=accelerator.is_main_process) as folder:
-        run = build(recipe, plan, shape_config, accelerator, folder, data, tokenizer, console, arguments)
-        stopped_by = train(run)
-        if stopped_by is None:
-            finish(run)
-        run.trackers.finish()
-        accelerator.end_training()
+        stopped_by = run_to_its_end(build(recipe, plan, shape_config, accelerator, folder, data, tokenizer, console, arguments))
+    # Only now that the model is gone: a process group whose last holder is DistributedDataParallel can deadlock as it is freed.
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+
+
+def run_to_its_end(run: Run) -> int | None:
+    """Train, and finish unless a signal came first; returns the signal's number."""
+    stopped_by = train(run)
+    if stopped_by is None:
+        finish(run)
+    run.trackers.finish()
+    return stopped_by
 
 
 def build(
@@ -176,13 +193,17 @@ def build(
     # ── A checkpoint of another training is refused before a model is built ───────────────────────────────────────────────────
     checkpoints = Checkpoints.of_process_group(folder.checkpoints, recipe.checkpoint.keep)
     source = checkpoints.newest() if arguments.resume == "auto" else Path(arguments.resume)
+    if source is None and checkpoints.damaged:
+        raise InputError(f"{folder.checkpoints}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     record = checkpoints.read_state(source) if source else None
     identity = config.identity_of(recipe, data.train.fingerprint)
     changes = check_same_training(record, identity, source, arguments.accept_changes) if record else []
 
     # ── The model: working copies, compilation and recomputation around its layers; then sharded or replicated ────────────────
     backend = attention.choose(recipe.model.attention, accelerator.device.type, plan.flops.shape.head_dim, compute_dtype)
-    hf = model.build(recipe.model, shape_config, weights=weights, seed=recipe.seed, device=accelerator.device, backend=backend.name)
+    hf = model.build(
+        recipe.model, shape_config, weights=weights, seed=recipe.seed, device=accelerator.device, backend=backend.name
+    )
     packed = model.PackedLanguageModel(hf, backend.name, recipe.loss)
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and accelerator.device.type == "cuda")
     cast_to = compute_dtype if compute_dtype != weights and not accelerator.is_fsdp2 else None
@@ -198,13 +219,15 @@ def build(
     # ── Where the run stands ──────────────────────────────────────────────────────────────────────────────────────────────────
     state, health = TrainState(steps=plan.steps), Health(recipe.health)
     model_tensors, optimizer_tensors = model.named_tensors(hf), optimizer.named_state(adamw, hf)
-    check_space(folder.path, 2 * bytes_needed(model_tensors, optimizer_tensors))
-    notes = []
+    if checkpoints.current is None:
+        check_space(folder.path, (recipe.checkpoint.keep + 1) * bytes_needed(model_tensors, optimizer_tensors))
+    notes: list[str] = []
     if record:
         state = TrainState.from_record(record, plan.steps, source)
         health.load_state_dict(record["health"])
         notes = checkpoints.load(source, model_tensors, optimizer_tensors).notes
         optimizer.set_updates_done(adamw, state.step - state.skipped_steps)
+        checkpoints.set_aside_newer(state.step)
     microbatch = settled_microbatch(plan, record, prepared, data, accelerator)
     plan = plan.with_microbatch(microbatch)
     recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"microbatch": microbatch})})
@@ -247,8 +270,13 @@ def build(
         console.notice("; ".join([f"resumed from {source} at step {state.step}", *notes]))
     if accelerator.is_main_process:
         folder.write_yaml(folder.config, config.resolved(recipe))
-        folder.write_json(folder.environment, {"data_fingerprint": data.train.fingerprint} | describe_environment(describe_topology(accelerator)))
-        folder.write_json(folder.audit, {"precision": precision.name, "weights": recipe.weights, **backends, "products": products})
+        folder.write_json(
+            folder.environment,
+            {"data_fingerprint": data.train.fingerprint} | describe_environment(describe_topology(accelerator)),
+        )
+        folder.write_json(
+            folder.audit, {"precision": precision.name, "weights": recipe.weights, **backends, "products": products}
+        )
     run.trackers.start(config.resolved(recipe))
     return run
 
@@ -262,8 +290,8 @@ def settled_microbatch(plan: Plan, record: dict | None, prepared: nn.Module, dat
     return largest_that_fits(prepared, accelerator, plan.microbatch_candidates, data.trial_batch)
 
 
-def train(run: Run) -> signal.Signals | None:
-    """Step until the horizon, or until a signal asks to stop; returns that signal."""
+def train(run: Run) -> int | None:
+    """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
     recipe, state, accelerator = run.recipe, run.state, run.accelerator
     stream = BatchStream(
         run.data.train,
@@ -285,10 +313,12 @@ def train(run: Run) -> signal.Signals | None:
             # ── Between steps ─────────────────────────────────────────────────────────────────────────────────────────────────
             if due(state.step, recipe.evaluate.every) and not state.finished:
                 evaluate_now(run)
-            if any_rank(accelerator, stop.requested):
+            if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
                 save(run)
-                run.console.notice(f"stopped by {stop.requested.name} after step {state.step}; the same command goes on from here")
-                return stop.requested
+                run.console.notice(
+                    f"stopped by {signal.Signals(stopped_by).name} after step {state.step}; the same command goes on from here"
+                )
+                return stopped_by
             if due(state.step, recipe.checkpoint.every) and not state.finished:
                 save(run)
     return None
@@ -331,6 +361,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
 
 def log(run: Run, step_record: dict[str, Any], *, data_wait_ms: float) -> None:
     record = run.recorder.finish(**step_record, data_wait_ms=data_wait_ms)
+    run.state.seconds += record["step_ms"] / 1e3
     run.trackers.log(record)
     run.console.step(record, show=due(record["step"], run.recipe.log.every) or run.state.finished)
 
@@ -387,7 +418,11 @@ def finish(run: Run) -> None:
             model.export(run.hf, weights, run.tokenizer, run.folder.final)
     if not run.accelerator.is_main_process:
         return
-    identity = {"seed": run.recipe.seed, "tokens_per_step": run.plan.tokens_per_step, "data_fingerprint": run.data.train.fingerprint}
+    identity = {
+        "seed": run.recipe.seed,
+        "tokens_per_step": run.plan.tokens_per_step,
+        "data_fingerprint": run.data.train.fingerprint,
+    }
     run.folder.write_json(run.folder.summary, identity | read_run(run.folder.path).summary)
     finished = read_run(run.folder.path)
     picture = run.folder.path / "loss.png"

@@ -3,8 +3,9 @@
     python benchmarks/prepare_speed.py [--threads 2] [--rounds 5]
 
 The text is the Python standard library's sources, a document a file; the tokenizer a byte-level BPE with 8,192 ids, trained on
-every fifth of them. The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has processes, and
-does nothing with the result. `prepare` reads and parses, starts its processes, collects, orders, packs, hashes and syncs to disk.
+every fifth of them. The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has
+processes, and does nothing with the result. `prepare` reads and parses, starts its processes, collects, orders, packs, hashes and
+syncs to disk.
 
 Each way runs in a process of its own, in turns, so that whatever else the machine does meets both alike. Two ratios are reported:
 of wall times (what a user waits for) and of CPU times (what remains of it on a busy machine), each the median over the rounds.

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pretrain.metrics.summary import is_evaluation
 from pretrain.run_files import read_metrics
 from pretrain.run_folder import describe_environment
 
@@ -70,7 +71,7 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
         status, output = "timeout", str(error.stdout or b"")[-4000:]
     result: dict[str, Any] = {"variant": overrides, "command": shlex.join(command), "status": status, "wall_seconds": time.perf_counter() - began}
     if (folder / "summary.json").exists():
-        steps = read_metrics(folder).steps
+        steps = [record for record in read_metrics(folder) if not is_evaluation(record)]
         result["summary"] = json.loads((folder / "summary.json").read_text())
         result["steps"] = {key: [step[key] for step in steps] for key in ("step_ms", "loss", "gradient_norm", "data_wait_ms")}
     else:

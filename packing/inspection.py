@@ -14,7 +14,7 @@ from packing.mds import INDEX, MDSReader
 from packing.prepare import summary
 from packing.progress import Progress
 from packing.protocol import Packs, Split
-from packing.settings import DataSettings
+from packing.settings import DataSettings, parse
 from packing.statistics import draw_lengths, length_statistics
 from packing.store import open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
@@ -25,20 +25,22 @@ _SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
     """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
-    known = length or _length_of(path)
-    settings = DataSettings(packs=path, length=known, end_token=end_token)
+    known = _length_of(path) if length is None else length
+    settings = parse(DataSettings, {"packs": path, "length": known, "end_token": end_token}, "command line")
     opened = {split: open_packs(settings, split) for split in _SPLITS}
     return {split: packs for split, packs in opened.items() if packs is not None}
 
 
 def _length_of(path: Path) -> int:
-    """The pack length that the format itself knows. (For a missing path any will do: open_packs says what is wrong.)"""
+    """The pack length that the format itself knows. Where nothing tells it any will do: open_packs says what is wrong."""
     if (path / MANIFEST).is_file():
         return ArrowPacks(path).length
-    folder = next((folder for folder in (path, path / "train") if (folder / INDEX).is_file()), None)
-    if folder is not None:
-        sample = MDSReader([folder]).sample(0)
-        return len(sample["input_ids"] if "input_ids" in sample else sample.get("tokens", ()))
+    if index := min(path.rglob(INDEX), default=None):
+        reader = MDSReader([index.parent])
+        sample = reader.sample(0) if len(reader) else {}
+        tokens = sample.get("input_ids", sample.get("tokens"))
+        if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and len(tokens):
+            return len(tokens)
     if path.exists() and (path.suffix == ".bin" or next(path.glob("*.bin"), None)):
         raise InputError(f"{path}: a token file does not say how long its packs are; add --length, as in --length 1024")
     return DataSettings.model_fields["length"].default

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 @contextmanager
-def exclusive(path: Path, waiting: str) -> Iterator[None]:
-    """Hold the lock file `path`; while another process holds it, say `waiting` on stderr once and wait.
+def exclusive(path: Path, waiting: str | None) -> Iterator[None]:
+    """Hold the lock file `path`; while another process holds it, say `waiting` (if given) on stderr and wait.
 
     The kernel drops the lock when its holder ends, however it ends, so no stale file ever has to be removed by hand. The file
     itself is removed at the end; whoever waited on a removed file sees that and takes a new one.
@@ -23,7 +23,8 @@ def exclusive(path: Path, waiting: str) -> Iterator[None]:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(waiting, file=sys.stderr, flush=True)
+                if waiting:
+                    print(waiting, file=sys.stderr, flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
             if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
                 continue

@@ -24,7 +24,7 @@ from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.progress import Progress, say
 from packing.settings import DataSettings
-from packing.sources import Source, open_source
+from packing.sources import FileSource, Source, open_source
 from packing.statistics import draw_lengths, length_statistics
 from packing.token_log import TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
@@ -47,26 +47,33 @@ def prepare(settings: DataSettings, seed: int, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
-    with exclusive(
-        packs.absolute().parent / f"{packs.name}.lock", f"{packs} is being prepared by another process; waiting for it"
-    ):
-        if _prepared_already(settings, seed):
-            say(f"{packs}: already prepared with these settings", progress)
-            shutil.rmtree(partial, ignore_errors=True)
-            return packs
-        try:
-            tokenizer = load_tokenizer(settings.tokenizer)
-            log = _tokenize(settings, tokenizer, partial, progress)
-            manifest = _write_packs(settings, seed, tokenizer, log, progress)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            raise InputError(
-                f"{packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
-            ) from None
-        shutil.rmtree(partial)
-    say(summary(manifest), progress)
+    waiting = f"{packs} is being prepared by another process; waiting for it" if progress else None
+    if not _prepared_already(settings, seed):  # asked before any file is touched: packs may lie where nobody can write
+        with exclusive(packs.absolute().parent / f"{packs.name}.lock", waiting):
+            if not _prepared_already(settings, seed):
+                manifest = _prepare_anew(settings, seed, partial, progress)
+                say(summary(manifest), progress)
+                return packs
+    say(f"{packs}: already prepared with these settings", progress)
+    _note_changed_source(settings, progress)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a kill in the last moment
     return packs
+
+
+def _prepare_anew(settings: DataSettings, seed: int, partial: Path, progress: bool) -> dict[str, Any]:
+    """Tokenise, going on where an earlier run stopped, and pack; returns the manifest."""
+    try:
+        tokenizer = load_tokenizer(str(settings.tokenizer))
+        log = _tokenize(settings, tokenizer, partial, progress)
+        manifest = _write_packs(settings, seed, tokenizer, log, progress)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise InputError(
+            f"{settings.packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
+        ) from None
+    shutil.rmtree(partial)
+    return manifest
 
 
 def _prepared_already(settings: DataSettings, seed: int) -> bool:
@@ -79,19 +86,30 @@ def _prepared_already(settings: DataSettings, seed: int) -> bool:
             f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
         )
     manifest = read_manifest(packs)
-    different = differences(manifest["settings"], _content_settings(settings, seed))
-    if not different and Path(str(settings.tokenizer)).exists():  # a name alone can hide another tokenizer
-        fingerprints = [
-            {"tokenizer fingerprint": value}
-            for value in (manifest["tokenizer"]["fingerprint"], load_tokenizer(str(settings.tokenizer)).fingerprint)
-        ]
-        different = differences(*fingerprints)
-    if different:
+    then, now = dict(manifest["settings"]), _content_settings(settings, seed)
+    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # one name can come to hold another
+        then["tokenizer fingerprint"] = manifest["tokenizer"]["fingerprint"]
+        now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
+    if different := differences(then, now):
         raise InputError(
             f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); "
             "set data.packs to another folder, or remove this one to prepare it anew"
         )
     return True
+
+
+def _note_changed_source(settings: DataSettings, progress: bool) -> None:
+    """Packs stay what they were when their source grows; whoever reads the log should know."""
+    if not Path(str(settings.source)).exists():
+        return  # packs travel without their source
+    source = open_source(settings)
+    then = read_manifest(settings.packs)["statistics"].get("source_bytes")
+    if isinstance(source, FileSource) and then is not None and source.bytes != then:
+        say(
+            f"{settings.packs}: made when {settings.source} had {then:,} bytes; now it has {source.bytes:,}. "
+            "The packs are used as they are; remove them to prepare anew",
+            progress,
+        )
 
 
 def _content_settings(settings: DataSettings, seed: int) -> dict[str, Any]:
@@ -157,6 +175,7 @@ def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, lo
                 line.update(written, written / total)
         tokenizer.tokenizer.save(str(writer.folder / "tokenizer.json"))
         statistics = _statistics(log.counts, lengths, places, layouts)
+        statistics["source_bytes"] = log.key["source files"].get("bytes")
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=_content_settings(settings, seed), statistics=statistics, tokenizer=tokenizer.describe())
 

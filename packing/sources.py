@@ -147,7 +147,7 @@ class FileSource(Source):
         self.sizes = [stat.st_size for stat in stats]
         self.bytes = sum(self.sizes)
         listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
-        self.identity = {"kind": kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
+        self.identity = {"kind": kind, "bytes": self.bytes, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
         self.description = f"{many}, {self.bytes / 1e6:,.1f} MB"
 

@@ -19,12 +19,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from packing.chunks import Chunk, TextTemplate, read_chunk
 from packing.errors import InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 _SIZES = struct.Struct("<QQ")  # bytes of the header, bytes of the payload
 
@@ -137,7 +140,7 @@ def _receive(pipe: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> None:
-    """A worker's life: answer until the parent closes the pipe, be it by dying."""
+    """A worker's life: answer until the parent closes the pipes, be it by dying."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(settings.tokenizer)
@@ -145,27 +148,31 @@ def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> N
     while True:
         try:
             header, payload = _receive(requests)
-        except EOFError:
+            try:
+                texts = read_chunk(Chunk(**header, payload=payload), template, settings.skip_bad)
+            except InputError as error:
+                _send(replies, {"error": str(error)})
+                continue
+            tokens, lengths = _encode(tokenizer, texts.documents, settings)
+            counts = {"tokens": len(tokens), "skipped": texts.skipped, "first_skipped": texts.first_skipped, "empty": texts.empty}
+            _send(replies, counts, tokens.tobytes(), bytes(-tokens.nbytes % 8), lengths.tobytes())
+        except (EOFError, BrokenPipeError):
             return
-        try:
-            texts = read_chunk(Chunk(**header, payload=payload), template, settings.skip_bad)
-        except InputError as error:
-            _send(replies, {"error": str(error)})
-            continue
-        # encode_batch_fast leaves out the character offsets, which nobody asked for: a tenth of the time.
-        encoded = tokenizer.encode_batch_fast(texts.documents, add_special_tokens=False)
-        head = [] if settings.bos is None else [settings.bos]
-        tail = [] if settings.eos is None else [settings.eos]
-        ids: list[int] = []  # one list for all: an array a document would cost more than its tokens where documents are short
-        ends = [0]
-        for document in encoded:
-            ids += head
-            ids += document.ids
-            ids += tail
-            ends.append(len(ids))
-        tokens, lengths = np.array(ids, dtype=np.uint32), np.diff(ends).astype(np.int64)
-        counts = {"tokens": len(tokens), "skipped": texts.skipped, "first_skipped": texts.first_skipped, "empty": texts.empty}
-        _send(replies, counts, tokens.tobytes(), bytes(-tokens.nbytes % 8), lengths.tobytes())
+
+
+def _encode(tokenizer: Tokenizer, documents: list[str], settings: WorkerSettings) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of all documents in one array (uint32), and the length of each (int64)."""
+    head = [] if settings.bos is None else [settings.bos]
+    tail = [] if settings.eos is None else [settings.eos]
+    ids: list[int] = []  # one list for all: an array a document would cost more than its tokens where documents are short
+    ends = [0]
+    # encode_batch_fast leaves out the character offsets, which nobody asked for.
+    for encoding in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
+        ids += head
+        ids += encoding.ids
+        ids += tail
+        ends.append(len(ids))
+    return np.array(ids, dtype=np.uint32), np.diff(ends).astype(np.int64)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from accelerate import Accelerator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from packing.batch import Microbatch, build_microbatch
@@ -50,11 +49,13 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
-def open_data(settings: DataSettings, seed: int, accelerator: Accelerator) -> Data:
-    """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet."""
+def open_data(settings: DataSettings, seed: int, *, is_main_process: bool) -> Data:
+    """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet.
+
+    Every process may call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake.
+    """
     if settings.source is not None:
-        with accelerator.main_process_first():
-            prepare(settings, seed, progress=accelerator.is_main_process)
+        prepare(settings, seed, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 
 

@@ -31,8 +31,8 @@ def forward_backward(model: nn.Module, batches: StepBatches, accelerator: Accele
     return accelerator.reduce(total, reduction="sum") / tokens
 
 
-def any_rank(accelerator: Accelerator, flag: object) -> bool:
-    """Whether `flag` is truthy on any rank; the same answer on all of them, so that all leave a loop after the same step."""
+def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
+    """The largest of the ranks' values, the same on all of them, so that all leave a loop after the same step."""
     if accelerator.num_processes == 1:
-        return bool(flag)
-    return accelerator.reduce(torch.tensor(float(bool(flag)), device=accelerator.device), reduction="sum").item() > 0
+        return value
+    return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())

@@ -59,6 +59,6 @@ def test_a_run_resumes_under_another_topology(train_under: Callable, first: str,
 
 
 def test_processes_that_would_train_separate_copies_are_refused(train: Callable) -> None:
-    finished = train(launch=["--multi_gpu", "--num_processes", "2", "--use_cpu", "--mixed_precision", "no"])
+    finished = train(launch=["--config_file", "accelerate_configs/ddp.yaml", "--cpu", "--mixed_precision", "no"])
     assert finished.status != 0
     assert "ACCELERATE_USE_CPU" in finished.output

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import yaml
 
 from packing.__main__ import main
 from packing.arrow import ArrowPacks, read_manifest
+from packing.inspection import open_splits
 
 ROOT = Path(main.__code__.co_filename).parents[1]
 
@@ -101,6 +103,26 @@ def test_a_token_file_is_inspected_and_imported(tmp_path: Path, tokenizer_file: 
     assert packs.lengths(0).tolist() == [3] * 16 + [2]
     assert packs.tokenizer["vocab_size"] == 600
     assert main(["inspect", str(tmp_path / "out"), "--index", "0"]) == 0
+
+
+def test_an_mds_folder_is_inspected_and_imported_token_for_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(ROOT / "tests" / "data" / "mds" / "reference", tmp_path / "mds")
+    assert main(["inspect", str(copy), "--index", "0"]) == 0
+    assert "MDS, packs of 32 tokens" in capsys.readouterr().out
+    assert main(["import", str(copy), "--out", str(tmp_path / "out")]) == 0
+    before, after = open_splits(copy, None, None)["train"], ArrowPacks(tmp_path / "out")
+    assert len(before) == len(after)
+    for index in range(len(after)):
+        assert np.array_equal(before[index].input_ids, after[index].input_ids)
+        assert np.array_equal(before[index].lengths, after[index].lengths)
+        assert before[index].first_position == after[index].first_position
+
+
+def test_an_mds_folder_that_holds_no_packs_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(ROOT / "tests" / "data" / "mds" / "scalar_uint32", tmp_path / "mds")
+    assert main(["inspect", str(copy)]) == 2
+    assert "where a row of integers is wanted" in capsys.readouterr().err
+    assert main(["inspect", str(copy), "--length", "0"]) == 2
 
 
 def test_importing_with_too_small_a_tokenizer_is_refused(

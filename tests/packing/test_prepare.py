@@ -181,6 +181,18 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(
     assert contents(settings.packs) == before
 
 
+def test_packs_of_a_source_that_has_grown_are_used_with_a_note(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(settings, seed=1, progress=False)
+    with open(corpus, "a") as file:
+        file.write('{"text": "more"}\n')
+    assert prepare(settings, seed=1) == settings.packs
+    assert "remove them to prepare anew" in capsys.readouterr().err
+    corpus.unlink()
+    assert prepare(settings, seed=1, progress=False) == settings.packs
+
+
 def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, documents: list[str]) -> None:
     settings = settings.model_copy(update={"held_out": 0.2})
     prepare(settings, seed=9, progress=False)
