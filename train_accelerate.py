@@ -220,7 +220,7 @@ def build(
     state, health = TrainState(steps=plan.steps), Health(recipe.health)
     model_tensors, optimizer_tensors = model.named_tensors(hf), optimizer.named_state(adamw, hf)
     if checkpoints.current is None:
-        check_space(folder.path, (recipe.checkpoint.keep + 1) * bytes_needed(model_tensors, optimizer_tensors))
+        check_space(folder.path, plan.checkpoints_at_once * bytes_needed(model_tensors, optimizer_tensors))
     notes: list[str] = []
     if record:
         state = TrainState.from_record(record, plan.steps, source)

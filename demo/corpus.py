@@ -19,8 +19,8 @@ from pathlib import Path
 
 from packing.errors import InputError
 
-# Tests and idlelib because they are not the library proper, `encodings` because it is tables of characters rather than text.
-LEFT_OUT = {"test", "tests", "idlelib", "encodings", "site-packages", "dist-packages", "__pycache__"}
+# Tests and idlelib are not the library proper; `encodings` is tables of characters and `pydoc_data` prose inside escaped strings.
+LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 SHORTEST_DOCSTRING = 80  # characters; anything shorter stays where it is, a comment more than a text
 MOST_BYTES = 32 * 2**20  # of text; CPython's library has about a third of that, a distribution with extras may not run away
 

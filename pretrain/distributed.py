@@ -7,13 +7,14 @@ default sharding policy that neither computes in BF16 nor sums gradients in FP32
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -25,13 +26,11 @@ M = TypeVar("M", bound=nn.Module)
 def make_accelerator() -> Accelerator:
     """The Accelerator of this process, in no precision of its own: `pretrain.precision` has taken that over.
 
-    Raises InputError where several processes were launched but do not form a group; accelerate would train that many separate
-    copies without a word.
+    Raises InputError where several processes were launched but do not form a group (accelerate would train that many separate
+    copies without a word), and where the launch asks accelerate for what is done here or not at all.
     """
-    # Views into the communication buckets spare a copy of all gradients. Accumulation is ours: losses are sums over valid tokens.
-    accelerator = Accelerator(
-        mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False)]
-    )
+    # Views into the communication buckets spare a copy of all gradients.
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched != accelerator.num_processes:
         raise InputError(
@@ -40,6 +39,7 @@ def make_accelerator() -> Accelerator:
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         _engage_fsdp(accelerator)
+    _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
     return accelerator
 
 
@@ -53,7 +53,19 @@ def prepare(accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     model, wrapped = accelerator.prepare(model, optimizer)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # The buffers are constants made from the config. Set here, as the argument of that name warns from torch 2.13 on.
+        model.broadcast_buffers = False
     return model, wrapped.optimizer
+
+
+def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
+    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step.
+
+    FSDP2 sums them after each microbatch all the same. Waiting would hold the whole model's gradients on every device, unsharded
+    and in FP32, which is the very memory that sharding is there to save.
+    """
+    return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -92,8 +104,18 @@ def _engage_fsdp(accelerator: Accelerator) -> None:
     if accelerator.num_processes == 1:
         raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
     plugin = FullyShardedDataParallelPlugin()
-    if plugin.fsdp_version != 2:
-        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.fsdp_plugin = plugin
+
+
+def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise InputError(f"accelerate configuration: `distributed_type: {kind.value}` is not supported; use MULTI_GPU or FSDP")
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise InputError("accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`")
+    if accelerator.gradient_accumulation_steps != 1:  # accelerate would divide a loss that is already a mean over the step
+        raise InputError("accelerate configuration: `gradient_accumulation_steps` is not used; remove it and set `batch.tokens`")

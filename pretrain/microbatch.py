@@ -2,11 +2,12 @@
 
 Formulas for activation memory are off by tens of percent with the attention backend, the compiler's choices and the allocator's
 fragments, and a run that dies of memory after an hour costs more than two trials at its start. The plan's estimate only says where
-to begin. A trial is one forward and backward of real packs; what the optimizer and the gradients will hold is already allocated.
+to begin. A trial is forward and backward of documents as they lie in the packs; what the optimizer holds is already allocated.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from packing.batch import Microbatch
 from packing.errors import InputError
+from pretrain.distributed import accumulating
 from pretrain.model import inputs_of
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
@@ -26,12 +28,16 @@ def largest_that_fits(
 ) -> int:
     """The first of `candidates` (packs a microbatch, descending) whose forward and backward fit; all ranks agree on the smallest.
 
-    Gradients must exist already or are made by the trial; they are zeroed afterwards. Raises InputError where not even the smallest
-    fits, naming what would help.
+    On a CPU memory that runs out raises nothing, so there the plan's candidates, which respect the memory of the host, are what
+    keeps a run alive. Leaves the model in training mode, its gradients zero. Raises InputError where not even the smallest fits,
+    naming what would help.
     """
+    model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
     for candidate in candidates:
         if _agreed(accelerator, _fits(model, accelerator, make_batch(candidate))):
             return candidate
+        # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
+        torch.compiler.reset()
     raise InputError(
         f"`batch.microbatch: auto`: not even {candidates[-1]} pack(s) at once fit into the device's memory; set "
         "`model.gradient_checkpointing: full`, a shorter `data.length`, `weights: bf16`, or shard the model over more devices"
@@ -40,22 +46,29 @@ def largest_that_fits(
 
 def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool:
     device = accelerator.device
-    if device.type != "cuda":
-        # No device allocator to ask; the plan's candidates respect the memory of the host.
-        return True
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
+    _release_memory()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
     try:
         for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
-            accelerator.backward(model(**inputs_of(batch, device)))
-        reserved = torch.cuda.max_memory_reserved(device)
-    except torch.cuda.OutOfMemoryError:
+            # DistributedDataParallel must not wait here for a rank that has run out of memory.
+            with accumulating(accelerator, model):
+                accelerator.backward(model(**inputs_of(batch, device)))
+    except torch.OutOfMemoryError:
         return False
     finally:
         # Zeroed, not freed: the gradients' memory belongs to every trial.
         model.zero_grad(set_to_none=False)
-        torch.cuda.empty_cache()
-    return reserved < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
+        _release_memory()
+    if device.type != "cuda":
+        return True
+    return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
+
+
+def _release_memory() -> None:
+    """Activations that a failed trial left in reference cycles, and what the allocator keeps of them."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _agreed(accelerator: Accelerator, fits: bool) -> bool:

@@ -143,6 +143,13 @@ class Plan:
         return self.total_tokens / self.tokens_per_second / 3600 if self.tokens_per_second else None
 
     @property
+    def checkpoints_at_once(self) -> int:
+        """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
+        settings = self.recipe.checkpoint
+        written = (self.steps // settings.every if settings.every else 0) + settings.at_end
+        return min(settings.keep + 1, written)
+
+    @property
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, for products in `precision`; None where the device is not known."""
         one = peak(self.device_name, self.precision)

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from packing.batch import StepBatches
+from pretrain.distributed import accumulating
 from pretrain.model import inputs_of
 
 
@@ -16,7 +17,7 @@ def forward_backward(model: nn.Module, batches: StepBatches, accelerator: Accele
     """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
 
     The loss of a step is the sum over all its valid tokens divided by their number over all ranks. Averaging the means of
-    microbatches instead would weigh a token by how few others its microbatch has. Gradients synchronise with the last microbatch.
+    microbatches instead would weigh a token by how few others its microbatch has.
     """
     tokens = max(batches.valid_tokens, 1)
     # DDP and FSDP2 average gradients over ranks; the sum is wanted.
@@ -24,7 +25,7 @@ def forward_backward(model: nn.Module, batches: StepBatches, accelerator: Accele
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):
         last = index == len(batches.microbatches) - 1
-        with nullcontext() if last else accelerator.no_sync(model):
+        with nullcontext() if last else accumulating(accelerator, model):
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()

@@ -1,0 +1,287 @@
+"""Kill a training with SIGKILL at 20 random moments, start the same command again each time, and compare with a run left alone.
+
+    python -m benchmarks.kill_resume [--kills 20] [--seed 0]
+
+The real launcher under `accelerate launch`, on the CPU, twice: a Qwen3, and a GPT-2 with dropout, where the random numbers of every
+step matter too. A kill takes launcher and training process together, as a machine that goes away would. Its moment is drawn
+within one of four phases, because a uniform moment would nearly always be in the start-up, and the short ones are where files are
+half written. Equal means: every step stands in metrics.jsonl exactly once, every figure that is not a time or memory is the same
+double, and the last checkpoint's tensors and the exported model are the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from packing.store import Pack, PackWriter
+from pretrain.checkpoint_folder import step_folders
+from pretrain.manifest import damage, read_manifest
+from pretrain.run_files import read_metrics
+from pretrain.run_folder import describe_environment
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
+LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 120
+
+# Figures of a step that two runs of one training need not share; everything else must be equal.
+OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {
+        "model_type": "qwen3",
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": LENGTH,
+        "tie_word_embeddings": True,
+    },
+    "gpt2_with_dropout": {
+        "model_type": "gpt2",
+        "vocab_size": VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": LENGTH,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.0,  # packed attention has none
+    },
+}
+
+
+# ── The training ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_packs(folder: Path) -> Path:
+    """300 training and 8 held-out packs; a document counts upwards from a random token, which can be learnt."""
+    rng = np.random.default_rng(0)
+    with PackWriter(folder, LENGTH) as writer:
+        for split, count in (("train", 300), ("held_out", 8)):
+            for _ in range(count):
+                cuts = np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False))
+                lengths = np.diff([0, *cuts, LENGTH])
+                tokens = np.concatenate([(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths])
+                writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    return folder
+
+
+def write_recipe(folder: Path, name: str, packs: Path) -> Path:
+    """Checkpoints and evaluations fall on the same and on different steps, and an epoch ends within a step."""
+    recipe = {
+        "name": name,
+        "model": {"config": MODELS[name]},
+        "data": {"packs": str(packs), "length": LENGTH},
+        "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": 4},
+        "optimizer": {"learning_rate": 0.003},
+        "schedule": {"kind": "cosine", "warmup": 5},
+        "train": {"steps": STEPS},
+        "evaluate": {"every": 6},
+        "checkpoint": {"every": 4, "keep": 2},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def command_of(recipe: Path, run_dir: Path) -> list[str]:
+    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
+    return [*launch, "--config_file", "accelerate_configs/cpu.yaml", "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
+
+
+# ── Killing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """`command` in a process group of its own, so that launcher and training process can be killed in one go."""
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+
+
+def kill_in(process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float) -> bool:
+    """Kill `process` at a random moment of `phase`; False if it ended before that moment came.
+
+    start-up: before the first step, which takes about `startup` seconds to reach. steps: within 0.8 s of it, steps, evaluations
+    and saves alike. saving: within 15 ms of a checkpoint's partial folder appearing. exporting: the same for the model's.
+    """
+    if phase == "start-up":
+        moment = time.monotonic() + rng.uniform(0, startup)
+    else:
+        marks = {"steps": "metrics.jsonl", "saving": "checkpoints/.partial-step-*", "exporting": ".final.writing"}
+        began = time.time()
+        while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
+            if process.poll() is not None:
+                return False
+            time.sleep(0.0005)
+        moment = time.monotonic() + rng.uniform(0, 0.8 if phase == "steps" else 0.015)
+    while time.monotonic() < moment:
+        if process.poll() is not None:
+            return False
+        time.sleep(0.0005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return True
+
+
+def _existing(run_dir: Path, pattern: str) -> list[Path]:
+    """The paths that `pattern` names now, of which another process may remove any at any moment."""
+    return [path for path in run_dir.glob(pattern) if path.exists()]
+
+
+def left_behind(run_dir: Path) -> dict[str, Any]:
+    """What a kill left in the run folder. Whatever carries a checkpoint's name must be whole, byte for byte."""
+    checkpoints = run_dir / "checkpoints"
+    for folder in step_folders(checkpoints):
+        if problems := damage(folder, read_manifest(folder).files):
+            raise SystemExit(f"{folder} is not whole after a kill: {'; '.join(problems)}")
+    steps = [record["step"] for record in read_metrics(run_dir)] if (run_dir / "metrics.jsonl").exists() else []
+    return {
+        "last_step_logged": max(steps, default=0),
+        "checkpoints": [folder.name for folder in step_folders(checkpoints)],
+        "partial_files": sorted(
+            path.relative_to(run_dir).as_posix()
+            for pattern in (".*.partial", ".final.*", "checkpoints/.partial-*", "checkpoints/.removed-*")
+            for path in run_dir.glob(pattern)
+        ),
+        "exported": (run_dir / "final").exists(),
+    }
+
+
+def phases(kills: int, rng: random.Random) -> list[str]:
+    """A quarter in the start-up, a quarter while saving and the rest among the steps, shuffled; then a tenth, at least two, in the export."""
+    exporting = max(2, kills // 10)
+    others = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
+    others += ["steps"] * (kills - exporting - len(others))
+    rng.shuffle(others)
+    return others + ["exporting"] * exporting
+
+
+# ── Comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """How two finished run folders differ in what they trained: figures, last checkpoint's tensors, exported model. Empty: in nothing."""
+    found = []
+    curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
+    for run_dir, curve in zip((one, other), curves, strict=True):
+        counts = Counter((record["step"], record.get("event")) for record in curve)
+        found += [f"{run_dir}: step {key} is there {count} times" for key, count in counts.items() if count > 1]
+    if len(curves[0]) != len(curves[1]):
+        found.append(f"{len(curves[0])} lines of metrics and {len(curves[1])}")
+    found += [f"{a} and {b}" for a, b in zip(*curves, strict=False) if a != b]
+    newest = [step_folders(run_dir / "checkpoints")[0] for run_dir in (one, other)]
+    for a, b in ((newest[0], newest[1]), (one / "final", other / "final")):
+        names = [sorted(path.name for path in folder.glob("*.safetensors")) for folder in (a, b)]
+        if names[0] != names[1] or not names[0]:
+            found.append(f"{a} holds {names[0]}, {b} {names[1]}")
+        found += [
+            f"{a / name} and {b / name} differ"
+            for name in names[0]
+            if name in names[1] and (a / name).read_bytes() != (b / name).read_bytes()
+        ]
+    return found
+
+
+def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in OF_THE_MACHINE}
+
+
+# ── The proof ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def prove(name: str, folder: Path, packs: Path, kills: int, rng: random.Random, environment: Mapping[str, str]) -> dict[str, Any]:
+    """One model, alone and killed; what each kill hit, and whether the two runs are equal."""
+    recipe = write_recipe(folder, name, packs)
+    alone, killed, log = folder / f"{name}-alone", folder / f"{name}-killed", folder / f"{name}.log"
+    began = time.time()
+    finish(start(command_of(recipe, alone), log, environment), log)
+    startup = (alone / "config.yaml").stat().st_mtime - began  # written just before the first step
+
+    hit = []
+    for phase in phases(kills, rng):
+        process = start(command_of(recipe, killed), log, environment)
+        launched = time.monotonic()
+        if not kill_in(process, phase, killed, rng, startup):
+            raise SystemExit(f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}")
+        hit.append({"phase": phase, "after_seconds": round(time.monotonic() - launched, 3), **left_behind(killed)})
+        print(f"{name}: kill {len(hit)} of {kills} in {phase}: {hit[-1]}", flush=True)
+    finish(start(command_of(recipe, killed), log, environment), log)
+
+    found = differences(alone, killed)
+    print(f"{name}: {'equal, bit for bit' if not found else found[:5]}", flush=True)
+    return {
+        "model": MODELS[name],
+        "steps": STEPS,
+        "startup_seconds": round(startup, 2),
+        "kills": hit,
+        "lines_of_metrics": len(read_metrics(killed)),
+        "leftovers": left_behind(killed)["partial_files"],
+        "equal": not found,
+        "differences": found,
+    }
+
+
+def finish(process: subprocess.Popen[bytes], log: Path) -> None:
+    if process.wait() != 0:
+        raise SystemExit(f"the launcher ended with status {process.returncode}; see {log}:\n{log.read_text()[-3000:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=20, help="for each of the two models")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run"
+    )
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept: a failure wants to be looked at
+    packs = write_packs(folder / "packs")
+    environment = {"OMP_NUM_THREADS": str(arguments.threads)}
+    results = {name: prove(name, folder, packs, arguments.kills, rng, environment) for name in MODELS}
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.kill_resume", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({"config_file": "accelerate_configs/cpu.yaml"}),
+        "processor": platform.processor() or platform.machine(),
+        "threads": arguments.threads,
+        "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},
+        "results": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 0 if all(result["equal"] for result in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
