@@ -2,10 +2,10 @@
 
     python -m benchmarks.kill_resume [--kills 20] [--seed 0]
 
-The real launcher under `accelerate launch`, on the CPU, twice: a Qwen3, and a GPT-2 with dropout, where the random numbers of every
-step matter too. A kill takes launcher and training process together, as a machine that goes away would. Its moment is drawn
-within one of four phases, because a uniform moment would nearly always be in the start-up, and the short ones are where files are
-half written. Equal means: every step stands in metrics.jsonl exactly once, every figure that is not a time or memory is the same
+The real launcher under `accelerate launch`, on the CPU, twice: a Qwen3, and a GPT-2 with dropout, where the random numbers of
+every step matter too. A kill takes launcher and training process together, as a machine that goes away would. Its moment is drawn
+within one of four phases: a uniform moment would nearly always be in the start-up, and the short ones are where files are half
+written. Equal means: every step stands in metrics.jsonl exactly once, every figure that is not a time or memory is the same
 double, and the last checkpoint's tensors and the exported model are the same bytes.
 """
 
@@ -38,7 +38,7 @@ from pretrain.run_folder import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
-LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 120
+LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 240
 
 # Figures of a step that two runs of one training need not share; everything else must be equal.
 OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"}
@@ -177,7 +177,7 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 
 
 def phases(kills: int, rng: random.Random) -> list[str]:
-    """A quarter in the start-up, a quarter while saving and the rest among the steps, shuffled; then a tenth, at least two, in the export."""
+    """A quarter in the start-up, a quarter while saving, the rest among the steps, shuffled; a tenth, at least 2, exporting."""
     exporting = max(2, kills // 10)
     others = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
     others += ["steps"] * (kills - exporting - len(others))
@@ -189,7 +189,7 @@ def phases(kills: int, rng: random.Random) -> list[str]:
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """How two finished run folders differ in what they trained: figures, last checkpoint's tensors, exported model. Empty: in nothing."""
+    """How two finished runs differ: in figures, last checkpoint's tensors or exported model. Empty where they do not."""
     found = []
     curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
     for run_dir, curve in zip((one, other), curves, strict=True):
@@ -260,7 +260,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="for each of the two models")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
     parser.add_argument(
-        "--threads", type=int, default=2, help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run"
+        "--threads", type=int, default=1, help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run"
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()

@@ -44,14 +44,14 @@ def _places(demo: Demo) -> dict[str, str]:
 
 
 def _commands(demo: Demo) -> dict[str, str]:
-    longer = ("name=longer", "train.steps=600", "optimizer.learning_rate=2e-3")
+    longer = ("name=longer", "train.steps=3000")
     return {
         "another text": shown([PYTHON, "-m", "demo.sample", str(demo.model), "class "]),
         "read the packs": shown([PYTHON, "-m", "packing", "inspect", str(demo.packs)]),
         "report": shown([PYTHON, "-m", "pretrain.report", str(demo.run_dir)]),
         "train longer": shown(train_command("cpu", RECIPE, *longer)),
         "": "key=value changes any setting. Ctrl-C saves a checkpoint, and the same command goes on from it.",
-        "on a GPU": shown(train_command("gpu", RECIPE, "name=smoke_gpu", "train.steps=2000")),
+        "on a GPU": shown(train_command("gpu", RECIPE, "name=smoke_gpu", "train.epochs=4")),
         "plan a real run": shown(train_command("gpu", Path("recipes/small_malaysian_lm.yaml"), "--plan")),
         "start over": "make clean demo",
     }

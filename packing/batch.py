@@ -187,7 +187,7 @@ class BatchStream:
         return Prefetch(self.step, range(start, stop), initializer=_thread_setup(self.pin_memory))
 
     def _build(self, indices: Sequence[int]) -> Microbatch:
-        chosen = [_read(self.packs, index, self.vocab_size) for index in indices]
+        chosen = [read_pack(self.packs, index, self.vocab_size) for index in indices]
         return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
 
 
@@ -217,14 +217,15 @@ def evaluation_batches(
     def build(turn: int) -> Microbatch:
         first = (turn * world_size + rank) * microbatch
         indices = range(first, first + microbatch)
-        chosen = [_read(packs, index, vocab_size) if index < count else blank for index in indices]
+        chosen = [read_pack(packs, index, vocab_size) if index < count else blank for index in indices]
         return build_microbatch(chosen, mask_boundaries=mask_boundaries, pin_memory=pin_memory)
 
     turns = -(-count // (world_size * microbatch))
     return Prefetch(build, range(turns), initializer=_thread_setup(pin_memory))
 
 
-def _read(packs: Packs, index: int, vocab_size: int | None) -> Pack:
+def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
+    """Pack `index`; InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have."""
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(

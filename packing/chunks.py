@@ -162,6 +162,8 @@ def _file_text(path: str) -> str:
             return str(stream.read(), "utf-8-sig")
     except UnicodeDecodeError as error:
         raise BadRecord(f"not UTF-8 text ({error.reason} at byte {error.start})") from None
+    except OSError as error:
+        raise BadRecord(f"cannot be read: {error}") from None
 
 
 def _encodable(text: str) -> str:

@@ -9,15 +9,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from packing.errors import InputError
+
 
 @contextmanager
 def exclusive(path: Path, waiting: str | None) -> Iterator[None]:
     """Hold the lock file `path`; while another process holds it, say `waiting` (if given) on stderr and wait.
 
     The kernel drops the lock when its holder ends, however it ends, so no stale file ever has to be removed by hand. The file
-    itself is removed at the end; whoever waited on a removed file sees that and takes a new one.
+    itself is removed at the end; whoever waited on a removed file sees that and takes a new one. Raises InputError where the
+    file cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
     while True:
         with open(path, "a") as file:
             try:

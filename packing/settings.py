@@ -50,7 +50,7 @@ class DataSettings(Settings):
     """Where tokens come from and how they are packed.
 
     `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer` they are prepared into `packs`
-    on first use.
+    on first use. `tokenizer` without `source` names the one that existing packs were made with, to read prompts and to export.
     """
 
     packs: Path
@@ -75,12 +75,13 @@ class DataSettings(Settings):
     processes: PositiveCount | None = None  # default: one a core
 
     @model_validator(mode="after")
-    def _source_and_tokenizer_together(self) -> DataSettings:
-        if (self.source is None) != (self.tokenizer is None):
-            missing, given = ("tokenizer", "source") if self.tokenizer is None else ("source", "tokenizer")
-            raise ValueError(f"`{given}` is set but `{missing}` is not; preparing packs needs both")
+    def _source_needs_a_tokenizer(self) -> DataSettings:
+        if self.source is not None and self.tokenizer is None:
+            raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
         return self
 
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 
 S = TypeVar("S", bound=BaseModel)
 
@@ -122,6 +123,7 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
+    message = message.partition(", unable to parse")[0]
     got = "a mapping" if isinstance(item["input"], dict) else repr(item["input"])
     return key, f"`{key}` is {got}; it should be ", message
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import pyarrow as pa
 
 from packing.chunks import CHUNK_BYTES, Chunk, TextTemplate, open_stream
 from packing.errors import InputError
-from packing.settings import DataSettings
+from packing.settings import HUB_NAME, DataSettings
 
 if TYPE_CHECKING:
     import datasets
@@ -50,7 +49,6 @@ _TEXT = {
 }
 _MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs some 100 bytes a token, and takes no document in parts
 _ROWS = 1024  # read from tables at once, then cut by size
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class Source(ABC):
@@ -77,7 +75,7 @@ def open_source(settings: DataSettings) -> Source:
         return _open_folder(path, settings.format, template)
     if (
         settings.format == "auto"
-        and _HUB_NAME.fullmatch(str(settings.source))
+        and HUB_NAME.fullmatch(str(settings.source))
         and not _suffix(path) & (_JSONL | _PARQUET | _TEXT | {".json"})
     ):
         return DatasetSource(settings, template)

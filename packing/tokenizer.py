@@ -12,8 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from packing.errors import InputError
+from packing.settings import HUB_NAME
 
 _ROLES = ("bos", "eos", "pad")
+_REMEDY = "fetch or train it again, or name another"
 # A tokenizer.json alone does not say which of its special tokens ends a document; without a tokenizer_config.json beside it, the
 # names in use decide.
 _USUAL_NAMES = {
@@ -72,14 +74,23 @@ def load_tokenizer(name: str) -> TextTokenizer:
             raise InputError(
                 f"data.tokenizer: {path}: no tokenizer.json in this folder; name a tokenizer.json, or a folder with one"
             )
+    elif not HUB_NAME.fullmatch(name):
+        raise InputError(
+            f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
+        )
     else:
         file, config = _from_hub(name)
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)
-        tokenizer = Tokenizer.from_str(text)
     except (OSError, ValueError) as error:
-        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {error}") from None
+        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {error}; {_REMEDY}") from None
+    try:
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:
+        if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
+            raise
+        raise InputError(f"data.tokenizer: {file}: valid JSON, but no tokenizer: {error}; {_REMEDY}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
@@ -95,7 +106,7 @@ def _from_hub(name: str) -> tuple[Path, Path]:
     except (OSError, HFValidationError, HfHubHTTPError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(
-            f"data.tokenizer: {name}: no such file or folder, and no tokenizer.json from the hub: {reason}"
+            f"data.tokenizer: {name}: no such file or folder, and no tokenizer.json from the hub: {reason}; {_REMEDY}"
         ) from None
     try:
         return file, Path(hf_hub_download(name, "tokenizer_config.json"))

@@ -31,7 +31,7 @@ from torch import Tensor
 from packing.errors import InputError
 from pretrain import checkpoint_folder
 from pretrain.checkpoint_folder import STATE, partial_of, step_folder, step_folders, step_of
-from pretrain.manifest import THREADS, FileEntry, Manifest, TensorEntry, damage, read_manifest
+from pretrain.manifest import MANIFEST, THREADS, FileEntry, Manifest, TensorEntry, damage, read_manifest
 from pretrain.metrics.units import memory
 from pretrain.shards import (
     PART_BYTES,
@@ -191,6 +191,11 @@ class Checkpoints:
             moved = [checkpoint_folder.set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
         return self.all_gather(moved)[0]
 
+    def require_space(self, model: Tensors, optimizer: Tensors, at_once: int) -> None:
+        """InputError at the start if the disk has no room for `at_once` checkpoints, those of an earlier session among them."""
+        missing = max(1, at_once - len(step_folders(self.folder)))
+        check_space(self.folder, missing * bytes_needed(model, optimizer))
+
     # ── Resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> Path | None:
@@ -213,8 +218,13 @@ class Checkpoints:
         return None
 
     def read_state(self, path: Path) -> dict[str, Any]:
-        """The `state` of a checkpoint without its tensors, to check cheaply what it belongs to. InputError if unreadable."""
-        read_manifest(path)
+        """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
+        if not (path / MANIFEST).is_file():
+            raise InputError(
+                f"{path}: not a complete checkpoint: it has no {MANIFEST}; --resume takes a step-* folder of a run's "
+                "`checkpoints`, or auto"
+            )
+        self._require_intact(path)
         try:
             return json.loads((path / STATE).read_bytes())
         except (OSError, ValueError) as error:
@@ -225,10 +235,7 @@ class Checkpoints:
 
         Raises InputError, before anything is copied, where a file is damaged or names, shapes or integer dtypes differ.
         """
-        if path != self._verified and (problems := self._verify(path)):
-            raise InputError(
-                f"{path}: damaged: {'; '.join(problems)}. Use another checkpoint: --resume auto finds the newest intact one"
-            )
+        self._require_intact(path)
         manifest, notes = read_manifest(path), []
         parts = [("model", model, manifest.model)] + (
             [("optimizer", optimizer, manifest.optimizer)] if optimizer is not None else []
@@ -240,6 +247,14 @@ class Checkpoints:
             notes += [f"{kind}: {note}" for note in load_tensors(path, index, tensors)]
         self.current = path
         return Loaded(self.read_state(path), notes)
+
+    def _require_intact(self, path: Path) -> None:
+        """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
+        if path != self._verified and (problems := self._verify(path)):
+            raise InputError(
+                f"{path}: damaged: {'; '.join(problems)}. Use another checkpoint: --resume auto finds the newest intact one"
+            )
+        self._verified = path
 
     def _verify(self, path: Path) -> list[str]:
         """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""

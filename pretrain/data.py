@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from packing.batch import Microbatch, build_microbatch
+from packing.batch import Microbatch, build_microbatch, read_pack
 from packing.errors import InputError
 from packing.prepare import prepare
+from packing.protocol import Pack
 from packing.settings import DataSettings
 from packing.store import Packs, check_model, open_packs
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.settings import ModelSettings
 
 _SAMPLED_PACKS = 1000
+_SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,13 @@ class Data:
         return float(np.mean(squares)) / self.train.length
 
     def trial_batch(self, packs: int) -> Microbatch:
-        """A microbatch of the first `packs` packs (in turns where there are fewer), to try the model on."""
-        chosen = [self.train[index % len(self.train)] for index in range(packs)]
+        """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.
+
+        All of its tokens are 0: which ones there are changes neither dtypes nor memory, and one beyond the vocabulary would end the
+        process on a device, before the batches of training can say in which pack it stands.
+        """
+        tokens = np.zeros(self.train.length, dtype=np.uint32)
+        chosen = [Pack(tokens, self.train.lengths(index % len(self.train))) for index in range(packs)]
         return build_microbatch(chosen, mask_boundaries=True)
 
 
@@ -60,11 +68,47 @@ def open_data(settings: DataSettings, seed: int, *, is_main_process: bool) -> Da
 
 
 def check_data(data: Data, model: ModelSettings, vocab_size: int) -> None:
-    """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise."""
-    fingerprint = None
-    if model.source is not None and (Path(model.source) / "tokenizer.json").is_file():
-        fingerprint = load_text_tokenizer(model.source).fingerprint
-    check_model(data.train, vocab_size, fingerprint)
+    """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise.
+
+    Packs that do not know their vocabulary are read: all of them, or 65,536 evenly chosen ones and the first. The rest is checked
+    as batches are made.
+    """
+    packs_know = (data.train.tokenizer or {}).get("fingerprint") is not None
+    check_model(data.train, vocab_size, _fingerprint(model) if packs_know else None)
+    if data.vocabulary is not None:
+        return
+    for packs in filter(None, (data.train, data.held_out)):
+        stride = -(-len(packs) // _SCANNED_PACKS)
+        for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)}):
+            read_pack(packs, index, vocab_size)
+
+
+def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
+    """InputError where `data.tokenizer` is not the model's, or has more ids than `vocab_size`: asked before text is prepared with it."""
+    if data.tokenizer is None:
+        return
+    tokenizer, expected = load_text_tokenizer(data.tokenizer), _fingerprint(model)
+    if expected is not None and tokenizer.fingerprint != expected:
+        raise InputError(
+            f"`data.tokenizer`: {data.tokenizer} ({tokenizer.fingerprint[:12]}) is not the tokenizer of `model.source` "
+            f"({expected[:12]}); set `data.tokenizer: {model.source}`"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"`data.tokenizer`: {data.tokenizer} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}; use the "
+            "model's own tokenizer, or set `model.config.vocab_size` for a model from scratch"
+        )
+
+
+def _fingerprint(model: ModelSettings) -> str | None:
+    """Of the tokenizer that the model's folder or hub repository holds; None where there is none."""
+    if model.source is None:
+        return None
+    if Path(model.source).exists():
+        return load_text_tokenizer(model.source).fingerprint if (Path(model.source) / "tokenizer.json").is_file() else None
+    with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
+        return load_text_tokenizer(model.source).fingerprint
+    return None
 
 
 def load_tokenizer(data: DataSettings, model: ModelSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
@@ -73,6 +117,8 @@ def load_tokenizer(data: DataSettings, model: ModelSettings, *, needed: bool) ->
     None where neither has one; InputError where one is `needed`, or named and unreadable.
     """
     source = data.tokenizer or model.source
+    if data.tokenizer is not None:
+        load_text_tokenizer(data.tokenizer)  # names what is wrong with it better than the library below
     try:
         if source is not None and Path(source).is_file():
             return PreTrainedTokenizerFast(tokenizer_file=source)

@@ -6,13 +6,15 @@ import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch
+from packing.errors import InputError
 from pretrain.model import inputs_of
 
 
@@ -25,7 +27,17 @@ class HeldOut:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
+        return math.exp(min(self.loss, 700.0))  # beyond, a float ends
+
+    def record(self, step: int) -> dict[str, Any]:
+        """Its line of `metrics.jsonl`."""
+        return {
+            "step": step,
+            "event": "evaluation",
+            "held_out_loss": self.loss,
+            "held_out_perplexity": self.perplexity,
+            "held_out_tokens": self.tokens,
+        }
 
 
 @dataclass(frozen=True)
@@ -54,7 +66,7 @@ def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Ite
     its own randomness anew in every step, so seeding here changes nothing there.
     """
     for prompt in prompts:
-        encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(hf.device)
+        encoded = _encoded(tokenizer, prompt).to(hf.device)
         with _evaluating(hf), _plain_attention(hf), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(seed)
             output = hf.generate(
@@ -66,6 +78,18 @@ def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Ite
                 pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
             )
         yield Sample(prompt, tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
+    """`prompt` as [1, tokens] int64; an empty one as the token that documents begin with, or that the document before ends with."""
+    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if encoded["input_ids"].shape[1]:
+        return encoded
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise InputError("`evaluate.samples`: an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
+    ids = torch.tensor([[start]])
+    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
 
 
 @contextmanager

@@ -8,7 +8,8 @@ to begin. A trial is forward and backward of documents as they lie in the packs;
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,9 +19,23 @@ from packing.batch import Microbatch
 from packing.errors import InputError
 from pretrain.distributed import accumulating
 from pretrain.model import inputs_of
+from pretrain.preflight import Job
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
+
+
+def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
+    """Packs a microbatch: the recipe's number, or what `auto` found before the interruption, or the largest that fits now.
+
+    `resumed`: the state of the checkpoint that was loaded. Keeping its microbatch keeps the order of all sums, so that the resumed
+    run stays exact.
+    """
+    if job.plan.microbatch:
+        return job.plan.microbatch
+    if resumed is not None and resumed["world_size"] == accelerator.num_processes:
+        return resumed["microbatch"]
+    return largest_that_fits(model, accelerator, job.plan.microbatch_candidates, job.data.trial_batch)
 
 
 def largest_that_fits(
@@ -46,8 +61,9 @@ def largest_that_fits(
 
 def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool:
     device = accelerator.device
-    _release_memory()
+    gc.collect()  # what a trial that failed has left in reference cycles
     if device.type == "cuda":
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
         for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
@@ -59,16 +75,9 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
     finally:
         # Zeroed, not freed: the gradients' memory belongs to every trial.
         model.zero_grad(set_to_none=False)
-        _release_memory()
     if device.type != "cuda":
         return True
     return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
-
-
-def _release_memory() -> None:
-    """Activations that a failed trial left in reference cycles, and what the allocator keeps of them."""
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def _agreed(accelerator: Accelerator, fits: bool) -> bool:

@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packing.batch import Microbatch
 from packing.errors import InputError
+from packing.settings import HUB_NAME
 from pretrain import attention
+from pretrain.durable import fsync_folder, fsync_tree
 from pretrain.loss import LossHead
 from pretrain.loss import check as check_loss
 from pretrain.precision.working_copies import casting_output, casting_parameters
@@ -36,23 +40,11 @@ _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone.
 
-    Raises InputError for an unknown source, model type or configuration key (transformers would keep the last silently).
+    Raises InputError for an unknown source, model type or configuration key (transformers would keep the last silently), and for
+    values that the configuration class refuses.
     """
     changes = dict(settings.config or {})
-    try:
-        if settings.source is None:
-            config = AutoConfig.for_model(changes.pop("model_type"))
-        else:
-            trust = settings.trust_remote_code
-            config = AutoConfig.from_pretrained(settings.source, revision=settings.revision, trust_remote_code=trust)
-    except (OSError, ValueError, KeyError) as error:
-        key = "model.source" if settings.source else "model.config.model_type"
-        value = settings.source or settings.config["model_type"]
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(
-            f"`{key}`: no model can be read from {value!r}: {reason}. Give a hub name, a folder with a config.json, or a model type "
-            "that transformers knows"
-        ) from None
+    config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
     for key in changes:
         if key not in known:
@@ -60,21 +52,64 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{hint}")
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
-    return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
+    try:
+        return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {_reason(error)}") from None
+
+
+def _config_of_type(model_type: str) -> PretrainedConfig:
+    if model_type not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
+        hint = f"did you mean `{near[0]}`?" if near else "qwen3, llama, qwen2 and gpt2 are some that it knows"
+        raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}; {hint}")
+    return AutoConfig.for_model(model_type)
+
+
+def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
+    source, folder = str(settings.source), Path(str(settings.source))
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
+    if not folder.exists() and not HUB_NAME.fullmatch(source):
+        raise InputError(f"`model.source`: {source}: no such folder; name a folder that holds a model, or a model on the hub")
+    try:
+        return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise InputError(f"`model.source`: no model can be read from {source!r}: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """A library's error in a line, without the lists of everything it knows."""
+    return " ".join(str(error).split())[:300].rstrip(". ")
 
 
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
-    """Refuse, with InputError, what would be computed differently from the model's own way; a model on the meta device is enough."""
+    """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
+    name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
-        raise InputError(f"`model`: {type(model).__name__} is an encoder-decoder; a causal language model is wanted")
+        raise InputError(f"`model`: {name} is an encoder-decoder; name a causal language model")
+    if any(getattr(module, "is_causal", None) is False for module in model.modules()):
+        raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads and kv_heads and heads % kv_heads:
+        raise InputError(
+            f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
+        )
+    between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
+    if between:
+        raise InputError(f"`model`: {name} computes `{between[0]}` after its layers, which no loss here does; name another model")
     attention.check(model, length)
     check_loss(model.config, loss, device_type)
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The model without memory for its weights: shapes for planning and FLOPs."""
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # each architecture checks its shapes in its own way
+        kind = type(config).__name__
+        raise InputError(f"`model`: {kind} makes no causal language model with these settings: {_reason(error)}") from None
 
 
 def build(
@@ -103,7 +138,7 @@ def build(
             attn_implementation=backend,
         )
     except (OSError, ValueError, RuntimeError) as error:
-        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {' '.join(str(error).split())[:300]}") from None
+        raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {_reason(error)}") from None
     return model.to(device)
 
 
@@ -213,7 +248,8 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
         hf.save_pretrained(writing, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
-    except OSError as error:
+        fsync_tree(writing)
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(writing, ignore_errors=True)
         raise InputError(f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; free space and run again") from None
     previous = folder.with_name(f".{folder.name}.previous")
@@ -221,4 +257,5 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     if folder.exists():
         os.replace(folder, previous)
     os.replace(writing, folder)
+    fsync_folder(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)

@@ -9,6 +9,7 @@ import math
 import textwrap
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -93,7 +94,12 @@ class Plan:
     def with_microbatch(self, microbatch: int) -> Plan:
         """The plan once `auto` is settled; a step keeps its tokens, only its number of microbatches changes."""
         check_settings(self.recipe, self.precision, self.world_size, microbatch)
-        return replace(self, microbatch=microbatch)
+        batch = self.recipe.batch.model_copy(update={"microbatch": microbatch})
+        return replace(self, microbatch=microbatch, recipe=self.recipe.model_copy(update={"batch": batch}))
+
+    def fairness(self, data_fingerprint: str) -> dict[str, Any]:
+        """What two runs must have in common for their losses to be compared; `pretrain.report` asks for it."""
+        return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
 
     @property
     def tokens_per_step(self) -> int:
@@ -232,9 +238,9 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
     unit = length * world_size
     if tokens % unit:
         lower, upper = tokens // unit * unit, (tokens // unit + 1) * unit
-        devices = f" x {world_size} devices" if world_size > 1 else ""
+        devices = f" x {world_size} devices = {unit} tokens" if world_size > 1 else ""
         raise InputError(
-            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`{devices} = {unit} tokens; the nearest "
+            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`{devices}; the nearest "
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
     packs_per_rank = tokens // unit
@@ -243,7 +249,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
         fitting = ", ".join(map(str, divisors_of(packs_per_rank)))
         raise InputError(
             f"`batch.microbatch: {size}` does not divide the {packs_per_rank} packs that a device takes in a step "
-            f"(`batch.tokens: {tokens}` / `data.length: {length}` / {world_size} devices); one of {fitting} does, or `auto`"
+            f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
+            f"set it to one of {fitting}, or to `auto`"
         )
 
 

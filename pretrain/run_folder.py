@@ -17,7 +17,7 @@ from typing import IO, Any
 import yaml
 
 from packing.errors import InputError
-from pretrain.durable import replace_file
+from pretrain.durable import PARTIAL, replace_file
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
@@ -39,6 +39,7 @@ class RunFolder:
         self.audit = path / "audit.json"
         self.metrics = path / "metrics.jsonl"
         self.summary = path / "summary.json"
+        self.loss_plot = path / "loss.png"
         self.final = path / "final"
         self._lock: IO[str] | None = None
         if not owner:
@@ -46,6 +47,8 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
+            for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+                leftover.unlink()
         except OSError as error:
             raise InputError(f"{path}: cannot be used as the run folder: {error.strerror}; set another `run_dir`") from None
 
@@ -74,6 +77,15 @@ class RunFolder:
             replace_file(path, data)
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
+
+
+def check_free(path: Path) -> None:
+    """InputError as RunFolder(path) would raise it now; creates nothing and holds nothing.
+
+    For the main process, before data is prepared: hours later would be a bad time to learn it.
+    """
+    if path.exists():
+        RunFolder(path).close()
 
 
 def _lock(path: Path) -> IO[str]:

@@ -78,12 +78,17 @@ def preview(
 ) -> str:
     """Draw the whole schedule to `path_png` and return a picture of it for a terminal, `width` characters wide.
 
-    Raises InputError as `check` does, and OSError where the PNG cannot be written.
+    Raises InputError as `check` does, and where the PNG cannot be written.
     """
+    if path_png.suffix.lower() != ".png":
+        raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
     check(settings, total_steps, tokens_per_step)
     rates = [learning_rate(step, settings, optimizer, total_steps, tokens_per_step) for step in range(total_steps)]
     title = describe(settings, optimizer, total_steps, tokens_per_step)
-    _draw_png(rates, title, tokens_per_step, path_png)
+    try:
+        _draw_png(rates, title, tokens_per_step, path_png)
+    except OSError as error:
+        raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
     return f"{title}\n{_draw_text(rates, width)}"
 
 

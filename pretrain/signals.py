@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -54,4 +55,5 @@ class StopRequest:
         if self.requested is None:
             self.requested = signal.Signals(number)
             again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
-            os.write(sys.__stderr__.fileno(), f"\n{self.requested.name}: finishing this step, then saving{again}\n".encode())
+            with suppress(OSError):  # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
+                os.write(sys.__stderr__.fileno(), f"\n{self.requested.name}: finishing this step, then saving{again}\n".encode())

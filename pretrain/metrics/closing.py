@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
-
 from pretrain.metrics.units import count, duration, memory, percent
+from pretrain.run_files import Run
+from pretrain.run_folder import RunFolder
 
 
-def last_screen(name: str, folder: Path, figures: Mapping[str, Any], picture: Path) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Title, rows and commands for `Console.panel`, from a run's summary; `picture` is the loss plot."""
-    rows = {"loss": f"{figures['loss_last_50']:.4f} (mean of the last 50 steps)"}
+def last_screen(run: Run, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Title, rows and commands for `Console.panel`. A figure that is not known (no evaluation, no known peak) has no row."""
+    figures = run.summary
+    rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    if "loss_last_50" in figures:
+        rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of the last 50 steps)"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
-    speed = f"{count(figures['tokens_per_second'])} tokens/s"
-    if "mfu_bf16_peak" in figures:
-        speed += f", {percent(figures['mfu_bf16_peak'])} MFU"
-    rows |= {
-        "trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}",
-        "speed": f"{speed} (median), {percent(figures['data_wait_share'])} of it waiting for data",
-        "memory": memory(figures["memory_gib"]),
-        "model": f"{folder / 'final'}  (AutoModelForCausalLM.from_pretrained loads it)",
-        "curves": f"{picture}",
-        "every step": f"{folder / 'metrics.jsonl'}",
-        "settings": f"{folder / 'config.yaml'}",
-    }
-    return f"{name}: done", rows, {"compare it with other runs": f"python -m pretrain.report {folder} OTHER_RUN"}
+    mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
+    waiting = percent(figures["data_wait_share"])
+    rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    rows["memory"] = memory(figures["memory_gib"])
+    if folder.final.exists():
+        rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
+    rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics), "settings": str(folder.config)}
+    return f"{run.name}: done", rows, {"compare it with other runs": f"python -m pretrain.report {folder.path} OTHER_RUN"}

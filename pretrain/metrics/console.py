@@ -149,10 +149,17 @@ class Console:
         if not self.enabled:
             return
         encoding = self.stream.encoding or "utf-8"
-        for line in lines:
-            # A sample in any script must not end a run whose log is ASCII.
-            self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        self.stream.flush()
+        try:
+            for line in lines:
+                # A sample in any script must not end a run whose log is ASCII.
+                self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            self.stream.flush()
+        except OSError:
+            # The terminal closed, or Ctrl-C ended the `tee` that was reading. The run still has to be saved, and metrics.jsonl
+            # has every figure; what the stream has buffered goes nowhere, or Python would fail over it at exit.
+            self.enabled = False
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def _gradient(norm: float) -> str:

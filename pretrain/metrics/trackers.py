@@ -9,10 +9,12 @@ have groups.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +62,20 @@ class JsonlTracker(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Write `values`, which hold their own `step`; what is not a finite number becomes null, as JSON has no word for it."""
-        self._file.write(json.dumps(_nulls_for_nan(values), allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(_nulls_for_nan(values), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # it cannot flush either; what it wrote of a line, the next start removes
+                self._file.close()
+            raise InputError(
+                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start the "
+                "same command again to resume."
+            ) from None
+
+    def sync(self) -> None:
+        """Flush to the disk, for a checkpoint that is about to be: the steps before it must not go missing if the power does."""
+        os.fsync(self._file.fileno())
 
     def finish(self) -> None:
         self._file.close()
@@ -92,6 +106,12 @@ class Trackers:
         }
         for tracker in self.trackers:
             tracker.log(dict(record) if isinstance(tracker, JsonlTracker) else dict(numbers), step=record["step"])
+
+    def sync(self) -> None:
+        """Call it before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
+        for tracker in self.trackers:
+            if isinstance(tracker, JsonlTracker):
+                tracker.sync()
 
     def finish(self) -> None:
         for tracker in self.trackers:

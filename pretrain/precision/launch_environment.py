@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 from packing.errors import InputError
+from pretrain.precision.recipes import find
+from pretrain.settings import Recipe
 
 _NAMES = {"no": "fp32", "bf16": "bf16"}
 
@@ -30,3 +32,13 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> str:
             "needs no loss scaling, or 'no' for FP32"
         )
     return _NAMES[mixed_precision]
+
+
+def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
+    """`recipe` with its precision settled: its own where it (or the command line) names one, else the accelerate configuration's.
+
+    Raises InputError for a precision that is not in the registry.
+    """
+    of_accelerate = take_requested_precision(environ)
+    origin = "`precision`" if recipe.precision else "accelerate configuration"
+    return recipe.model_copy(update={"precision": find(recipe.precision or of_accelerate, origin).name})

@@ -1,0 +1,63 @@
+"""The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from pretrain import attention, model, optimizer
+from pretrain.distributed import prepare, unwrapped
+from pretrain.precision import audit
+from pretrain.preflight import Job
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for the
+    topology, and `tensors` as checkpoints hold it."""
+
+    hf: PreTrainedModel
+    model: nn.Module
+    optimizer: torch.optim.AdamW
+    audit: dict[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return model.named_tensors(self.hf)
+
+    @property
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return optimizer.named_state(self.optimizer, self.hf)
+
+
+def assemble(job: Job, accelerator: Accelerator) -> Assembly:
+    """Build the model of `job`, put its precision around its layers, wrap it for the topology, and observe what it computes in."""
+    recipe, device = job.recipe, accelerator.device
+    backend = attention.choose(recipe.model.attention, device.type, job.plan.flops.shape.head_dim, job.compute_dtype)
+    hf = model.build(
+        recipe.model, job.model_config, weights=job.weight_dtype, seed=recipe.seed, device=device, backend=backend.name
+    )
+    packed = model.PackedLanguageModel(hf, backend.name, recipe.loss)
+    # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
+    cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
+    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
+    model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled)
+    adamw = optimizer.build_optimizer(packed, recipe.optimizer)
+    prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
+    optimizer.materialise_state(adamw)
+
+    products = audit.observe(unwrapped(prepared), model.inputs_of(job.data.trial_batch(1), device), job.precision)
+    found = {
+        "precision": job.precision.name,
+        "weights": recipe.weights,
+        "attention": {"kind": backend.name, "reason": backend.reason},
+        "loss": hf.get_output_embeddings().describe(),
+        "compiled": "each layer" if compiled else "nothing",
+        "products": products,
+    }
+    return Assembly(hf, prepared, adamw, found)

@@ -1,0 +1,82 @@
+"""What a run will be, worked out and checked before anything costs time or memory: shapes and counts, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from pretrain import config, model
+from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
+from pretrain.distributed import device_of
+from pretrain.metrics.trackers import resolve
+from pretrain.plan import Plan, check_settings
+from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES, PrecisionRecipe
+from pretrain.settings import Recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe that has been found good, and what it stands for on this machine."""
+
+    recipe: Recipe
+    run_dir: Path
+    model_config: PretrainedConfig
+    data: Data
+    tokenizer: PreTrainedTokenizerBase | None
+    plan: Plan
+
+    @property
+    def precision(self) -> PrecisionRecipe:
+        return RECIPES[self.recipe.precision]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return getattr(torch, self.precision.compute_dtype)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint must agree with to be continued."""
+        return config.identity_of(self.recipe, self.data.train.fingerprint)
+
+
+def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: float | None = None) -> Job:
+    """Check everything that can be checked, in the order of what it costs; packs are prepared on the way where they are missing.
+
+    `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons. Raises InputError.
+    """
+    run_dir = config.run_dir_of(recipe)
+    resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
+    check_settings(recipe, recipe.precision, accelerator.num_processes)
+    model_config = model.load_config(recipe.model)
+    shapes = model.build_on_meta(model_config)
+    model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
+    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
+    tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
+    data = open_data(recipe.data, recipe.seed, is_main_process=accelerator.is_main_process)
+    check_data(data, recipe.model, model_config.vocab_size)
+    device_name, device_memory = device_of(accelerator)
+    plan = Plan.make(
+        recipe,
+        model=shapes,
+        precision=recipe.precision,
+        packs=len(data.train),
+        mean_squared=data.mean_squared,
+        held_out_packs=data.held_out_packs,
+        packs_vocabulary=data.vocabulary,
+        world_size=accelerator.num_processes,
+        sharded=accelerator.is_fsdp2,
+        device_name=device_name,
+        device_memory=device_memory,
+        tokens_per_second=tokens_per_second,
+    )
+    return Job(recipe, run_dir, model_config, data, tokenizer, plan)

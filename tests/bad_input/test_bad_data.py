@@ -1,0 +1,205 @@
+"""Text and packs that cannot be trained on: the file, the place in it and the remedy are named before a model is built."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from packing.store import Pack, PackWriter
+from packing.tokenizer import load_tokenizer
+
+MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"
+DOCUMENT = json.dumps({"text": "one two three " * 40})
+
+
+def write_tokenizer(folder: Path, words: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = {word: index for index, word in enumerate(["<|endoftext|>", *words.split()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path / "tokenizer", "one two three")
+
+
+@pytest.fixture
+def source(small_recipe: dict[str, Any], tokenizer: Path, tmp_path: Path) -> Path:
+    """Where the text of `small_recipe` is to lie; its packs are not prepared yet."""
+    path = tmp_path / "text.jsonl"
+    packs = tmp_path / "prepared" / "packs"
+    small_recipe["data"] |= {
+        "source": str(path),
+        "tokenizer": str(tokenizer),
+        "packs": str(packs),
+        "held_out": 0.2,
+        "processes": 1,
+    }
+    return path
+
+
+@pytest.fixture
+def model_folder(small_recipe: dict[str, Any], tmp_path: Path) -> Path:
+    """A folder with a config and a tokenizer, as `model.source`; no check here gets as far as its weights."""
+    folder = tmp_path / "model"
+    write_tokenizer(folder, "three two one")
+    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"]))
+    small_recipe["model"] = {"source": str(folder)}
+    return folder
+
+
+def write_packs(folder: Path, *, highest: int = 60, at: int = 0, tokenizer: dict[str, Any] | None = None) -> Path:
+    """20 training packs of 32 tokens; the last token of pack `at` is `highest`."""
+    with PackWriter(folder, 32) as writer:
+        for index in range(20):
+            tokens = np.arange(32, dtype=np.uint32) % 40
+            tokens[-1] = highest if index == at else 0
+            writer.add("train", Pack(tokens, np.array([32], np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=tokenizer)
+    return folder
+
+
+# ── Text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "content, override, says",
+    [
+        ("", "data.text=text", r"data.source: .*text.jsonl: no document with any text; the source is empty"),
+        ('{"text": ""}\n\n', "data.text=text", r"data.source: .*text.jsonl: no document with any text: 1 records hold none"),
+        (
+            f'{DOCUMENT}\n{{"text": \n',
+            "data.text=text",
+            r"text.jsonl:2: not valid JSON: .* at character 10.*data.on_bad_line: skip",
+        ),
+        (f'{DOCUMENT}\n{{"text": 5}}\n', "data.text=text", r"text.jsonl:2: column `text` holds int, not text"),
+        (DOCUMENT, "data.text=body", r"text.jsonl:1: no column `body`; the columns are: text. Set data.text to one of them"),
+        (DOCUMENT, "data.text='{title} {text}'", r"text.jsonl:1: no column `title`; the columns are: text"),
+        (
+            DOCUMENT,
+            "data.held_out=0.5",
+            r"data.held_out: 0.5 of 1 documents leaves none to train on; set it to 0 or add documents",
+        ),
+        (
+            "nonsense\n",
+            "data.on_bad_line=skip",
+            r"no document with any text: 1 malformed ones were skipped, the first at .*:1: not ",
+        ),
+    ],
+)
+def test_text_that_gives_no_packs_is_refused_with_its_place(content, override, says, source, refusal):
+    source.write_text(content)
+    assert re.search(says, refusal(override))
+    assert not Path(source.parent / "prepared" / "packs").exists()
+
+
+def test_lines_left_out_are_counted_and_the_rest_is_packed(source, launch):
+    source.write_text("\n".join([DOCUMENT, "{", DOCUMENT, '{"text": 5}', *[DOCUMENT] * 8]))
+    said = launch("data.on_bad_line=skip", "--plan")
+    assert said.status == 0
+    assert re.search(r"left out +2 malformed records", said.err) and re.search(r"first left out +.*text.jsonl:2", said.err)
+
+
+def test_sources_that_cannot_be_read_are_refused(source, refusal, tmp_path):
+    assert re.search(r"data.source: .*text.jsonl: no such file or folder", refusal())
+    (tmp_path / "folder").mkdir()
+    assert re.search(r"data.source: .*folder: no file to read among its 0 files", refusal(f"data.source={tmp_path / 'folder'}"))
+    source.write_text(DOCUMENT)
+    for name in ("cut.jsonl.gz", "cut.txt.gz", "cut.parquet"):
+        (tmp_path / name).write_bytes(b"\x1f\x8b\x08\x00 this is no archive")
+        assert re.search(rf"{name}.*cannot be read: ", refusal(f"data.source={tmp_path / name}"))
+    assert re.search(r"/proc/none: cannot be written to: .*set `data.packs`", refusal("data.packs=/proc/none/packs"))
+
+
+def test_tokenizers_that_cannot_be_read_are_refused_before_any_text_is(source, tokenizer, refusal, tmp_path):
+    source.write_text("not even looked at")
+    assert re.search(
+        r"data.tokenizer: /no/such: no such file or folder; name a tokenizer.json", refusal("data.tokenizer=/no/such")
+    )
+    assert re.search(rf"data.tokenizer: {tmp_path}: no tokenizer.json in this folder", refusal(f"data.tokenizer={tmp_path}"))
+    assert re.search(r"no such file or folder, and no tokenizer.json from the hub", refusal("data.tokenizer=nobody/nothing"))
+    for content, says in (("{nope", "not a readable tokenizer.json"), ("{}", "valid JSON, but no tokenizer")):
+        tokenizer.write_text(content)
+        assert re.search(rf"data.tokenizer: {tokenizer}: {says}: .*; fetch or train it again", refusal())
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused_before_text_is_prepared(source, model_folder, refusal, small_recipe):
+    source.write_text(DOCUMENT)
+    assert re.search(r"`data.tokenizer`: .* is not the tokenizer of `model.source`.*set `data.tokenizer: .*model`", refusal())
+    small_recipe["data"]["tokenizer"] = str(model_folder)
+    says = r"`data.tokenizer`: .* has 4 ids, the model's vocabulary 3; use the model's own tokenizer, or set"
+    assert re.search(says, refusal("model.config.vocab_size=3"))
+    assert not (source.parent / "prepared").exists()
+
+
+# ── Packs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_packs_that_are_not_there_are_refused(refusal, tmp_path):
+    remedy = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
+    assert refusal("data.packs=/no/such") == f"/no/such: no such file or folder (`data.packs`); {remedy}"
+    (tmp_path / "empty").mkdir()
+    assert refusal(f"data.packs={tmp_path / 'empty'}").endswith(f"empty: an empty folder (`data.packs`); {remedy}")
+
+
+def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):
+    other = load_tokenizer(str(write_tokenizer(tmp_path / "other", "one two three"))).describe()
+    small_recipe["data"]["packs"] = str(write_packs(tmp_path / "packs", tokenizer=other))
+    says = r"packs: made with another tokenizer \(.*other.* than the model's .*prepare the packs with the model's tokenizer"
+    assert re.search(says, refusal("evaluate.every=null"))
+    (model_folder / "tokenizer.json").unlink()
+    larger = write_packs(tmp_path / "larger", tokenizer=other | {"vocab_size": 99})
+    says = r"larger: made with a vocabulary of 99 tokens .*the model has 61; prepare the packs with .* or choose a model with"
+    assert re.search(says, refusal(f"data.packs={larger}", "evaluate.every=null"))
+
+
+@pytest.mark.parametrize("at", [0, 19])
+def test_a_token_beyond_the_vocabulary_is_found_before_the_model_is_built_wherever_it_is(at, refusal, tmp_path):
+    path = write_packs(tmp_path / "packs", highest=61, at=at)
+    message = refusal(f"data.packs={path}", "evaluate.every=null")
+    assert f"{path}: pack {at} holds token id 61, but the model's vocabulary has 61 tokens; prepare the packs with" in message
+
+
+def test_so_it_is_in_mds_and_in_token_files(refusal, tmp_path):
+    message = refusal(f"data.packs={MDS}", "model.config.vocab_size=10", "evaluate.every=null")
+    assert re.search(r"reference: pack \d+ holds token id \d+, but the model's vocabulary has 10 tokens", message)
+    np.full(320, 61, "<u2").tofile(tmp_path / "train.bin")
+    message = refusal(f"data.packs={tmp_path / 'train.bin'}", "evaluate.every=null")
+    assert re.search(r"train.bin: pack 0 holds token id 61, but the model's vocabulary has 61", message)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage, says", [(cut, "truncated: [0-9]+ bytes, [0-9]+ were written"), (flip_a_bit, "damaged: its sha")]
+)
+@pytest.mark.parametrize("format", ["arrow", "mds"])
+def test_a_damaged_shard_is_named_with_a_remedy(format: str, damage: Callable, says: str, small_packs, refusal, tmp_path):
+    packs = shutil.copytree(small_packs if format == "arrow" else MDS, tmp_path / "packs")
+    shard = next((packs / "train").glob("*.arrow")) if format == "arrow" else packs / "shard.00001.mds"
+    damage(shard)
+    message = refusal(f"data.packs={packs}", "evaluate.every=null", "model.config.vocab_size=70000")
+    assert re.search(rf"{shard}: {says}.*; .*again", message)
+
+
+def test_a_tokenizer_may_be_named_for_packs_that_exist(launch, tokenizer):
+    assert launch(f"data.tokenizer={tokenizer}", "evaluate.samples=[one]", "--plan").status == 0

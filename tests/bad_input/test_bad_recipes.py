@@ -1,0 +1,121 @@
+"""Recipes, command lines and launch environments that cannot be trained: one message that names key and remedy, and status 2."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+# What is given on the command line, and what the message must say, in this order.
+SETTINGS = {
+    "optimizer.learnin_rate=1": r"command line, over .*recipe.yaml: unknown key `optimizer.learnin_rate`; did you mean `optimizer.lea",
+    "weigths=bf16": r"unknown key `weigths`; did you mean `weights`\?",
+    "weights": r"command line: 'weights' is not of the form key=value",
+    "train.steps=many": r"`train.steps` is 'many'; it should be a valid integer$",
+    "optimizer.learning_rate=-1": r"`optimizer.learning_rate` is -1; it should be greater than 0",
+    "train={steps: 3, tokens: 5}": r"`train`: set exactly one of `steps`, `tokens` and `epochs`",
+    "precision=delayed": r"`precision` is 'delayed'; it should be 'fp32' or 'bf16'",
+    "precision=fp32 weights=bf16": r"`weights: bf16` and `precision: fp32` contradict.*set `precision: bf16`, or `weights: fp32`",
+    "batch.tokens=250": r"`batch.tokens: 250` is not a multiple of `data.length: 32`; the nearest are 224 and 256",
+    "batch.microbatch=3": r"`batch.microbatch: 3` does not divide the 8 packs.*set it to one of 1, 2, 4, 8, or to `auto`",
+    "schedule.warmup=100": r"`schedule.warmup: 100` takes 100 steps, but the run has 12.*train longer",
+    "log.trackers=[wandbb]": r"`log.trackers`: there is no tracker 'wandbb'; did you mean 'wandb'\?",
+    "run_dir=runs/{nmae}": r"`run_dir`: 'runs/{nmae}' cannot be filled in.*known fields: name",
+    "loss.kind=cce": r"loss.kind: cce needs .*set loss.kind: chunked",
+    "evaluate.samples=[Once]": r"`evaluate.samples`: no tokenizer is known.*set `data.tokenizer`",
+    "data.length=64": r"small: packs of 32 tokens, but `data.length` is 64; set it to fit, or prepare other packs",
+    "--resume nowhere": r"nowhere: not a complete checkpoint.*--resume takes a step-\* folder.*or auto",
+    "--resume tests": r"tests: not a complete checkpoint.*--resume takes a step-\* folder.*or auto",
+    "--preview-schedule x.jpeg": r"x.jpeg: the schedule is drawn as a PNG; .* ends in .png",
+}
+MODELS = {
+    "model.config.hiden_size=32": r"`model.config.hiden_size`: Qwen3Config has no such key; did you mean `hidden_size`\?",
+    "model.config.hidden_size=wide": r"`model.config`: Qwen3Config does not take .*'hidden_size' expected int, got str",
+    "model.config.model_type=qwen33": r"`model.config.model_type`: transformers has no model type 'qwen33'; did you mean `qwen3`\?",
+    "model.config.num_attention_heads=3": r"`num_attention_heads: 3` is not a multiple of `num_key_value_heads: 2`; change one",
+    "model.config.max_position_embeddings=16": r"`data.length: 32` is beyond the model's 16 positions; prepare packs of at most 16",
+    "model.config.use_sliding_window=true model.config.sliding_window=16 model.config.max_window_layers=0": r"data.length: 32 is longer than the sliding window.*16",
+    "model.source=/no/such/model": r"`model.source`: /no/such/model: no such folder; name a folder that holds a model",
+    "model.source=tests": r"`model.source`: tests is no folder with a config.json; name a folder that holds a model",
+    "model.source=nobody/nothing": r"`model.source`: no model can be read from 'nobody/nothing'",
+    "model.attention=varlen": r"model.attention: varlen needs a CUDA device, this is cpu; or set model.attention: auto",
+    "model.config={model_type: gpt2, vocab_size: 61}": r"GPT2LMHeadModel has attn_pdrop 0.1, which .* does not compute; set it to 0",
+    "model.config={model_type: mamba, vocab_size: 61}": r"MambaForCausalLM does not use transformers' attention registry",
+    "model.config={model_type: bert, vocab_size: 61}": r"in BertLMHeadModel, tokens see those after them; name a causal",
+    "model.config={model_type: bert, vocab_size: 61, is_decoder: true}": r"BertLMHeadModel computes `cls` after its layers",
+    "model.config={model_type: t5, vocab_size: 61}": r"T5Config makes no causal language model",
+}
+
+
+@pytest.mark.parametrize("given", [*SETTINGS, *MODELS])
+def test_what_cannot_be_trained_is_refused_with_key_and_remedy(given, refusal):
+    arguments = given.split(" ") if "{" not in given or given.startswith("--") else [given]
+    assert re.search((SETTINGS | MODELS)[given], refusal(*arguments))
+
+
+def test_every_mistake_of_a_recipe_file_is_named_at_once(refusal, small_recipe, tmp_path):
+    small_recipe["modle"] = small_recipe.pop("model")
+    small_recipe["batch"]["microbatch"] = 0
+    lines = refusal().splitlines()
+    assert all(line.startswith(f"{tmp_path / 'recipe.yaml'}: ") for line in lines)
+    assert any("unknown key `modle`; did you mean `model`?" in line for line in lines)
+    assert any("`model` is required and missing" in line for line in lines)
+    assert any("`batch.microbatch` is 0; it should be 'auto', or greater than 0" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("name: [small", r"recipe.yaml: not valid YAML: .*line 1"),
+        ("- small", r"recipe.yaml: a mapping of keys to values is wanted, the file holds list"),
+        ("name: a\nname: b", r"recipe.yaml: not valid YAML: key `name` stands twice.*line 2"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused(content, says, refusal, tmp_path, monkeypatch):
+    monkeypatch.setattr(yaml, "safe_dump", lambda recipe: content)
+    assert re.search(says, refusal())
+
+
+def test_a_recipe_that_does_not_exist_is_refused_with_the_nearest_that_does(train, small_recipe, tmp_path, monkeypatch, capfd):
+    import train_accelerate
+
+    (tmp_path / "small.yaml").touch()
+    monkeypatch.setattr("sys.argv", ["train_accelerate.py", str(tmp_path / "smal.yaml")])
+    assert train_accelerate.main() == 2
+    assert re.search(r"error: .*smal.yaml: no such file; did you mean .*small.yaml\?", capfd.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    "mixed_precision, says",
+    [
+        ("fp16", r"accelerate configuration: `mixed_precision: fp16` is not supported; use 'bf16'.*or 'no'"),
+        ("fp8", r"accelerate configuration: unknown precision 'delayed'; known: fp32, bf16"),
+    ],
+)
+def test_a_precision_of_the_launch_environment_that_no_recipe_stands_for_is_refused(mixed_precision, says, refusal, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
+    assert re.search(says, refusal())
+
+
+def test_the_command_itself_refuses_on_stderr_without_a_traceback(train):
+    finished = train("optimizer.learnin_rate=1")
+    assert finished.status == 2 and not finished.run_dir.exists()
+    assert finished.output.startswith("error: command line, over ") and finished.output.count("\n") == 1
+
+
+def test_a_plan_and_a_preview_come_without_a_run_folder(launch, small_recipe, tmp_path):
+    planned = launch("--plan", "--tokens-per-second", "1000")
+    assert planned.status == 0 and planned.err == ""
+    assert "12 steps" in planned.out and "memory" in planned.out and "1,000 tokens/s" in planned.out
+    picture = tmp_path / "schedule.png"
+    previewed = launch("--preview-schedule", str(picture))
+    assert previewed.status == 0 and "cosine: warmup 2" in previewed.out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert not Path(small_recipe["run_dir"]).exists()
+
+
+def test_a_plan_refuses_what_the_run_would_refuse(refusal):
+    assert "model.attention: varlen needs a CUDA device" in refusal("--plan", "model.attention=varlen")

@@ -1,0 +1,161 @@
+"""Run folders, checkpoints and disks that stand in the way: nothing saved is touched, and what was saved can be resumed."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from packing.errors import InputError
+from packing.store import Pack, PackWriter
+from pretrain.checkpoint import Checkpoints
+from pretrain.metrics.trackers import JsonlTracker, cut_back
+from pretrain.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def checkpoints(launch: Callable, small_recipe: dict[str, Any]) -> Path:
+    """Those of a run of 8 steps: step 4 and step 8."""
+    small_recipe["train"]["steps"] = 8
+    assert launch().status == 0
+    folder = Path(small_recipe["run_dir"]) / "checkpoints"
+    assert sorted(os.listdir(folder)) == ["step-00000004", "step-00000008"]
+    return folder
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def weights_of(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("model-*.safetensors"))
+
+
+def test_a_run_folder_that_cannot_be_used_is_refused(refusal, launch, small_recipe, tmp_path):
+    run_dir = Path(small_recipe["run_dir"])
+    with RunFolder(run_dir):
+        message = refusal()
+        assert f"{run_dir}: the run folder is in use by process {os.getpid()} on " in message
+        assert "wait for it or stop it, or set another `run_dir`" in message
+        assert launch("--plan").status == 0
+    (tmp_path / "file").touch()
+    message = refusal(f"run_dir={tmp_path / 'file'}")
+    assert re.search(r"file: cannot be used as the run folder: .*; set another `run_dir`", message)
+
+
+def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(checkpoints, refusal, launch, tmp_path):
+    other = tmp_path / "other"
+    with PackWriter(other, 32) as writer:
+        for _ in range(20):
+            writer.add("train", Pack(np.zeros(32, np.uint32), np.array([32], np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    assert "data.fingerprint: saved " in refusal(f"data.packs={other}", "evaluate.every=null")
+
+    message = refusal("optimizer.learning_rate=0.02", "train.steps=10")
+    assert f"{checkpoints / 'step-00000008'}: the checkpoint was made by another recipe:" in message
+    assert "optimizer.learning_rate: saved 0.01, now 0.02" in message and "train.steps: saved 8, now 10" in message
+    assert "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one" in message
+
+    continued = launch("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes")
+    assert continued.status == 0
+    assert (
+        "resumed although the recipe has changed: optimizer.learning_rate: saved 0.01, now 0.02" in continued.out + continued.err
+    )
+    assert (checkpoints / "step-00000010").is_dir()
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_without_any_the_run_refuses(checkpoints, refusal, caplog):
+    newest, before = checkpoints / "step-00000008", checkpoints / "step-00000004"
+    flip_a_bit(weights_of(newest))
+    assert re.search(rf"{newest}: damaged: model-.* does not match its SHA-256.*--resume auto", refusal("--resume", str(newest)))
+    assert Checkpoints(checkpoints, keep=3).newest() == before
+    assert f"{newest} is DAMAGED and is not used; trying the one before it" in caplog.text
+
+    weights_of(before).unlink()
+    message = refusal()
+    assert f"{checkpoints}: every checkpoint is damaged" in message and "name another `run_dir`" in message
+
+
+# ── Disks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MiB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write to `path` until its disk is full."""
+    with open(path, "wb", buffering=0) as ballast:
+        try:
+            while ballast.write(bytes(4096)):
+                pass
+        except OSError:
+            return
+
+
+def test_a_disk_too_small_for_the_checkpoints_is_found_at_the_start(small_disk, launch):
+    message = launch(f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1").refusal
+    assert re.search(r"run: checkpoints need .* there and .* are free; free space, lower `checkpoint.keep`, or point", message)
+
+
+def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
+    metrics = JsonlTracker(small_disk / "metrics.jsonl")
+    metrics.start()
+    metrics.log({"step": 1, "loss": 2.0})
+    fill(small_disk / "ballast")
+    with pytest.raises(
+        InputError, match=r"metrics.jsonl: cannot be written: No space left on device; every checkpoint is untouched"
+    ):
+        for step in range(2, 1000):
+            metrics.log({"step": step, "loss": 2.0})
+    (small_disk / "ballast").unlink()
+    cut_back(metrics.path, last_step=1)
+    assert metrics.path.read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(small_disk, small_recipe, tmp_path):
+    steps, run_dir = 100, small_disk / "run"
+    changes = {"run_dir": str(run_dir), "train": {"steps": steps}, "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small_recipe | changes))
+    command = [sys.executable, "train_accelerate.py", str(path)]
+
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while process.poll() is None and not list(run_dir.glob("checkpoints/step-*")):
+        time.sleep(0.01)
+    fill(small_disk / "ballast")
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    assert said.startswith("error: ") and said.count("\n") == 1, said
+    assert "No space left on device" in said and re.search(r"[Ff]ree space there.*start the same command again to resume", said)
+
+    saved = Checkpoints(run_dir / "checkpoints", keep=1).newest()
+    assert saved is not None
+    (small_disk / "ballast").unlink()
+    resumed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed from {saved}" in resumed.stdout
+    assert (run_dir / "checkpoints" / f"step-{steps:08d}").is_dir() and (run_dir / "final" / "model.safetensors").is_file()

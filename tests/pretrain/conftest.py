@@ -1,0 +1,87 @@
+"""Tiny models as the launcher builds them, packs to feed them, plain transformers to hold them against, an Accelerator on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from packing.protocol import Pack
+from pretrain import model
+from pretrain.model import PackedLanguageModel
+from pretrain.settings import LossSettings, ModelSettings
+
+VOCABULARY = 61
+_SHAPES = {
+    "qwen3": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    | {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "initializer_range": 0.2},
+}
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    """accelerate keeps its state in the process: begun anew here, and not left behind for a test that wants the GPU."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def build_model() -> Callable[..., PackedLanguageModel]:
+    def build(
+        kind: str = "qwen3", *, weights: torch.dtype = torch.float32, cast_to: torch.dtype | None = None, seed: int = 1, **changes: object
+    ) -> PackedLanguageModel:
+        settings = ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES[kind], **changes})
+        config = model.load_config(settings)
+        hf = model.build(settings, config, weights=weights, seed=seed, device=torch.device("cpu"), backend="packed_sdpa")
+        packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
+        model.wrap_layers(hf, settings, cast_to=cast_to, compile_layers=False)
+        return packed
+
+    return build
+
+
+@pytest.fixture
+def plain_copy() -> Callable[[PackedLanguageModel], PreTrainedModel]:
+    """An unmodified transformers model with eager attention and the same weights, in evaluation mode."""
+
+    def copy(packed: PackedLanguageModel) -> PreTrainedModel:
+        plain = AutoModelForCausalLM.from_config(packed.hf.config, attn_implementation="eager")
+        plain.load_state_dict(packed.hf.state_dict())
+        return plain.eval()
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
+    """Mean next-token loss of all documents of the packs, each run by itself through the plain model."""
+
+    def loss(plain: PreTrainedModel, packs: Sequence[Pack]) -> Tensor:
+        losses = []
+        for pack in packs:
+            pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[: len(pack.lengths)]
+            for ids in (torch.from_numpy(piece)[None] for piece in pieces if len(piece) > 1):
+                logits = plain(input_ids=ids).logits[0, :-1]
+                losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+        return torch.cat(losses).mean() if losses else torch.zeros(())
+
+    return loss
+
+
+@pytest.fixture(scope="session")
+def random_packs() -> Callable[..., list[Pack]]:
+    """Packs of random tokens with documents of the lengths given; what they leave of `length` is a padding tail."""
+
+    def make(lengths: Sequence[Sequence[int]], length: int, seed: int = 0) -> list[Pack]:
+        rng = np.random.default_rng(seed)
+        return [Pack(rng.integers(VOCABULARY, size=length).astype(np.uint32), np.array(each, dtype=np.int32)) for each in lengths]
+
+    return make
