@@ -75,7 +75,7 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
         result["summary"] = json.loads((folder / "summary.json").read_text())
         result["steps"] = {key: [step[key] for step in steps] for key in ("step_ms", "loss", "gradient_norm", "data_wait_ms")}
     else:
-        result["output"] = output[-4000:]
+        result["output"] = output[-8000:]
     return result
 
 

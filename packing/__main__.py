@@ -16,10 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from packing.errors import InputError
-from packing.settings import Count, DataSettings, Settings, load_yaml, parse
+from packing.settings import Count, DataSettings, Settings, load_yaml, parse, value_from_text
 
 
 class _Recipe(Settings):
@@ -48,8 +46,6 @@ _FLAGS = {
     "on_bad_line": ("HOW", "error or skip, for malformed records (error)"),
     "processes": ("N", "default: one a core"),
 }
-
-_TEXT_KEYS = ("data.packs", "data.source", "data.subset", "data.split", "data.text", "data.tokenizer")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,11 +120,11 @@ def _recipe_of(options: argparse.Namespace) -> _Recipe:
     given = [text.partition("=")[::2] for text in options.recipe if "=" in text]
     given += [(key, value) for key, value in vars(options).items() if key.startswith("data.") and value is not None]
     for key, value in given:
-        _set(values, key, value if isinstance(value, bool) else _value(key, value))
+        _set(values, key, value if isinstance(value, bool) else value_from_text(_Recipe, key, value))
     if options.out is not None:
         _set(values, "data.packs", options.out)
     if options.seed is not None:
-        _set(values, "seed", _value("seed", options.seed))
+        _set(values, "seed", value_from_text(_Recipe, "seed", options.seed))
     if "data" not in values or "packs" not in (values["data"] or {}):
         raise InputError(
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
@@ -145,17 +141,6 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     if not isinstance(target, dict):
         raise InputError(f"`data`: a section of keys is wanted, the recipe holds {target!r}")
     target[name] = value
-
-
-def _value(key: str, text: str) -> Any:
-    """What the command line means: YAML, but text for the keys that hold text, where YAML would see a mapping in {title}."""
-    if key in _TEXT_KEYS and text != "null":
-        # A shell's quotes leave \n as two characters.
-        return text.replace("\\n", "\n").replace("\\t", "\t") if key == "data.text" else text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"command line: {key}: {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _inspect(options: argparse.Namespace) -> None:

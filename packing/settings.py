@@ -137,6 +137,27 @@ def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], 
     return path, list(cls.model_fields)
 
 
+def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
+    """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
+
+    YAML would see a mapping in the template `{title}: {text}`. Shells leave `\\n` in quotes as two characters; in text it is a line's
+    end. `null` is none everywhere. Raises InputError where the text is not YAML.
+    """
+    *parents, name = key.split(".")
+    for part in parents:
+        field = cls.model_fields.get(part)
+        cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
+    field = cls.model_fields.get(name)
+    annotation = field.annotation if field else None
+    members = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
+    if members & {str, Path} and text != "null":
+        return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"command line: the value of `{key}={text}` is not valid YAML: {' '.join(str(error).split())}") from None
+
+
 def _settings_classes(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]

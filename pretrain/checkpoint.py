@@ -191,11 +191,6 @@ class Checkpoints:
             moved = [checkpoint_folder.set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
         return self.all_gather(moved)[0]
 
-    def require_space(self, model: Tensors, optimizer: Tensors, at_once: int) -> None:
-        """InputError at the start if the disk has no room for `at_once` checkpoints, those of an earlier session among them."""
-        missing = max(1, at_once - len(step_folders(self.folder)))
-        check_space(self.folder, missing * bytes_needed(model, optimizer))
-
     # ── Resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> Path | None:

@@ -11,10 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from packing.errors import InputError
-from packing.settings import load_yaml, parse
+from packing.settings import load_yaml, parse, value_from_text
 from pretrain.settings import Recipe
 
 # Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
@@ -88,10 +86,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise InputError(f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4")
-    try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise InputError(f"command line: the value of {text!r} is not valid YAML: {' '.join(str(error).split())}") from None
+    return key.strip(), value_from_text(Recipe, key.strip(), value)
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:

@@ -84,7 +84,7 @@ def check_data(data: Data, model: ModelSettings, vocab_size: int) -> None:
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
-    """InputError where `data.tokenizer` is not the model's, or has more ids than `vocab_size`: asked before text is prepared with it."""
+    """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; ask before text is prepared with it."""
     if data.tokenizer is None:
         return
     tokenizer, expected = load_text_tokenizer(data.tokenizer), _fingerprint(model)

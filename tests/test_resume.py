@@ -87,13 +87,23 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, more_than: int = 0) -> int:
-    """Wait until metrics.jsonl holds more than that many lines; returns how many."""
-    path = run_dir / "metrics.jsonl"
-    while not path.exists() or (lines := path.read_bytes().count(b"\n")) <= more_than:
+def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, beyond: int = 0) -> int:
+    """Wait until metrics.jsonl goes beyond that step; returns its last step."""
+    while (step := last_step(run_dir)) <= beyond:
         assert process.poll() is None, f"ended with status {process.returncode} before it had trained"
         time.sleep(0.001)
-    return lines
+    return step
+
+
+def last_step(run_dir: Path) -> int:
+    return read_metrics(run_dir)[-1]["step"] if (run_dir / "metrics.jsonl").exists() and read_metrics(run_dir) else 0
+
+
+def saved_as_logged(run_dir: Path) -> int:
+    """The step of the newest checkpoint, which must be the last in metrics.jsonl, and short of the horizon."""
+    saved = step_of(step_folders(run_dir / "checkpoints")[0])
+    assert saved == last_step(run_dir) < STEPS
+    return saved
 
 
 def finished_copy(training: Training, run_dir: Path, without: tuple[int, ...] = ()) -> Path:
@@ -126,20 +136,19 @@ def test_a_run_killed_in_start_up_among_steps_while_saving_and_exporting_equals_
 # ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_saves_exits_cleanly_and_goes_on_as_if_nothing_had_been(
-    number: signal.Signals, gpt2: Training, run_dir: Path
-):
-    process = gpt2.start(run_dir)
-    wait_for_steps(process, run_dir)
-    process.send_signal(number)
-    output = (process.wait(timeout=60), gpt2.log(run_dir).read_text())[1]
-    assert process.returncode == 128 + number
-    assert f"{number.name} after step" in output and "the same command goes on" in output
-    assert "Traceback" not in output
-    saved = step_of(step_folders(run_dir / "checkpoints")[0])
-    assert saved == read_metrics(run_dir)[-1]["step"] < STEPS
-
+def test_a_run_stopped_again_and_again_saves_exits_cleanly_and_goes_on_as_if_nothing_had_been(gpt2: Training, run_dir: Path):
+    saved = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        gpt2.log(run_dir).unlink(missing_ok=True)
+        process = gpt2.start(run_dir)
+        wait_for_steps(process, run_dir, beyond=saved)
+        process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + number
+        output = gpt2.log(run_dir).read_text()
+        assert f"{number.name} after step" in output and "the same command goes on" in output
+        assert f"at step {saved}" in output or saved == 0
+        assert "Traceback" not in output
+        saved = saved_as_logged(run_dir)
     status, output = gpt2.run(run_dir)
     assert status == 0 and f"at step {saved}" in output
     assert differences(gpt2.alone, run_dir) == []
@@ -152,7 +161,15 @@ def test_a_run_whose_terminal_is_gone_still_saves_when_stopped(qwen3: Training, 
     process.stdout.close()
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
-    assert step_of(step_folders(run_dir / "checkpoints")[0]) == read_metrics(run_dir)[-1]["step"]
+    saved_as_logged(run_dir)
+
+
+def test_ctrl_c_while_starting_ends_the_process_without_a_traceback(qwen3: Training, run_dir: Path):
+    process = qwen3.start(run_dir)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == -signal.SIGINT
+    assert "Traceback" not in qwen3.log(run_dir).read_text()
 
 
 # ── Damaged, sent back, repeated, changed ─────────────────────────────────────────────────────────────────────────────────────
@@ -192,6 +209,16 @@ def test_a_finished_run_started_again_changes_nothing(qwen3: Training, run_dir: 
     assert differences(qwen3.alone, run_dir) == []
 
 
+def test_a_run_killed_between_its_last_save_and_its_last_evaluation_makes_up_for_it(qwen3: Training, run_dir: Path):
+    metrics = finished_copy(qwen3, run_dir) / "metrics.jsonl"
+    *before, evaluation = metrics.read_bytes().splitlines(keepends=True)
+    assert b"held_out_loss" in evaluation
+    metrics.write_bytes(b"".join(before))
+    status, output = qwen3.run(run_dir)
+    assert status == 0, output
+    assert differences(qwen3.alone, run_dir) == []
+
+
 def test_another_microbatch_may_take_over_and_sums_to_the_same_losses(qwen3: Training, run_dir: Path):
     finished_copy(qwen3, run_dir, without=(56, 60))
     status, output = qwen3.run(run_dir, "batch.microbatch=8")
@@ -211,8 +238,7 @@ def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_
         second = subprocess.run(qwen3.command(run_dir), cwd=ROOT, capture_output=True, text=True, timeout=120)
         assert second.returncode == 2
         assert f"in use by process {first.pid}" in second.stderr and "Traceback" not in second.stderr
-        lines = wait_for_steps(first, run_dir)
-        wait_for_steps(first, run_dir, more_than=lines)
+        wait_for_steps(first, run_dir, beyond=last_step(run_dir))
         first.terminate()
         assert first.wait(timeout=60) == 143
     finally:

@@ -69,8 +69,8 @@ class JsonlTracker(GeneralTracker):
             with contextlib.suppress(OSError):  # it cannot flush either; what it wrote of a line, the next start removes
                 self._file.close()
             raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start the "
-                "same command again to resume."
+                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
+                "the same command again to resume."
             ) from None
 
     def sync(self) -> None:

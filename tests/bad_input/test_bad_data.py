@@ -85,7 +85,7 @@ def write_packs(folder: Path, *, highest: int = 60, at: int = 0, tokenizer: dict
         ),
         (f'{DOCUMENT}\n{{"text": 5}}\n', "data.text=text", r"text.jsonl:2: column `text` holds int, not text"),
         (DOCUMENT, "data.text=body", r"text.jsonl:1: no column `body`; the columns are: text. Set data.text to one of them"),
-        (DOCUMENT, "data.text='{title} {text}'", r"text.jsonl:1: no column `title`; the columns are: text"),
+        (DOCUMENT, "data.text={title} {text}", r"text.jsonl:1: no column `title`; the columns are: text"),
         (
             DOCUMENT,
             "data.held_out=0.5",

@@ -72,9 +72,7 @@ def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(ch
 
     continued = launch("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes")
     assert continued.status == 0
-    assert (
-        "resumed although the recipe has changed: optimizer.learning_rate: saved 0.01, now 0.02" in continued.out + continued.err
-    )
+    assert "the recipe has changed: optimizer.learning_rate: saved 0.01, now 0.02" in continued.out + continued.err
     assert (checkpoints / "step-00000010").is_dir()
 
 

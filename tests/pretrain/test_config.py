@@ -118,3 +118,12 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_p
     assert all(identity(change) == identity() for change in same)
     assert all(identity(change) != identity() for change in other)
     assert identity_of(load_recipe(write(tmp_path, SMALLEST)), "other data") != identity()
+
+
+def test_text_on_the_command_line_is_text_and_not_yaml(tmp_path: Path) -> None:
+    def text(override: str) -> str:
+        return load_recipe(write(tmp_path, {**SMALLEST, "data": {"packs": "p", "source": "s", "tokenizer": "t"}}), [override]).data.text
+
+    assert text("data.text={title}: {text}") == "{title}: {text}"
+    assert text("data.text={title}\\n\\n{body}") == "{title}\n\n{body}"
+    assert text("data.text=1") == "1"

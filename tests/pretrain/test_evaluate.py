@@ -102,10 +102,11 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
 ) -> None:
     packed = build_model(kind)
     (ours,) = sample(packed.hf, tokenizer, ["w3 w4 w5"], 12, seed=5)
+    plain = plain_copy(packed)
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        ids = plain_copy(packed).generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.8, top_k=50, pad_token_id=60)
+        ids = plain.generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.8, top_k=50, pad_token_id=60)
     assert ours.continuation == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
     assert ours.prompt == "w3 w4 w5"
 

@@ -1,0 +1,187 @@
+"""Training on CUDA: packed and compiled in BF16 against plain transformers in FP32, the memory search, and the launcher itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from packing.batch import BatchStream, Microbatch, build_microbatch
+from packing.errors import InputError
+from packing.order import PackOrder
+from packing.protocol import Pack
+from packing.settings import DataSettings
+from packing.store import open_packs
+from pretrain import model, optimizer
+from pretrain.microbatch import largest_that_fits
+from pretrain.model import PackedLanguageModel
+from pretrain.precision import audit
+from pretrain.precision.recipes import RECIPES
+from pretrain.settings import LossSettings, ModelSettings, OptimizerSettings
+from pretrain.step import forward_backward
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTH, VOCABULARY = 256, 503
+QWEN3 = {"model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
+SETTINGS = ModelSettings(config=QWEN3 | HEADS)
+DEVICE = torch.device("cuda")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def packed() -> PackedLanguageModel:
+    """FP32 weights under BF16 working copies, each layer compiled, attention by torch's variable-length kernel."""
+    torch._dynamo.reset()
+    hf = model.build(SETTINGS, model.load_config(SETTINGS), weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen")
+    wrapped = PackedLanguageModel(hf, "packed_varlen", LossSettings(chunk=512))
+    model.wrap_layers(hf, SETTINGS, cast_to=torch.bfloat16, compile_layers=True)
+    return wrapped
+
+
+def pack_of(documents: int, seed: int) -> Pack:
+    rng = np.random.default_rng(seed)
+    cuts = np.sort(rng.choice(np.arange(1, LENGTH), documents - 1, replace=False))
+    lengths = np.diff([0, *cuts, LENGTH]).astype(np.int32)
+    return Pack(rng.integers(VOCABULARY, size=LENGTH).astype(np.uint32), lengths)
+
+
+def microbatch_of(*packs: Pack) -> Microbatch:
+    return build_microbatch(packs, mask_boundaries=True)
+
+
+def plain_loss(plain: PreTrainedModel, packs: list[Pack]) -> torch.Tensor:
+    """Summed next-token loss of the unmodified FP32 forward, one document at a time."""
+    total = torch.zeros((), device=DEVICE)
+    for pack in packs:
+        for piece in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths)[:-1]):
+            if len(piece) > 1:
+                ids = torch.from_numpy(piece).to(DEVICE)[None]
+                total = total + torch.nn.functional.cross_entropy(plain(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+    return total
+
+
+def test_packed_compiled_bf16_agrees_with_plain_fp32_on_separate_documents(packed: PackedLanguageModel) -> None:
+    packs = [pack_of(documents, seed=documents) for documents in (1, 7, 20)]
+    loss = packed(**model.inputs_of(microbatch_of(*packs), DEVICE))
+    loss.backward()
+    plain = AutoModelForCausalLM.from_config(packed.hf.config, attn_implementation="eager", dtype=torch.float32).to(DEVICE)
+    plain.load_state_dict(packed.hf.state_dict())
+    expected = plain_loss(plain, packs)
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=2e-2)
+    for (name, ours), reference in zip(packed.hf.named_parameters(), plain.parameters(), strict=True):
+        assert ours.grad.dtype == torch.float32
+        if ours.dim() == 2:
+            assert torch.cosine_similarity(ours.grad.flatten(), reference.grad.flatten(), dim=0) > 0.99, name
+
+
+def test_nothing_is_compiled_after_the_second_batch_however_many_documents_come(packed: PackedLanguageModel) -> None:
+    counters.clear()
+    graphs = []
+    for documents in (3, 40, 1, 90, 17, 200):
+        packed(**model.inputs_of(microbatch_of(pack_of(documents, seed=documents)), DEVICE)).backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[1:] == [graphs[1]] * 5
+
+
+def test_the_audit_sees_bf16_in_every_linear_from_fp32_weights(packed: PackedLanguageModel) -> None:
+    entries = audit.observe(packed, model.inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE), RECIPES["bf16"])
+    assert len(entries) == 2 * 7 + 1
+    assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bfloat16")}
+
+
+@pytest.fixture
+def memory_for() -> Iterator[Callable[[int], None]]:
+    """Let this process have as many bytes as it holds now and so many more."""
+
+    def limit(further: int) -> None:
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(DEVICE).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + further) / total)
+
+    yield limit
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def trial(packs: int) -> Microbatch:
+    return microbatch_of(*[pack_of(4, seed) for seed in range(packs)])
+
+
+def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
+    packed: PackedLanguageModel, accelerator: Accelerator, memory_for: Callable
+) -> None:
+    assert largest_that_fits(packed, accelerator, [4, 1], trial) == 4
+    memory_for(256 * 2**20)
+    found = largest_that_fits(packed, accelerator, [1024, 512, 4, 1], trial)  # 1,024 packs hold 0.5 GiB in each norm's input alone
+    assert found == 4
+    assert all(not parameter.grad.any() for parameter in packed.parameters())
+    packed(**model.inputs_of(trial(4), DEVICE)).backward()  # what was found runs, with nothing left over from what failed
+
+
+def test_a_model_for_which_there_is_no_memory_is_refused(
+    packed: PackedLanguageModel, accelerator: Accelerator, memory_for: Callable
+) -> None:
+    memory_for(2 * 2**20)
+    with pytest.raises(InputError, match="gradient_checkpointing"):
+        largest_that_fits(packed, accelerator, [512, 256], trial)
+
+
+def test_pinned_batches_train_the_model_with_fused_adamw(packed: PackedLanguageModel, accelerator: Accelerator, small_packs: Path) -> None:
+    """Ten steps over packs in which each document counts upwards: learnt at once, if data and updates arrive whole."""
+    packs = open_packs(DataSettings(packs=small_packs, length=32), "train")
+    order = PackOrder(len(packs), 16, seed=1)
+    stream = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True, pin_memory=True)
+    unpinned = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True).step(0)
+    adamw = optimizer.build_optimizer(packed, OptimizerSettings(learning_rate=3e-3))
+    optimizer.materialise_state(adamw)
+    moments = optimizer.named_state(adamw, packed.hf)
+    assert {tensor.device.type for tensor in moments.values()} == {"cuda"}
+    assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
+    losses = []
+    with stream.steps(0, 10) as steps:
+        for number, batches in enumerate(steps):
+            assert all(each.input_ids.is_pinned() and each.cu_seqlens.is_pinned() for each in batches.microbatches)
+            if number == 0:
+                pairs = zip(batches.microbatches, unpinned.microbatches, strict=True)
+                assert all(torch.equal(a.labels.to(DEVICE, non_blocking=True).cpu(), b.labels) for a, b in pairs)
+            losses.append(forward_backward(packed, batches, accelerator).item())
+            optimizer.clip_gradients(packed.parameters(), optimizer.gradient_norm(packed.parameters()), 1.0)
+            adamw.step()
+            adamw.zero_grad(set_to_none=True)
+    assert losses[-1] < 0.8 * losses[0]
+    assert optimizer.updates_done(adamw) == 10
+    assert all(tensor.isfinite().all() and tensor.any() for tensor in moments.values())
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(weights: str, train: Callable, small_recipe: dict[str, Any]) -> None:
+    recipe = small_recipe | {"weights": weights, "batch": {"tokens": 256, "microbatch": "auto"}}
+    recipe["model"]["config"] |= {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    finished = train(recipe=recipe, launch=["--config_file", "accelerate_configs/gpu.yaml"])
+    assert finished.status == 0, finished.output
+    summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["recompiles"] == 0
+    assert summary["held_out_loss"] < finished.losses()[0]
+    found = json.loads((finished.run_dir / "audit.json").read_text())
+    assert (found["precision"], found["weights"], found["attention"]["kind"]) == ("bf16", weights, "packed_varlen")
+    stored = {"fp32": "float32", "bf16": "bfloat16"}[weights]
+    assert {(each["stored"], each["effective"]) for each in found["products"]} == {(stored, "bfloat16")}
