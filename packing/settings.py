@@ -140,8 +140,8 @@ def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], 
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 
-    YAML would see a mapping in the template `{title}: {text}`. Shells leave `\\n` in quotes as two characters; in text it is a line's
-    end. `null` is none everywhere. Raises InputError where the text is not YAML.
+    YAML would see a mapping in the template `{title}: {text}`. Shells leave `\\n` in quotes as two characters; in text it is a
+    line's end. `null` is none everywhere. Raises InputError where the text is not YAML.
     """
     *parents, name = key.split(".")
     for part in parents:

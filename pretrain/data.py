@@ -49,8 +49,8 @@ class Data:
     def trial_batch(self, packs: int) -> Microbatch:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.
 
-        All of its tokens are 0: which ones there are changes neither dtypes nor memory, and one beyond the vocabulary would end the
-        process on a device, before the batches of training can say in which pack it stands.
+        All of its tokens are 0: which ones there are changes neither dtypes nor memory, and one beyond the vocabulary would end
+        the process on a device, before the batches of training can say in which pack it stands.
         """
         tokens = np.zeros(self.train.length, dtype=np.uint32)
         chosen = [Pack(tokens, self.train.lengths(index % len(self.train))) for index in range(packs)]
@@ -84,7 +84,7 @@ def check_data(data: Data, model: ModelSettings, vocab_size: int) -> None:
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
-    """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; ask before text is prepared with it."""
+    """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; for before text is prepared."""
     if data.tokenizer is None:
         return
     tokenizer, expected = load_text_tokenizer(data.tokenizer), _fingerprint(model)

@@ -11,7 +11,7 @@ A signal reaches the ranks at different moments, or one rank alone, so `requeste
 ranks each step. Launchers pass signals on in their own ways. torchrun sends its workers the signal that it got and kills them
 after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (30 unless set), so the save of a large model may need more; one that is cut off
 leaves the checkpoint before it as the newest. `accelerate launch` of a single process passes nothing on: signal the training
-process, or the whole process group, as a terminal does.
+process, or the whole process group, as a terminal does. It also replaces any exit status of the training but 0 by its own.
 """
 
 from __future__ import annotations

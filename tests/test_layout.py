@@ -164,8 +164,12 @@ def test_settings_and_reports_do_without_torch(module: str):
     assert subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=False).returncode == 0
 
 
+# `tokenizers` raises plain Exception, nothing narrower; catching it is fair where every subclass is raised again at once.
+BROAD_EXCEPT = r"except Exception\b.*\n(?!\s+if type\(\w+\) is not Exception:.*\n\s+raise\n)"
+
+
 @pytest.mark.parametrize(
-    "unsafe", [r"\btrust_remote_code=True", r"weights_only=False", r"\bpickle\.loads?\(", r"except Exception\b", r"except:"]
+    "unsafe", [r"\btrust_remote_code=True", r"weights_only=False", r"\bpickle\.loads?\(", BROAD_EXCEPT, r"except:"]
 )
 def test_nothing_loads_code_unasked_or_swallows_every_error(unsafe: str):
     found = [relative(path) for path in python_files(*PRODUCT) if re.search(unsafe, path.read_text(encoding="utf-8"))]

@@ -200,22 +200,16 @@ def test_a_run_sent_back_sets_later_checkpoints_aside_and_repeats_the_same_curve
     assert differences(gpt2.alone, run_dir) == []
 
 
-def test_a_finished_run_started_again_changes_nothing(qwen3: Training, run_dir: Path):
-    shutil.copytree(qwen3.alone, run_dir)
-    before = (run_dir / "metrics.jsonl").read_bytes()
-    status, output = qwen3.run(run_dir)
-    assert status == 0, output
-    assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert differences(qwen3.alone, run_dir) == []
-
-
-def test_a_run_killed_between_its_last_save_and_its_last_evaluation_makes_up_for_it(qwen3: Training, run_dir: Path):
+def test_a_finished_run_started_again_does_what_a_kill_left_undone_and_changes_nothing_else(qwen3: Training, run_dir: Path):
+    """Killed between its last save and its last evaluation: neither that nor the exported model is there."""
     metrics = finished_copy(qwen3, run_dir) / "metrics.jsonl"
-    *before, evaluation = metrics.read_bytes().splitlines(keepends=True)
+    whole = metrics.read_bytes()
+    *before, evaluation = whole.splitlines(keepends=True)
     assert b"held_out_loss" in evaluation
     metrics.write_bytes(b"".join(before))
     status, output = qwen3.run(run_dir)
     assert status == 0, output
+    assert metrics.read_bytes() == whole
     assert differences(qwen3.alone, run_dir) == []
 
 

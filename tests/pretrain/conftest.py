@@ -1,4 +1,4 @@
-"""Tiny models as the launcher builds them, packs to feed them, plain transformers to hold them against, an Accelerator on the CPU."""
+"""Tiny models as the launcher builds them, packs to feed them, plain transformers to compare with, an Accelerator on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from pretrain.settings import LossSettings, ModelSettings
 
 VOCABULARY = 61
 _SHAPES = {
-    "qwen3": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    "qwen3": {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     | {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "initializer_range": 0.2},
 }
@@ -36,7 +42,12 @@ def accelerator() -> Iterator[Accelerator]:
 @pytest.fixture
 def build_model() -> Callable[..., PackedLanguageModel]:
     def build(
-        kind: str = "qwen3", *, weights: torch.dtype = torch.float32, cast_to: torch.dtype | None = None, seed: int = 1, **changes: object
+        kind: str = "qwen3",
+        *,
+        weights: torch.dtype = torch.float32,
+        cast_to: torch.dtype | None = None,
+        seed: int = 1,
+        **changes: object,
     ) -> PackedLanguageModel:
         settings = ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES[kind], **changes})
         config = model.load_config(settings)

@@ -28,7 +28,13 @@ def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, 
 def test_a_whole_run(tmp_path: Path) -> None:
     folder = tmp_path / "small-bf16-fp32"
     (folder / "final").mkdir(parents=True)
-    evaluation = {"step": 60, "event": "evaluation", "held_out_loss": 2.9512, "held_out_perplexity": 19.129, "held_out_tokens": 900}
+    evaluation = {
+        "step": 60,
+        "event": "evaluation",
+        "held_out_loss": 2.9512,
+        "held_out_perplexity": 19.129,
+        "held_out_tokens": 900,
+    }
     title, rows, commands = screen(folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation])
     assert title == "small-bf16-fp32: done"
     assert rows == {

@@ -179,3 +179,13 @@ def test_three_digits_are_within_half_a_unit_of_the_last(value):
 
 def test_memory_changes_its_unit_below_a_gib():
     assert (memory(80.94), memory(1.0), memory(0.5)) == ("80.9 GiB", "1.0 GiB", "512 MiB")
+
+
+def test_a_reader_that_went_away_ends_the_output_and_not_the_run():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        console = Console(2776, stream=stream)
+        os.close(reader)
+        for _ in range(3):
+            console.notice("a line")
+        assert not console.enabled

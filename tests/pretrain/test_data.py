@@ -17,7 +17,7 @@ from packing.settings import DataSettings
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.settings import ModelSettings
 
-WORDS = {"<|endoftext|>": 0} | {word: index for index, word in enumerate("the a cat dog sat ran on under mat tree".split(), start=1)}
+WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
 FROM_SCRATCH = ModelSettings(config={"model_type": "qwen3"})
 
 
@@ -39,7 +39,13 @@ def settings(tmp_path: Path) -> DataSettings:
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = write_tokenizer(tmp_path / "tokenizer", WORDS)
     return DataSettings(
-        packs=tmp_path / "packs", length=16, source=str(corpus), tokenizer=str(tokenizer), held_out=0.1, packing="best_fit", processes=1
+        packs=tmp_path / "packs",
+        length=16,
+        source=str(corpus),
+        tokenizer=str(tokenizer),
+        held_out=0.1,
+        packing="best_fit",
+        processes=1,
     )
 
 
@@ -49,7 +55,11 @@ def data(settings: DataSettings) -> Data:
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(settings: DataSettings) -> None:
@@ -93,7 +103,9 @@ def test_the_model_s_own_tokenizer_is_accepted(data: Data, settings: DataSetting
 
 
 def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: DataSettings, tmp_path: Path) -> None:
-    other = ModelSettings(source=str(write_tokenizer(tmp_path / "model", {word: len(WORDS) - 1 - i for word, i in WORDS.items()})))
+    other = ModelSettings(
+        source=str(write_tokenizer(tmp_path / "model", {word: len(WORDS) - 1 - i for word, i in WORDS.items()}))
+    )
     with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
         check_data(data, other, vocab_size=len(WORDS))
     with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):

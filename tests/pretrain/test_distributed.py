@@ -44,7 +44,9 @@ def test_one_process_on_a_cpu() -> None:
         ("ACCELERATE_USE_FSDP", "true", "FSDP2 was asked for with one process"),
     ],
 )
-def test_what_accelerate_would_do_silently_is_refused(variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_would_do_silently_is_refused(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(InputError) as error:
         make_accelerator()

@@ -43,7 +43,13 @@ def all_packs(packs: Packs) -> list[Pack]:
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("microbatch", [1, 3, 10, 16])  # 10 packs: those of 3 and 16 are filled up with padding
 def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
-    kind: str, microbatch: int, held_out: Packs, accelerator: Accelerator, build_model: Callable, plain_copy: Callable, plain_loss: Callable
+    kind: str,
+    microbatch: int,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
+    plain_copy: Callable,
+    plain_loss: Callable,
 ) -> None:
     packed = build_model(kind)
     result = evaluate(packed, held_out, accelerator, microbatch)
@@ -56,7 +62,9 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_ranks_shares_add_up_to_the_whole(world_size: int, held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
+def test_the_ranks_shares_add_up_to_the_whole(
+    world_size: int, held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
     packed = build_model()
     whole = evaluate(packed, held_out, accelerator, 2)
     shares = [evaluate(packed, held_out, accelerator, 2, rank=rank, world_size=world_size) for rank in range(world_size)]
@@ -64,7 +72,9 @@ def test_the_ranks_shares_add_up_to_the_whole(world_size: int, held_out: Packs, 
     assert sum(share.loss * share.tokens for share in shares) / whole.tokens == pytest.approx(whole.loss, rel=1e-9)
 
 
-def test_a_share_of_padding_alone_is_no_tokens_and_no_loss(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
+def test_a_share_of_padding_alone_is_no_tokens_and_no_loss(
+    held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
     assert evaluate(build_model(), held_out, accelerator, 10, rank=1, world_size=2) == HeldOut(loss=0.0, tokens=0)
 
 
@@ -114,7 +124,12 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("cast_to", [None, torch.bfloat16])
 def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
-    kind: str, cast_to: torch.dtype | None, tokenizer: PreTrainedTokenizerFast, held_out: Packs, accelerator: Accelerator, build_model: Callable
+    kind: str,
+    cast_to: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
 ) -> None:
     packed = build_model(kind, cast_to=cast_to).train()
     before = evaluate(packed, held_out, accelerator, 5)
@@ -128,7 +143,9 @@ def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
     assert evaluate(packed, held_out, accelerator, 5) == before
 
 
-def test_a_sampler_given_up_half_way_leaves_the_model_as_it_was(tokenizer: PreTrainedTokenizerFast, build_model: Callable) -> None:
+def test_a_sampler_given_up_half_way_leaves_the_model_as_it_was(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable
+) -> None:
     packed = build_model().train()
     samples = sample(packed.hf, tokenizer, ["w1", "w2"], 4, seed=0)
     next(samples)
@@ -141,7 +158,9 @@ def test_an_empty_prompt_samples_a_text_from_its_beginning(tokenizer: PreTrained
     assert ours.prompt == "" and ours.continuation
 
 
-def test_sampling_warns_of_nothing(tokenizer: PreTrainedTokenizerFast, build_model: Callable, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture) -> None:
+def test_sampling_warns_of_nothing(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
     list(sample(build_model().hf, tokenizer, ["w1 w2"], 4, seed=0))
     assert [str(each.message) for each in recwarn] == []
     assert caplog.messages == []

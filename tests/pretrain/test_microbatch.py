@@ -17,7 +17,7 @@ LENGTH = 8
 
 
 class SmallDevice(nn.Module):
-    """A model on a device with memory for `packs` packs; what is too much fails as CUDA's allocator fails, in forward or backward."""
+    """A model on a device with memory for `packs` packs; what is too much fails as CUDA's allocator does, forward or backward."""
 
     def __init__(self, packed: nn.Module, packs: int, fails_in: str = "forward") -> None:
         super().__init__()
@@ -45,14 +45,18 @@ def make_batch(random_packs: Callable) -> Callable[[int], Microbatch]:
     return lambda packs: build_microbatch(random_packs([[5, 3]] * packs, LENGTH), mask_boundaries=True)
 
 
-def test_where_everything_fits_the_first_candidate_is_taken(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_where_everything_fits_the_first_candidate_is_taken(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     model = SmallDevice(build_model(), packs=8)
     assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 8
     assert set(model.tried) == {8}
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_the_first_candidate_that_fits_is_taken(fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_the_first_candidate_that_fits_is_taken(
+    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     model = SmallDevice(build_model(), packs=3, fails_in=fails_in)
     assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 2
     assert list(dict.fromkeys(model.tried)) == [8, 4, 2]
@@ -75,17 +79,23 @@ def test_gradients_are_zero_and_training_mode_is_on_afterwards(
         assert parameter.grad is not None and not parameter.grad.any(), name
 
 
-def test_where_nothing_fits_the_message_says_what_would_help(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_where_nothing_fits_the_message_says_what_would_help(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     with pytest.raises(InputError, match=r"not even 1 pack\(s\).*gradient_checkpointing"):
         largest_that_fits(SmallDevice(build_model(), packs=0), accelerator, [4, 2, 1], make_batch)
 
 
-def test_other_errors_are_not_taken_for_a_lack_of_memory(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     with pytest.raises(IndexError):
         largest_that_fits(build_model(vocab_size=2), accelerator, [4, 2, 1], make_batch)
 
 
-def test_more_sizes_may_be_tried_than_the_compiler_takes_of_one_function(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_more_sizes_may_be_tried_than_the_compiler_takes_of_one_function(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     packed = build_model()
     norm = packed.hf.base_model.norm
     norm.forward = torch.compile(norm.forward, backend="eager", fullgraph=True, dynamic=False)

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from packing.errors import InputError
+from pretrain.durable import PARTIAL
 from pretrain.run_folder import RunFolder, describe_environment
 
 HOLD = """
@@ -60,6 +61,13 @@ def test_the_other_ranks_know_the_paths_and_leave_the_lock_to_its_owner(tmp_path
         assert other.checkpoints == main.checkpoints
         with pytest.raises(InputError, match="in use"):
             RunFolder(tmp_path / "run")
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_by_the_next_run(tmp_path):
+    (tmp_path / f".summary.json.123{PARTIAL}").write_text('{"loss": 1')
+    (tmp_path / "summary.json").write_text("{}")
+    with RunFolder(tmp_path):
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "summary.json"]
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_message_with_its_path(tmp_path):

@@ -48,7 +48,12 @@ steps = st.lists(st.lists(document_lengths(), min_size=1, max_size=3), min_size=
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
-    accelerator: Accelerator, build_model: Callable, plain_copy: Callable, plain_loss: Callable, random_packs: Callable, step: list
+    accelerator: Accelerator,
+    build_model: Callable,
+    plain_copy: Callable,
+    plain_loss: Callable,
+    random_packs: Callable,
+    step: list,
 ) -> None:
     packs = random_packs([lengths for microbatch in step for lengths in microbatch], LENGTH)
     packed = build_model()
@@ -76,23 +81,32 @@ def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(
     assert loss.item() != pytest.approx(sum(means) / 2, rel=1e-2)
 
 
-def test_a_microbatch_without_a_valid_token_adds_nothing(accelerator: Accelerator, build_model: Callable, random_packs: Callable) -> None:
+def test_a_microbatch_without_a_valid_token_adds_nothing(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
     full, empty = random_packs([[7, 5], [1] * LENGTH], LENGTH)
     alone, beside = build_model(), build_model()
-    losses = forward_backward(alone, step_of([full], [1]), accelerator), forward_backward(beside, step_of([empty, full], [1, 1]), accelerator)
+    losses = (
+        forward_backward(alone, step_of([full], [1]), accelerator),
+        forward_backward(beside, step_of([empty, full], [1, 1]), accelerator),
+    )
     assert torch.equal(*losses)
     for a, b in zip(alone.parameters(), beside.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_a_step_without_a_valid_token_is_zero_not_nan(accelerator: Accelerator, build_model: Callable, random_packs: Callable) -> None:
+def test_a_step_without_a_valid_token_is_zero_not_nan(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
     packed = build_model()
     packs = random_packs([[1] * LENGTH, []], LENGTH)
     assert forward_backward(packed, step_of(packs, [1, 1]), accelerator).item() == 0
     assert not any(parameter.grad.any() for parameter in packed.parameters())
 
 
-def test_the_gradient_arrives_in_fp32_under_bf16_working_copies(accelerator: Accelerator, build_model: Callable, random_packs: Callable) -> None:
+def test_the_gradient_arrives_in_fp32_under_bf16_working_copies(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
     packs = random_packs([[7, 5], [12], [3, 9]], LENGTH)
     exact, rounded = build_model(), build_model(cast_to=torch.bfloat16)
     losses = [forward_backward(each, step_of(packs, [2, 1]), accelerator) for each in (exact, rounded)]

@@ -80,7 +80,9 @@ def test_a_cast_inside_a_linear_s_forward_is_found(build_model: Callable, inputs
     packed = build_model(cast_to=torch.bfloat16)
     linear = packed.hf.base_model.layers[0].mlp.up_proj
     linear.forward = lambda x: F.linear(x.float(), linear.weight.float()).to(x.dtype)
-    assert "1 of 15 linear products did not run in it: hf.model.layers.0.mlp.up_proj (bfloat16 x float32)" in refusal(packed, inputs, BF16)
+    assert "1 of 15 linear products did not run in it: hf.model.layers.0.mlp.up_proj (bfloat16 x float32)" in refusal(
+        packed, inputs, BF16
+    )
 
 
 def test_a_head_that_gets_fp32_is_found(build_model: Callable, inputs: dict) -> None:

@@ -34,7 +34,7 @@ FP8 = {
         ({"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
         (FP8, "block"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "delayed"),
-        # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, and would have accelerate convert all the same.
+        # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, but accelerate would convert all the same.
         (FP8 | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16"),
     ],
 )

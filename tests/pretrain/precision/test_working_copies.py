@@ -19,7 +19,9 @@ class Layer(nn.Module):
         self.seen: dict[str, torch.dtype] = {}
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.seen = {name: parameter.dtype for name, parameter in self.named_parameters()} | {"frequencies": self.frequencies.dtype}
+        self.seen = {name: parameter.dtype for name, parameter in self.named_parameters()} | {
+            "frequencies": self.frequencies.dtype
+        }
         return self.second(torch.tanh(self.second(self.first(hidden))))
 
 
