@@ -44,7 +44,7 @@ from pretrain.precision.launch_environment import with_precision
 from pretrain.preflight import Job, prepare_job
 from pretrain.resume import find_source, restore
 from pretrain.run_files import read_run
-from pretrain.run_folder import RunFolder, describe_environment
+from pretrain.run_folder import RunFolder, check_free, describe_environment
 from pretrain.signals import StopRequest
 from pretrain.state import TrainState, seed_step
 from pretrain.step import forward_backward, largest_over_ranks
@@ -86,6 +86,8 @@ def launch(arguments: argparse.Namespace) -> int:
     # ── What is asked for, and what would happen ──────────────────────────────────────────────────────────────────────────────
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator = make_accelerator()
+    if accelerator.is_main_process and not (arguments.plan or arguments.preview_schedule):
+        check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second)
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     if arguments.plan:
@@ -111,9 +113,8 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     checkpoints = Checkpoints.of_process_group(folder.checkpoints, recipe.checkpoint.keep)
     source = find_source(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
-    if source is None:
-        each = bytes_needed(assembly.tensors, assembly.optimizer_tensors)
-        check_space(folder.path, job.plan.checkpoints_at_once * each)
+    to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
+    check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.optimizer_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
     plan = job.plan.with_microbatch(settle_microbatch(job, assembly.model, source.record if source else None, accelerator))
     recorder = Recorder(
@@ -280,7 +281,7 @@ def save(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Evaluate once more, save, export, and say where everything is. A finished run started again only exports and says it again."""
+    """Evaluate once more, save, export, say where everything is. A finished run started again only exports and says it again."""
     has_trained = run.state.step > run.resumed_step
     if has_trained:
         evaluate_now(run)
@@ -308,16 +309,23 @@ def say_once(text: str) -> None:
         print(text, file=sys.stderr)
 
 
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings over the recipe's: weights=bf16 train.steps=9")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9")
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    parser.add_argument("--tokens-per-second", type=float, metavar="N", help="speed at which the plan reckons the hours")
+    parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
-    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default: auto, the run's newest intact checkpoint")
+    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # so that key=value may follow an option
 
 
 if __name__ == "__main__":

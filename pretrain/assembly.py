@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pretrain import attention, model, optimizer
+from pretrain import model, optimizer
 from pretrain.distributed import prepare, unwrapped
 from pretrain.precision import audit
 from pretrain.preflight import Job
@@ -37,12 +37,9 @@ class Assembly:
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     """Build the model of `job`, put its precision around its layers, wrap it for the topology, and observe what it computes in."""
-    recipe, device = job.recipe, accelerator.device
-    backend = attention.choose(recipe.model.attention, device.type, job.plan.flops.shape.head_dim, job.compute_dtype)
-    hf = model.build(
-        recipe.model, job.model_config, weights=job.weight_dtype, seed=recipe.seed, device=device, backend=backend.name
-    )
-    packed = model.PackedLanguageModel(hf, backend.name, recipe.loss)
+    recipe, device, backend = job.recipe, accelerator.device, job.backend.name
+    hf = model.build(recipe.model, job.model_config, weights=job.weight_dtype, seed=recipe.seed, device=device, backend=backend)
+    packed = model.PackedLanguageModel(hf, backend, recipe.loss)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
@@ -55,7 +52,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     found = {
         "precision": job.precision.name,
         "weights": recipe.weights,
-        "attention": {"kind": backend.name, "reason": backend.reason},
+        "attention": {"kind": backend, "reason": job.backend.reason},
         "loss": hf.get_output_embeddings().describe(),
         "compiled": "each layer" if compiled else "nothing",
         "products": products,

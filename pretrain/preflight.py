@@ -11,9 +11,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from pretrain import config, model
+from pretrain import attention, config, model
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.distributed import device_of
+from pretrain.metrics.flops import Shape
 from pretrain.metrics.trackers import resolve
 from pretrain.plan import Plan, check_settings
 from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES, PrecisionRecipe
@@ -29,6 +30,7 @@ class Job:
     model_config: PretrainedConfig
     data: Data
     tokenizer: PreTrainedTokenizerBase | None
+    backend: attention.Choice
     plan: Plan
 
     @property
@@ -60,6 +62,8 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
     model_config = model.load_config(recipe.model)
     shapes = model.build_on_meta(model_config)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
+    compute_dtype = getattr(torch, RECIPES[recipe.precision].compute_dtype)
+    backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
     data = open_data(recipe.data, recipe.seed, is_main_process=accelerator.is_main_process)
@@ -79,4 +83,4 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
         device_memory=device_memory,
         tokens_per_second=tokens_per_second,
     )
-    return Job(recipe, run_dir, model_config, data, tokenizer, plan)
+    return Job(recipe, run_dir, model_config, data, tokenizer, backend, plan)

@@ -155,8 +155,8 @@ class Console:
                 self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             self.stream.flush()
         except OSError:
-            # The terminal closed, Ctrl-C ended the `tee` that was reading, or a log file's disk is full. The run goes on: it can be
-            # saved, and metrics.jsonl has every figure. What is still buffered goes nowhere, or Python would fail over it at exit.
+            # The terminal closed, Ctrl-C ended the `tee` that read us, or a log's disk is full. The run goes on: it can be saved,
+            # and metrics.jsonl has every figure. What is still buffered goes nowhere, or Python would fail over it at exit.
             self.enabled = False
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
