@@ -2,8 +2,9 @@
 
     accelerate launch --config_file accelerate_configs/gpu.yaml train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16
 
-The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what would
-happen and checks every setting; `--preview-schedule` draws the learning rate. A run that is started again goes on where it was.
+The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
+would happen and checks every setting; `--preview-schedule` draws the learning rate. A run that is started again goes on where it
+was.
 """
 
 from __future__ import annotations
@@ -319,7 +320,9 @@ def positive(text: str) -> float:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
+    )
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")

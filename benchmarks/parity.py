@@ -1,14 +1,16 @@
-"""Does the fast path train what plain transformers trains? Loss and gradients of one batch, beside an FP32 forward a document at a time.
+"""Does the fast path train what plain transformers trains? Loss and gradients of one batch, beside an FP32 forward a document at
+a time.
 
     python -m benchmarks.parity --out benchmarks/results/h200_parity.json
 
-The fast path is the launcher's: packed, compiled, BF16 working copies, chunked loss. Plain transformers in BF16, on the same separate
-documents, is measured against the same FP32 reference: what it loses to rounding is what the fast path may lose.
+The fast path is the launcher's: packed, compiled, BF16 working copies, chunked loss. Plain transformers in BF16, on the same
+separate documents, is measured against the same FP32 reference: what it loses to rounding is what the fast path may lose.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shlex
 import sys
@@ -78,7 +80,7 @@ def plain(recipe: Recipe, batch: Microbatch, device: torch.device, dtype: torch.
         parameter.data = parameter.data.to(dtype)
     total = 0.0
     offsets = batch.cu_seqlens.unique().tolist()
-    for begin, end in zip(offsets[:-1], offsets[1:], strict=True):
+    for begin, end in itertools.pairwise(offsets):
         labels = batch.labels[:, begin:end].to(device)
         if (labels != -100).any():
             logits = hf(input_ids=batch.input_ids[:, begin:end].to(device), use_cache=False).logits

@@ -2,14 +2,16 @@
 
     python -m benchmarks.short_documents --out demo/work/short.jsonl
 
-The reference trains on Malay Wikipedia, whose articles have 207 tokens in the mean. Whole modules are far longer, so attention is a
-larger part of a step on them; tokens/s are comparable only between texts whose documents are of like length. `packing inspect` shows both.
+The reference trains on Malay Wikipedia, whose articles have 207 tokens in the mean. Whole modules are far longer, so attention is
+a larger part of a step on them; tokens/s are comparable only between texts whose documents are of like length. `packing inspect`
+shows both.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +46,7 @@ def pieces(source: str) -> Iterator[str]:
             starts |= {method.lineno for method in methods if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)}
     lines = source.splitlines(keepends=True)
     edges = [*sorted(start - 1 for start in starts if start <= len(lines)), len(lines)]
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in itertools.pairwise(edges):
         text = "".join(lines[begin:end])
         if len(text) >= SHORTEST:
             yield text

@@ -2,8 +2,8 @@
 
     python -m benchmarks.training_speed --out benchmarks/results/h200_bf16.json --variant weights=fp32 --variant weights=bf16
 
-Needs packs, or the corpus and tokenizer to make them from: `python -m demo --only corpus tokenizer`. The figures are the run's own
-summary, so they count whole steps, data included, and leave out the first two.
+Needs packs, or the corpus and tokenizer to make them from: `python -m demo --only corpus tokenizer`. The figures are the run's
+own summary, so they count whole steps, data included, and leave out the first two.
 """
 
 from __future__ import annotations
@@ -59,17 +59,32 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
     """Train one variant; its summary, step times and exit status."""
     folder = Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
-    command = ["accelerate", "launch", "--quiet", "--config_file", str(arguments.config), "train_accelerate.py", str(arguments.recipe)]
+    command = [
+        "accelerate",
+        "launch",
+        "--quiet",
+        "--config_file",
+        str(arguments.config),
+        "train_accelerate.py",
+        str(arguments.recipe),
+    ]
     command += [*overrides, f"run_dir={folder}"]
     began = time.perf_counter()
     # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
     try:
-        finished = subprocess.run(launcher, capture_output=True, text=True, timeout=arguments.timeout, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+        finished = subprocess.run(
+            launcher, capture_output=True, text=True, timeout=arguments.timeout, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
         status, output = finished.returncode, finished.stdout + finished.stderr
     except subprocess.TimeoutExpired as error:
         status, output = "timeout", str(error.stdout or b"")[-4000:]
-    result: dict[str, Any] = {"variant": overrides, "command": shlex.join(command), "status": status, "wall_seconds": time.perf_counter() - began}
+    result: dict[str, Any] = {
+        "variant": overrides,
+        "command": shlex.join(command),
+        "status": status,
+        "wall_seconds": time.perf_counter() - began,
+    }
     if (folder / "summary.json").exists():
         steps = [record for record in read_metrics(folder) if not is_evaluation(record)]
         result["summary"] = json.loads((folder / "summary.json").read_text())
@@ -84,8 +99,9 @@ def line(result: dict[str, Any]) -> str:
     if "summary" not in result:
         return f"{name}: failed ({result['status']})\n{result['output']}"
     s = result["summary"]
+    mfu = f", {s['mfu_bf16_peak']:.1%} MFU" if "mfu_bf16_peak" in s else ""
     return (
-        f"{name}: {s['tokens_per_second']:,.0f} tokens/s, MFU {s.get('mfu_bf16_peak', float('nan')):.1%}, {s['memory_gib']:.1f} GiB, "
+        f"{name}: {s['tokens_per_second']:,.0f} tokens/s{mfu}, {s['memory_gib']:.1f} GiB, "
         f"first step {s['first_step_seconds']:.1f} s, recompiles {s['recompiles']}, data wait {s['data_wait_share']:.3%}, "
         f"loss {result['steps']['loss'][0]:.4f} -> {s['loss']:.4f}, wall {result['wall_seconds']:.0f} s"
     )

@@ -18,8 +18,8 @@ from pretrain.preflight import Job
 
 @dataclass(frozen=True)
 class Assembly:
-    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for the
-    topology, and `tensors` as checkpoints hold it."""
+    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
+    the topology, and `tensors` as checkpoints hold it."""
 
     hf: PreTrainedModel
     model: nn.Module
@@ -36,7 +36,7 @@ class Assembly:
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
-    """Build the model of `job`, put its precision around its layers, wrap it for the topology, and observe what it computes in."""
+    """Build the model of `job`, put its precision around its layers, wrap it for the topology, observe what it computes in."""
     recipe, device, backend = job.recipe, accelerator.device, job.backend.name
     hf = model.build(recipe.model, job.model_config, weights=job.weight_dtype, seed=recipe.seed, device=device, backend=backend)
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)

@@ -1,7 +1,7 @@
 """A recipe from its file and the command line: defaults < recipe file < `key=value` overrides.
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that excludes others
-in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that excludes
+others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def run_dir_of(recipe: Recipe) -> Path:
     try:
         return Path(recipe.run_dir.format(**fields))
     except (KeyError, IndexError, ValueError) as error:
-        raise InputError(f"`run_dir`: {recipe.run_dir!r} cannot be filled in ({error}); known fields: {', '.join(fields)}") from None
+        raise InputError(
+            f"`run_dir`: {recipe.run_dir!r} cannot be filled in ({error}); known fields: {', '.join(fields)}"
+        ) from None
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -68,7 +70,9 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     identity is not resumed unless the user insists.
     """
     flat = flatten(resolved(recipe))
-    return {key: value for key, value in flat.items() if not key.startswith(_NOT_IDENTITY)} | {"data.fingerprint": data_fingerprint}
+    return {key: value for key, value in flat.items() if not key.startswith(_NOT_IDENTITY)} | {
+        "data.fingerprint": data_fingerprint
+    }
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -85,7 +89,9 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise InputError(f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4")
+        raise InputError(
+            f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
+        )
     return key.strip(), value_from_text(Recipe, key.strip(), value)
 
 

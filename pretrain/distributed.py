@@ -1,7 +1,7 @@
 """Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing.
 
-Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and a
-default sharding policy that neither computes in BF16 nor sums gradients in FP32.
+Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and
+a default sharding policy that neither computes in BF16 nor sums gradients in FP32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def make_accelerator() -> Accelerator:
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
-            f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` with the environment ACCELERATE_USE_CPU=true"
+            f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         _engage_fsdp(accelerator)
@@ -43,7 +43,9 @@ def make_accelerator() -> Accelerator:
     return accelerator
 
 
-def prepare(accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype) -> tuple[M, torch.optim.Optimizer]:
+def prepare(
+    accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype
+) -> tuple[M, torch.optim.Optimizer]:
     """The model wrapped for this topology and the optimizer over its (perhaps sharded) parameters.
 
     Under FSDP2, parameters are gathered in `compute_dtype` and gradients are summed over ranks in FP32.
@@ -92,7 +94,7 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The parameters and persistent buffers under `prefix` of the prepared `model`, whole, on the main process; a collective call."""
+    """The parameters and persistent buffers of the prepared `model` under `prefix`, whole, on the main process; collective."""
     state_dict = accelerator.get_state_dict(model)
     return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
 
@@ -116,6 +118,8 @@ def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> 
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise InputError("accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`")
+        raise InputError(
+            "accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`"
+        )
     if accelerator.gradient_accumulation_steps != 1:  # accelerate would divide a loss that is already a mean over the step
         raise InputError("accelerate configuration: `gradient_accumulation_steps` is not used; remove it and set `batch.tokens`")

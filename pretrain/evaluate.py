@@ -59,7 +59,9 @@ def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: 
 
 
 @torch.no_grad()
-def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[str], tokens: int, seed: int) -> Iterator[Sample]:
+def sample(
+    hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Iterable[str], tokens: int, seed: int
+) -> Iterator[Sample]:
     """Continue each prompt by at most `tokens` tokens at temperature 0.8; yields samples.
 
     Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Training draws
@@ -81,7 +83,7 @@ def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Ite
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
-    """`prompt` as [1, tokens] int64; an empty one as the token that documents begin with, or that the document before ends with."""
+    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before."""
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if encoded["input_ids"].shape[1]:
         return encoded

@@ -1,8 +1,9 @@
 """`batch.microbatch: auto`: the largest microbatch that fits on this device, found by trying.
 
 Formulas for activation memory are off by tens of percent with the attention backend, the compiler's choices and the allocator's
-fragments, and a run that dies of memory after an hour costs more than two trials at its start. The plan's estimate only says where
-to begin. A trial is forward and backward of documents as they lie in the packs; what the optimizer holds is already allocated.
+fragments, and a run that dies of memory after an hour costs more than two trials at its start. The plan's estimate only says
+where to begin. A trial is forward and backward of documents as they lie in the packs; what the optimizer holds is already
+allocated.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ RESERVE = 0.04
 def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
     """Packs a microbatch: the recipe's number, or what `auto` found before the interruption, or the largest that fits now.
 
-    `resumed`: the state of the checkpoint that was loaded. Keeping its microbatch keeps the order of all sums, so that the resumed
-    run stays exact.
+    `resumed`: the state of the checkpoint that was loaded. Keeping its microbatch keeps the order of all sums, so that the
+    resumed run stays exact.
     """
     if job.plan.microbatch:
         return job.plan.microbatch

@@ -1,8 +1,8 @@
 """The Hugging Face model: from a hub, a folder or a config; made to take packed batches; exported again as it came.
 
-The model stays a transformers model with its own parameter names. Three things are put around its layers, each as a wrapper of the
-layer's forward, innermost first: working copies in the compute dtype, torch.compile, gradient checkpointing. So a recomputed layer
-sees the working copies that its forward saw, whatever transformers' own checkpointing does in the installed version.
+The model stays a transformers model with its own parameter names. Three things are put around its layers, each as a wrapper of
+the layer's forward, innermost first: working copies in the compute dtype, torch.compile, gradient checkpointing. So a recomputed
+layer sees the working copies that its forward saw, whatever transformers' own checkpointing does in the installed version.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging as transformers_logging
 
 from packing.batch import Microbatch
 from packing.errors import InputError
@@ -117,8 +119,8 @@ def build(
 ) -> PreTrainedModel:
     """The model with weights of dtype `weights` on `device`, attending through the packed `backend`.
 
-    From scratch, weights are drawn in FP32 from `seed` and then rounded, so that FP32 and BF16 runs start from the same draw. Every
-    process draws the same.
+    From scratch, weights are drawn in FP32 from `seed` and then rounded, so that FP32 and BF16 runs start from the same draw.
+    Every process draws the same.
     """
     attention.register()
     if settings.source is None:
@@ -194,8 +196,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def wrap_layers(hf: PreTrainedModel, settings: ModelSettings, *, cast_to: torch.dtype | None, compile_layers: bool) -> None:
     """Put working copies, compilation and gradient checkpointing around the forward of the model's units.
 
-    `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an embedding,
-    a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
+    `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
+    embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
     """
     layers = decoder_layers(hf.base_model)
     recompute = settings.gradient_checkpointing
@@ -208,7 +210,8 @@ def wrap_layers(hf: PreTrainedModel, settings: ModelSettings, *, cast_to: torch.
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
         if compile_layers:
-            # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and layers.
+            # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
+            # layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
     for index, layer in enumerate(layers):
         if every is not None and index % every == 0:
@@ -241,17 +244,20 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any | None, folder: Path) -> None:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` (and AutoTokenizer, with `tokenizer`) loads, whole or not at all."""
+    """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all."""
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     try:
-        hf.save_pretrained(writing, state_dict=dict(state_dict))
+        with _without_progress_bar():
+            hf.save_pretrained(writing, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         fsync_tree(writing)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(writing, ignore_errors=True)
-        raise InputError(f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; free space and run again") from None
+        raise InputError(
+            f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; free space and run again"
+        ) from None
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
@@ -259,3 +265,15 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     os.replace(writing, folder)
     fsync_folder(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A bar for the writing of one file would be the only line of a run's output that is drawn over."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()

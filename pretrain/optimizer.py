@@ -1,7 +1,7 @@
 """AdamW over FP32 or BF16 weights, its parameter groups, the gradient norm, and its state by parameter name.
 
-`weights: fp32` keeps parameters, gradients and moments in FP32. `weights: bf16` keeps all of them in BF16, half the memory, and loses
-every update smaller than half a unit in the last place of its weight.
+`weights: fp32` keeps parameters, gradients and moments in FP32. `weights: bf16` keeps all of them in BF16, half the memory, and
+loses every update smaller than half a unit in the last place of its weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW; `decay: matrices` spares norms and biases, whose pull towards zero has no use, `decay: all` is torch's default."""
+    """Fused AdamW. `decay: matrices` spares norms and biases, which decay does not help; `decay: all` is torch's default."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
     spared = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
@@ -58,8 +58,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: floa
 
 
 def materialise_state(optimizer: torch.optim.AdamW) -> None:
-    """Allocate the moments now rather than in the first step: what does not fit fails at the start, and a checkpoint has a place to
-    load into."""
+    """Allocate the moments now rather than in the first step: what does not fit fails at the start, and a checkpoint has a place
+    to load into."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

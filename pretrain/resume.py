@@ -33,14 +33,18 @@ def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes:
     path = checkpoints.newest() if wanted == "auto" else Path(wanted)
     if path is None:
         if checkpoints.damaged:
-            raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
+            raise InputError(
+                f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning"
+            )
         return None
     record = checkpoints.read_state(path)
     changes = check_same_training(record, job.identity, path, accept_changes)
     return Source(path, record, [f"the recipe has changed: {change}" for change in changes])
 
 
-def restore(source: Source | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health) -> tuple[TrainState, list[str]]:
+def restore(
+    source: Source | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
+) -> tuple[TrainState, list[str]]:
     """Put the checkpoint's weights, moments and counters back; returns the state and what the user should know of it."""
     if source is None:
         return TrainState(steps=job.plan.steps), []

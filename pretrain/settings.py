@@ -33,7 +33,9 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
         if self.source is None and "model_type" not in (self.config or {}):
-            raise ValueError("set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}")
+            raise ValueError(
+                "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"
+            )
         return self
 
 
@@ -87,7 +89,7 @@ class LossSettings(Settings):
 class EvaluateSettings(Settings):
     every: PositiveCount | None = None  # steps; none: at the end only
     packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; none: all of them
-    samples: list[str] = []  # prompts to continue at every evaluation
+    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation
     sample_tokens: PositiveCount = 64
 
 
@@ -99,13 +101,13 @@ class CheckpointSettings(Settings):
 
 class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
-    trackers: list[str] = ["jsonl"]
+    trackers: tuple[str, ...] = ("jsonl",)
     project: str = "pretrain"
 
     @field_validator("trackers")
     @classmethod
-    def _metrics_file_is_always_written(cls, names: list[str]) -> list[str]:
-        return list(dict.fromkeys(["jsonl", *names]))
+    def _metrics_file_is_always_written(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(["jsonl", *names]))
 
 
 class HealthSettings(Settings):

@@ -92,7 +92,9 @@ def command_of(recipe: dict[str, Any], folder: Path, *arguments: str, launch: li
     """The command line that trains `recipe`, under `accelerate launch` with the options `launch` where given."""
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    launcher = [sys.executable] if launch is None else [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launch]
+    launcher = (
+        [sys.executable] if launch is None else [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launch]
+    )
     return [*launcher, "train_accelerate.py", str(path), *arguments]
 
 
@@ -100,7 +102,9 @@ def command_of(recipe: dict[str, Any], folder: Path, *arguments: str, launch: li
 def train(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     """Run the launcher on a recipe and wait for it."""
 
-    def run(*arguments: str, recipe: dict[str, Any] | None = None, launch: list[str] | None = None, **environment: str) -> Finished:
+    def run(
+        *arguments: str, recipe: dict[str, Any] | None = None, launch: list[str] | None = None, **environment: str
+    ) -> Finished:
         recipe = recipe or small_recipe
         command = command_of(recipe, tmp_path, *arguments, launch=launch)
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}

@@ -1,1 +1,1 @@
-"""In which precision a model trains: the registry of recipes, what the launch environment asks for, and how modules compute in it."""
+"""In which precision a model trains: the registry, what the launch environment asks for, how modules compute in it, and proof."""

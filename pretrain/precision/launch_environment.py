@@ -28,8 +28,8 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> str:
         return low_precision.get("ACCELERATE_FP8_RECIPE", "delayed").lower()
     if mixed_precision not in _NAMES:
         raise InputError(
-            f"accelerate configuration: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', which has FP16's speed and "
-            "needs no loss scaling, or 'no' for FP32"
+            f"accelerate configuration: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
+            "as FP16 and without its loss scaling, or 'no' for FP32"
         )
     return _NAMES[mixed_precision]
 

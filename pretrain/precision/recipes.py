@@ -1,7 +1,7 @@
 """The registry of compute precisions: one entry a recipe.
 
-A recipe says in which dtype the matrix products of the model run. Weights are another matter (`weights:` in the recipe file): FP32
-weights under `bf16` are cast to BF16 working copies at each use, BF16 weights are used as they are.
+A recipe says in which dtype the matrix products of the model run. Weights are another matter (`weights:` in the recipe file):
+FP32 weights under `bf16` are cast to BF16 working copies at each use, BF16 weights are used as they are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from packing.errors import InputError
 class PrecisionRecipe:
     """One way to compute.
 
-    `compute_dtype` names the torch dtype of activations and products; `peak` the column of the device's peak table that its matrix
-    products are held against.
+    `compute_dtype` names the torch dtype of activations and products; `peak` the column of the device's peak table that its
+    matrix products are held against.
     """
 
     name: str

@@ -1,9 +1,9 @@
 """BF16 compute from FP32 parameters: every use of a parameter sees a rounded working copy, its gradient arrives in FP32.
 
 torch.autocast would do it product by product, and leave norms, residual stream and rotary tables in FP32 wherever an FP32 weight
-touches them. Here all parameters of a layer are cast as the layer begins, which is what FSDP2's `param_dtype=bfloat16` does too, so
-one device and many compute the same thing, and `weights: fp32` differs from `weights: bf16` in nothing but where updates are kept.
-The casts cost 6 bytes of traffic a parameter and microbatch, under 1 % of a step of 32,768 tokens.
+touches them. Here all parameters of a layer are cast as the layer begins, which is what FSDP2's `param_dtype=bfloat16` does too,
+so one device and many compute the same thing, and `weights: fp32` differs from `weights: bf16` in nothing but where updates are
+kept. The casts cost 6 bytes of traffic a parameter and microbatch, under 1 % of a step of 32,768 tokens.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def test_a_horizon_on_the_command_line_replaces_the_files(tmp_path: Path) -> Non
 
 
 def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, {**SMALLEST, "model": {"source": "m", "gradient_checkpointing": {"every": 2}}}), ["train.tokens=3e6"])
+    recipe = load_recipe(
+        write(tmp_path, {**SMALLEST, "model": {"source": "m", "gradient_checkpointing": {"every": 2}}}), ["train.tokens=3e6"]
+    )
     assert load_recipe(write(tmp_path, resolved(recipe))) == recipe
 
 
@@ -63,7 +65,9 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
         ({}, ["name.first=x"], ["command line", "`name`"]),
     ],
 )
-def test_every_mistake_names_its_place_its_key_and_a_remedy(tmp_path: Path, changes: dict, overrides: list[str], said: list[str]) -> None:
+def test_every_mistake_names_its_place_its_key_and_a_remedy(
+    tmp_path: Path, changes: dict, overrides: list[str], said: list[str]
+) -> None:
     with pytest.raises(InputError) as error:
         load_recipe(write(tmp_path, {**SMALLEST, **changes}), overrides)
     assert all(text in str(error.value) for text in said), str(error.value)
@@ -113,8 +117,22 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_p
     def identity(*overrides: str) -> dict:
         return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
 
-    same = ["batch.microbatch=4", "run_dir=elsewhere", "model.compile=none", "checkpoint.every=7", "log.every=5", "data.packs=moved"]
-    other = ["batch.tokens=4096", "seed=1", "optimizer.eps=1e-6", "schedule.warmup=5", "weights=bf16", "data.mask_boundaries=false"]
+    same = [
+        "batch.microbatch=4",
+        "run_dir=elsewhere",
+        "model.compile=none",
+        "checkpoint.every=7",
+        "log.every=5",
+        "data.packs=moved",
+    ]
+    other = [
+        "batch.tokens=4096",
+        "seed=1",
+        "optimizer.eps=1e-6",
+        "schedule.warmup=5",
+        "weights=bf16",
+        "data.mask_boundaries=false",
+    ]
     assert all(identity(change) == identity() for change in same)
     assert all(identity(change) != identity() for change in other)
     assert identity_of(load_recipe(write(tmp_path, SMALLEST)), "other data") != identity()
@@ -122,7 +140,9 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_p
 
 def test_text_on_the_command_line_is_text_and_not_yaml(tmp_path: Path) -> None:
     def text(override: str) -> str:
-        return load_recipe(write(tmp_path, {**SMALLEST, "data": {"packs": "p", "source": "s", "tokenizer": "t"}}), [override]).data.text
+        return load_recipe(
+            write(tmp_path, {**SMALLEST, "data": {"packs": "p", "source": "s", "tokenizer": "t"}}), [override]
+        ).data.text
 
     assert text("data.text={title}: {text}") == "{title}: {text}"
     assert text("data.text={title}\\n\\n{body}") == "{title}\n\n{body}"

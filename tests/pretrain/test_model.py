@@ -17,10 +17,38 @@ from pretrain.settings import LossSettings, ModelSettings
 
 CPU = torch.device("cpu")
 SHAPES = {
-    "qwen3": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
-    "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    "qwen2": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "use_sliding_window": False},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "qwen3": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen2": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_sliding_window": False,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
 }
 VOCABULARY = 97
 
@@ -30,7 +58,14 @@ def settings(kind: str, **changes: object) -> ModelSettings:
     return ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **tied, **SHAPES[kind]}, **changes)
 
 
-def packed_model(chosen: ModelSettings, *, weights: torch.dtype = torch.float32, cast_to: torch.dtype | None = None, compile_layers: bool = False, seed: int = 1) -> model.PackedLanguageModel:
+def packed_model(
+    chosen: ModelSettings,
+    *,
+    weights: torch.dtype = torch.float32,
+    cast_to: torch.dtype | None = None,
+    compile_layers: bool = False,
+    seed: int = 1,
+) -> model.PackedLanguageModel:
     config = model.load_config(chosen)
     hf = model.build(chosen, config, weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
     packed = model.PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
@@ -44,10 +79,15 @@ def two_packs() -> tuple[list[np.ndarray], dict]:
     rng = np.random.default_rng(3)
     documents = [[rng.integers(0, VOCABULARY, size) for size in sizes] for sizes in lengths]
     packs = [
-        Pack(np.concatenate([*pack, np.zeros(32 - sum(map(len, pack)), dtype=int)]).astype(np.uint32), np.array(list(map(len, pack)), dtype=np.int32))
+        Pack(
+            np.concatenate([*pack, np.zeros(32 - sum(map(len, pack)), dtype=int)]).astype(np.uint32),
+            np.array(list(map(len, pack)), dtype=np.int32),
+        )
         for pack in documents
     ]
-    return [document for pack in documents for document in pack], model.inputs_of(build_microbatch(packs, mask_boundaries=True), CPU)
+    return [document for pack in documents for document in pack], model.inputs_of(
+        build_microbatch(packs, mask_boundaries=True), CPU
+    )
 
 
 def plain_loss(hf: torch.nn.Module, documents: list[np.ndarray]) -> torch.Tensor:
@@ -93,7 +133,8 @@ def test_working_copies_compute_what_a_bf16_model_computes_with_gradients_in_fp3
         loss.backward()
     for (name, a), (_, b) in zip(copies.hf.named_parameters(), rounded.hf.named_parameters(), strict=True):
         assert a.grad.dtype == torch.float32
-        # What reaches an embedding or a head is summed in FP32 here and rounded to BF16 there; layers' gradients are the same bits.
+        # What reaches an embedding or a head is summed in FP32 here and rounded to BF16 there; layers' gradients are the same
+        # bits.
         error = (a.grad - b.grad.float()).norm() / a.grad.norm()
         assert error <= (2**-8 if "embed" in name else 0), name
 
@@ -163,7 +204,11 @@ def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
-    [("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"), ("mistral", {"sliding_window": 32}, "sliding window"), ("gemma2", {}, "softcap")],
+    [
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
+        ("mistral", {"sliding_window": 32}, "sliding window"),
+        ("gemma2", {}, "softcap"),
+    ],
 )
 def test_architectures_that_packing_would_change_are_refused(kind: str, changes: dict, said: str) -> None:
     shape = {**SHAPES.get(kind, SHAPES["llama"]), **changes}
