@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 from accelerate import Accelerator
 
@@ -36,6 +39,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.recorder import Recorder
+from pretrain.metrics.summary import is_evaluation
 from pretrain.metrics.trackers import Trackers, resolve
 from pretrain.metrics.units import duration
 from pretrain.microbatch import settle_microbatch
@@ -44,7 +48,7 @@ from pretrain.precision import audit
 from pretrain.precision.launch_environment import with_precision
 from pretrain.preflight import Job, prepare_job
 from pretrain.resume import find_source, restore
-from pretrain.run_files import read_run
+from pretrain.run_files import read_metrics, read_run
 from pretrain.run_folder import RunFolder, check_free, describe_environment
 from pretrain.signals import StopRequest
 from pretrain.state import TrainState, seed_step
@@ -199,7 +203,7 @@ def train(run: Run) -> int | None:
             if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
                 save(run)
                 name = signal.Signals(stopped_by).name
-                run.console.notice(f"stopped by {name} after step {state.step}; the same command goes on from here")
+                run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
                 return stopped_by
             if due(state.step, recipe.checkpoint.every) and not state.finished:
                 save(run)
@@ -272,6 +276,7 @@ def evaluate_now(run: Run) -> None:
 def save(run: Run) -> None:
     """A checkpoint of this step, after which the older ones may go."""
     began = time.perf_counter()
+    run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),
         "microbatch": run.plan.microbatch,
@@ -282,13 +287,12 @@ def save(run: Run) -> None:
 
 
 def finish(run: Run) -> None:
-    """Evaluate once more, save, export, say where everything is. A finished run started again only exports and says it again."""
-    has_trained = run.state.step > run.resumed_step
-    if has_trained:
+    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing."""
+    if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
+        save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+    if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate_now(run)
     if run.job.recipe.checkpoint.at_end:
-        if has_trained:
-            save(run)
         weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
         if run.accelerator.is_main_process:
             model.export(run.assembly.hf, weights, run.job.tokenizer, run.folder.final)
@@ -298,6 +302,13 @@ def finish(run: Run) -> None:
     run.folder.write_json(run.folder.summary, run.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
     plot_losses([finished], run.folder.loss_plot)
     run.console.panel(*last_screen(finished, run.folder))
+
+
+def was_evaluated(run: Run) -> bool:
+    """Whether the present step's held-out loss stands in metrics.jsonl already; what the main process says counts."""
+    if not run.accelerator.is_main_process:
+        return False
+    return any(is_evaluation(record) and record["step"] == run.state.step for record in read_metrics(run.folder.path))
 
 
 def due(step: int, every: int | None) -> bool:

@@ -7,7 +7,8 @@ a default sharding policy that neither computes in BF16 nor sums gradients in FP
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import psutil
@@ -16,7 +17,8 @@ from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packing.errors import InputError
 
@@ -73,6 +75,23 @@ def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextM
 def unwrapped(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel; FSDP2 changes a module in place and wraps nothing."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Layers gather themselves as they run.
+
+    For calls that go past the forward of the prepared `model`, whose own hooks would do it: generation calls the transformers
+    model inside. A collective call; elsewhere it does nothing.
+    """
+    groups = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, GradientCheckpointingLayer)]
+    for group in groups:
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
 
 
 def device_of(accelerator: Accelerator) -> tuple[str, int]:

@@ -64,9 +64,10 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     if expected.requires_grad:
         expected.backward()
-    for (name, parameter), reference in zip(packed.hf.named_parameters(), plain.parameters(), strict=True):
-        gradient = torch.zeros_like(reference) if reference.grad is None else reference.grad
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
+    scale = torch.stack([gradient.norm() for gradient in gradients]).norm()  # a gradient that nearly cancels is rounding beside it
+    for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
 def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(
