@@ -32,7 +32,7 @@ from pretrain import config, model, optimizer, schedule
 from pretrain.assembly import Assembly, assemble
 from pretrain.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.curves import plot_losses
-from pretrain.distributed import describe_topology, full_state_dict, make_accelerator
+from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
 from pretrain.evaluate import held_out_loss, sample
 from pretrain.metrics.closing import last_screen
 from pretrain.metrics.console import Console
@@ -257,20 +257,22 @@ def evaluate_now(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set."""
     settings, began = run.job.recipe.evaluate, time.perf_counter()
     if run.job.data.held_out is not None:
-        batches = evaluation_batches(
+        with evaluation_batches(
             run.job.data.held_out,
             microbatch=run.plan.microbatch,
             rank=run.accelerator.process_index,
             world_size=run.accelerator.num_processes,
             mask_boundaries=run.job.recipe.data.mask_boundaries,
+            pin_memory=run.accelerator.device.type == "cuda",
             vocab_size=run.job.model_config.vocab_size,
             limit=settings.packs,
-        )
-        record = held_out_loss(run.assembly.model, batches, run.accelerator).record(run.state.step)
+        ) as batches:
+            record = held_out_loss(run.assembly.model, batches, run.accelerator).record(run.state.step)
         run.trackers.log(record)
         run.console.evaluation(record, time.perf_counter() - began)
-    for text in sample(run.assembly.hf, run.job.tokenizer, settings.samples, settings.sample_tokens, run.job.recipe.seed):
-        run.console.sample(text.prompt, text.continuation)
+    with gathered(run.assembly.model):
+        for text in sample(run.assembly.hf, run.job.tokenizer, settings.samples, settings.sample_tokens, run.job.recipe.seed):
+            run.console.sample(text.prompt, text.continuation)
 
 
 def save(run: Run) -> None:

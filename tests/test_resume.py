@@ -145,7 +145,7 @@ def test_a_run_stopped_again_and_again_saves_exits_cleanly_and_goes_on_as_if_not
         process.send_signal(number)
         assert process.wait(timeout=60) == 128 + number
         output = gpt2.log(run_dir).read_text()
-        assert f"{number.name} after step" in output and "the same command goes on" in output
+        assert f"{number.name} after step" in output and "start the run again" in output
         assert f"at step {saved}" in output or saved == 0
         assert "Traceback" not in output
         saved = saved_as_logged(run_dir)

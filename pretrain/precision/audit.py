@@ -55,7 +55,9 @@ class _DtypesOfLinears(TorchDispatchMode):
     def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
         self._running.pop()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if self._running and function.overloadpacket in _PRODUCTS:
             self.seen[self._running[-1]].update(operand.dtype for operand in args if isinstance(operand, Tensor))
         return function(*args, **(kwargs or {}))

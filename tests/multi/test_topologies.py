@@ -58,7 +58,10 @@ def test_a_run_resumes_under_another_topology(train_under: Callable, first: str,
     assert resumed.losses() == pytest.approx(whole.losses(), abs=1e-5)
 
 
-def test_processes_that_would_train_separate_copies_are_refused(train: Callable) -> None:
-    finished = train(launch=["--config_file", "accelerate_configs/ddp.yaml", "--cpu", "--mixed_precision", "no"])
+def test_processes_that_would_train_separate_copies_are_refused(train: Callable, tmp_path: Path) -> None:
+    config = tmp_path / "copies.yaml"
+    config.write_text(Path("accelerate_configs/ddp.yaml").read_text().replace("use_cpu: false", "use_cpu: true"))
+    finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
+    assert "2 processes were launched but each runs alone" in finished.output
     assert "ACCELERATE_USE_CPU" in finished.output

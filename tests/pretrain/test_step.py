@@ -65,7 +65,9 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     if expected.requires_grad:
         expected.backward()
     gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
-    scale = torch.stack([gradient.norm() for gradient in gradients]).norm()  # a gradient that nearly cancels is rounding beside it
+    scale = torch.stack(
+        [gradient.norm() for gradient in gradients]
+    ).norm()  # a gradient that nearly cancels is rounding beside it
     for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
