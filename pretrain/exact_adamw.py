@@ -7,9 +7,9 @@
 
 All three take the same update, Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2), in FP32 and in the order of operations of
 torch.optim.AdamW's single-tensor path. They differ in how a master is read and written, so bf16_exact walks the very trajectory of
-fp32, bit for bit. On a CPU the operations are torch's own. On a GPU one Triton kernel does all of them, rounding where torch's CPU
-kernels round, so an H200 and a CPU with fused multiply-add compute the same bits too (for beta1 > 0.5: torch's lerp switches its
-formula there).
+fp32, bit for bit. On a CPU the operations are torch's own. On a GPU one Triton kernel does them all and rounds where they do (for
+beta1 above 0.5: torch's lerp has another formula below), except that its square root is the nearest FP32 number, which torch's on
+a CPU need not be.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ExactAdamW(torch.optim.Optimizer):
 
     `exact`: keep remainders for BF16 parameters. FP32 parameters need none.
     `moments`: dtype of both moments, FP32 or BF16. None: FP32 where updates are exact, BF16 for plain BF16 parameters, as in torch.
-    BF16 moments halve their memory, but a second moment then stalls with beta2 at 0.999: a change of one part in a thousand is
-    less than half a unit in its last place.
+    BF16 moments halve their memory, but a second moment never shrinks then with beta2 at 0.999: one part in a thousand is less
+    than half a unit in its last place.
 
     State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
     """
@@ -165,10 +165,10 @@ class ExactAdamW(torch.optim.Optimizer):
         self._frozen, self._updated = [], 0
         for factors, operands in self._updates():
             self._updated += sum(each.weight.numel() for each in operands)
-            if operands[0].weight.device.type == "cpu":
-                self._frozen += [update(each, factors, clip_coefficient) for each in operands]
-            else:
+            if operands[0].weight.is_cuda:
                 self._frozen += self._fused(operands, factors, clip_coefficient)
+            else:
+                self._frozen += [update(each, factors, clip_coefficient) for each in operands]
         return loss
 
     def _updates(self) -> Iterator[tuple[Factors, list[Operands]]]:
@@ -183,8 +183,10 @@ class ExactAdamW(torch.optim.Optimizer):
                 operands = _operands(parameter, state)
                 if operands.weight.numel():  # a process may hold no part of a sharded parameter
                     gathered.setdefault((int(state["step"].item()), operands.weight.device), []).append(operands)
+            # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
+            numbers = [float(number) for number in (group["lr"], group["weight_decay"], *group["betas"], group["eps"])]
             for (step, _), operands in gathered.items():
-                yield Factors(group["lr"], group["weight_decay"], *group["betas"], group["eps"], step), operands
+                yield Factors(*numbers, step), operands
 
     @cached_property
     def _fused(self) -> FusedUpdate:

@@ -5,7 +5,8 @@ a model of hundreds of tensors, most of them small, costs one launch and not hun
 address has changed: gradients may be allocated anew every step.
 
 The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart: all modes share it, so FP32
-masters and BF16 weights with remainders get the same bits, and so does torch on a CPU (see pretrain.exact_adamw).
+masters and BF16 weights with remainders get the same bits. The roundings are those of torch on a CPU, whose lerp_ and addcmul_ use
+fused multiply-adds, here tl.fma.
 """
 
 from __future__ import annotations
@@ -27,12 +28,10 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _address(table, column: tl.constexpr, dtype: tl.constexpr, aligned: tl.constexpr):
-    """The pointer in `column` of a table row; 0 stands for no tensor and is never read from."""
-    address = tl.load(table + column)
-    if aligned:
-        address = tl.multiple_of(address, 16)
-    return address.to(tl.pointer_type(dtype))
+def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.constexpr):
+    """Where the values `at` of the tensor in `column` of a table row lie; address 0 stands for no tensor and is never read."""
+    pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
+    return tl.multiple_of(pointers, 16) if aligned else pointers
 
 
 @triton.jit
@@ -60,19 +59,18 @@ def _adamw(
 ):
     program = tl.program_id(0)
     row = table + 6 * tl.load(blocks + 2 * program)
-    values = tl.load(row + 5)
-    if aligned:
-        values = tl.multiple_of(values, 16)
     # 64 bits: one tensor may have more than 2**31 values.
     at = tl.load(blocks + 2 * program + 1).to(tl.int64) * block + tl.arange(0, block)
-    inside = at < values
+    inside = at < tl.load(row + 5)
+    if aligned:  # neighbours are inside or outside together, so that they may be loaded together
+        inside = tl.max_constancy(inside, 16)
 
-    weight_at = _address(row, 0, weight_type, aligned) + at
-    remainder_at = _address(row, 1, tl.int16, aligned) + at
-    exp_avg_at = _address(row, 3, moment_type, aligned) + at
-    exp_avg_sq_at = _address(row, 4, moment_type, aligned) + at
+    weight_at = _pointers(row, 0, weight_type, at, aligned)
+    remainder_at = _pointers(row, 1, tl.int16, at, aligned)
+    exp_avg_at = _pointers(row, 3, moment_type, at, aligned)
+    exp_avg_sq_at = _pointers(row, 4, moment_type, at, aligned)
     weight = tl.load(weight_at, mask=inside, other=0)
-    gradient = tl.load(_address(row, 2, gradient_type, aligned) + at, mask=inside, other=0).to(tl.float32)
+    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
     exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
     if exact:  # exact_weights.join

@@ -350,7 +350,7 @@ def _time_line(plan: Plan) -> str:
         return (
             f"{fast} to {slow} at 50 to 30 % of the {plan.precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
         )
-    return "not known: no speed is stated, and no peak of this device is known"
+    return "not known: no speed is stated or measured yet, and no peak of this device is known"
 
 
 def _memory_lines(plan: Plan) -> list[str]:

@@ -15,9 +15,11 @@ from pretrain import attention, config, model
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.distributed import device_of
 from pretrain.metrics.flops import Shape
+from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
 from pretrain.plan import Plan, check_settings
 from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES, PrecisionRecipe
+from pretrain.run_files import read_metrics
 from pretrain.settings import Recipe
 
 
@@ -54,7 +56,8 @@ class Job:
 def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: float | None = None) -> Job:
     """Check everything that can be checked, in the order of what it costs; packs are prepared on the way where they are missing.
 
-    `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons. Raises InputError.
+    `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons; without one, what the run folder has
+    measured so far. Raises InputError.
     """
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
@@ -81,6 +84,13 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
         sharded=accelerator.is_fsdp2,
         device_name=device_name,
         device_memory=device_memory,
-        tokens_per_second=tokens_per_second,
+        tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
     return Job(recipe, run_dir, model_config, data, tokenizer, backend, plan)
+
+
+def measured_speed(run_dir: Path) -> float | None:
+    """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return None
+    return summary(read_metrics(run_dir)).get("tokens_per_second")

@@ -1,0 +1,171 @@
+"""The AdamW kernel against torch's operations, bit for bit, and its modes against each other.
+
+Runs on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1), which truncates where BF16 should be rounded and so
+skips what the kernel stores as BF16 by rounding.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretrain.exact_adamw import ExactAdamW, Factors, Operands
+from pretrain.exact_weights import join, split
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+]
+rounds_to_bf16 = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter truncates to BF16")
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# A value, an odd tail, exact blocks, a tensor of several blocks with a tail that is aligned and one that is not.
+SHAPES = ((1,), (37, 65), (1024,), (5008,), (3, 1111))
+# Warm-up's first update, ordinary ones, and a learning rate of zero.
+FACTORS = [Factors(lr, 0.1, 0.9, 0.95, 1e-8, step) for step, lr in enumerate((0.0, 3e-3, 3e-3, 1e-5), start=1)]
+
+
+def reference(operands: Operands, factors: Factors, coefficient: float) -> tuple[Operands, int]:
+    """The update of torch's single-tensor AdamW on a CPU, with the square root that is nearest; and the lost updates."""
+    o = Operands(*(None if t is None else t.cpu() for t in vars(operands).values()))
+    before = o.weight.float() if o.remainder is None else join(o.weight, o.remainder)
+    gradient, exp_avg, exp_avg_sq = o.gradient.float() * coefficient, o.exp_avg.float().clone(), o.exp_avg_sq.float().clone()
+    master = before * factors.decay
+    exp_avg.lerp_(gradient, 1 - factors.beta1)
+    exp_avg_sq.mul_(factors.beta2).addcmul_(gradient, gradient, value=1 - factors.beta2)
+    # torch.sqrt of FP32 may be off by one unit on a CPU. In double precision and rounded it never is.
+    denominator = exp_avg_sq.double().sqrt().float() / factors.bias_correction2_sqrt + factors.eps
+    master.addcdiv_(exp_avg, denominator, value=-factors.step_size)
+    weight, remainder = (master.to(o.weight.dtype), None) if o.remainder is None else split(master)
+    after = weight.float() if o.remainder is None else master
+    frozen = (after == before) & ((exp_avg != 0) | (before != 0)) if factors.learning_rate else torch.zeros(())
+    moments = (exp_avg.to(o.exp_avg.dtype), exp_avg_sq.to(o.exp_avg.dtype))
+    return Operands(weight, remainder, o.gradient, *moments), int(frozen.sum())
+
+
+def draw(weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, exact: bool) -> list[Operands]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = []
+    for shape in SHAPES:
+        master = torch.randn(shape, generator=generator)
+        master.view(-1)[::7] = 0
+        stored, remainder = split(master) if exact else (master.to(weight), None)
+        first, second = torch.zeros(shape, dtype=moment), torch.zeros(shape, dtype=moment)
+        tensors = (stored, remainder, gradients(shape, gradient, 0), first, second)
+        drawn.append(Operands(*(None if t is None else t.to(DEVICE) for t in tensors)))
+    return drawn
+
+
+def gradients(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 10 ** torch.linspace(-12, 1, shape[-1])
+    gradient[..., ::5] = 0
+    return gradient.to(dtype).to(DEVICE)
+
+
+def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
+    return ours is theirs is None or torch.equal(ours.cpu(), theirs)
+
+
+@pytest.mark.parametrize(
+    ("weight", "exact", "moment"),
+    [
+        (FP32, False, FP32),
+        (BF16, True, FP32),
+        pytest.param(BF16, False, BF16, marks=rounds_to_bf16),
+        pytest.param(BF16, False, FP32, marks=rounds_to_bf16),
+        pytest.param(BF16, True, BF16, marks=rounds_to_bf16),
+        pytest.param(FP32, False, BF16, marks=rounds_to_bf16),
+    ],
+)
+@pytest.mark.parametrize("gradient", [FP32, BF16])
+def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
+    weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
+) -> None:
+    from pretrain.exact_adamw_kernel import FusedUpdate
+
+    fused, operands = FusedUpdate(), draw(weight, gradient, moment, exact)
+    for factors in FACTORS:
+        operands = [replace(o, gradient=gradients(tuple(o.weight.shape), gradient, factors.step)) for o in operands]
+        expected = [reference(o, factors, 0.37) for o in operands]
+        counts = fused(operands, factors, torch.tensor(0.37, device=DEVICE))
+        for ours, (theirs, _) in zip(operands, expected, strict=True):
+            assert all(same(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True))
+        assert sum(int(count.sum()) for count in counts) == sum(frozen for _, frozen in expected)
+    assert len(counts) == 2, "one launch for aligned tensors and one for the others"
+
+
+def kernel_step(optimizer: ExactAdamW, coefficient: Tensor | None = None) -> None:
+    """optimizer.step() through the kernel, on a CPU too."""
+    for factors, operands in optimizer._updates():
+        optimizer._fused(operands, factors, coefficient)
+
+
+@pytest.mark.parametrize("steps", [pytest.param(1000, marks=cuda_only), 20])
+def test_exact_bf16_follows_fp32_masters_bit_for_bit(steps: int) -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(shape, device=DEVICE).bfloat16() for shape in SHAPES]
+    fp32, bf16 = [nn.Parameter(w.float()) for w in start], [nn.Parameter(w) for w in start]
+    optimizers = ExactAdamW(fp32, lr=3e-3, weight_decay=0.1), ExactAdamW(bf16, lr=3e-3, weight_decay=0.1)
+    for step in range(steps):
+        for master, weight in zip(fp32, bf16, strict=True):
+            noise = gradients(tuple(weight.shape), BF16, step)
+            master.grad = (split(master.detach())[0].sin() + noise).float()
+            weight.grad = weight.detach().sin() + noise
+        for optimizer in optimizers:
+            kernel_step(optimizer)
+    for master, weight in zip(fp32, bf16, strict=True):
+        assert torch.equal(optimizers[1].master(weight), master)
+        assert torch.equal(optimizers[1].state[weight]["exp_avg_sq"], optimizers[0].state[master]["exp_avg_sq"])
+
+
+def test_special_masters_are_read_and_written_whole() -> None:
+    bits = torch.tensor([0, 1, 0x8000, 0x7FFFFF, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F800000], dtype=torch.int32)
+    master = torch.cat([bits, bits + torch.iinfo(torch.int32).min]).view(FP32)
+    parameter = nn.Parameter(torch.zeros_like(master, dtype=BF16, device=DEVICE))
+    optimizer = ExactAdamW([parameter], lr=1e-3, weight_decay=0.0)
+    optimizer.set_master(parameter, master.to(DEVICE))
+    parameter.grad = torch.zeros_like(parameter)
+    kernel_step(optimizer)
+    assert torch.equal(optimizer.master(parameter).cpu(), master)
+    parameter.grad.fill_(torch.nan)
+    kernel_step(optimizer)
+    assert parameter.isnan().all(), "a GPU's own NaN would have been stored as -0.0"
+
+
+@cuda_only
+def test_step_uses_the_kernel_and_stays_within_an_ulp_of_torchs_fused_adamw() -> None:
+    torch.manual_seed(0)
+    ours = [nn.Parameter(torch.randn(shape, device=DEVICE)) for shape in SHAPES]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    hyper = {"lr": 3e-3, "weight_decay": 0.1}
+    optimizers = ExactAdamW(ours, **hyper), torch.optim.AdamW(theirs, **hyper, fused=True)
+    for a, b in zip(ours, theirs, strict=True):
+        a.grad = torch.randn_like(a)
+        b.grad = a.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):  # decay and update round once each
+        torch.testing.assert_close(a, b, rtol=2 * 2**-23, atol=2**-30)
+    assert optimizers[0].frozen_counts().is_cuda and optimizers[0].frozen_updates() == 0
+
+
+@cuda_only
+def test_gradients_allocated_anew_and_a_transposed_gradient_are_followed() -> None:
+    torch.manual_seed(0)
+    parameter, mirror = (nn.Parameter(torch.ones(64, 48, device=DEVICE)) for _ in range(2))
+    optimizers = ExactAdamW([parameter]), ExactAdamW([mirror])
+    mirror.grad = torch.empty_like(mirror)
+    for step in range(4):
+        mirror.grad.copy_(torch.randn_like(mirror))
+        fresh = mirror.grad.clone()
+        parameter.grad = fresh.t().contiguous().t() if step % 2 else fresh
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(parameter, mirror)
