@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Everything that can be refused is refused before the run folder is touched; then the run."""
+    """What can be refused without the model's weights is refused before the run folder is touched; then the run."""
     # ── What is asked for, and what would happen ──────────────────────────────────────────────────────────────────────────────
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator = make_accelerator()
@@ -220,7 +220,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
     mean_loss = forward_backward(run.assembly.model, batches, run.accelerator)
     norm = optimizer.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = torch.stack([mean_loss, norm]).tolist()  # waits for the device, once a step
+    loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device, once a step
 
     # ── Update, unless the figures say that it would do harm ──────────────────────────────────────────────────────────────────
     verdict = run.health.check(state.step + 1, loss, gradient_norm)
@@ -230,7 +230,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         if settings.clip:
             optimizer.clip_gradients(run.assembly.model.parameters(), norm, settings.clip)
         adamw.step()
-    adamw.zero_grad(set_to_none=True)
+    optimizer.clear_gradients(adamw, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
     return {
         "step": state.step,
@@ -318,9 +318,15 @@ def due(step: int, every: int | None) -> bool:
 
 
 def say_once(text: str) -> None:
-    """One message, not one from each process."""
-    if os.environ.get("RANK", "0") == "0":
-        print(text, file=sys.stderr)
+    """One message, not one from each process.
+
+    The first process of a machine speaks at once. The others hold back: if the first has the same to say, the launcher ends them
+    meanwhile, and if it has not, what only they have met must not stay unsaid.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)
+        text = f"rank {os.environ.get('RANK')}: {text}"
+    print(text, file=sys.stderr)
 
 
 def positive(text: str) -> float:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.training_speed --out benchmarks/results/h200_bf16.json --variant weights=fp32 --variant weights=bf16
 
-Needs packs, or the corpus and tokenizer to make them from: `python -m demo --only corpus tokenizer`. The figures are the run's
-own summary, so they count whole steps, data included, and leave out the first two.
+The recipe's packs are prepared on first use from the demo's corpus and tokenizer, which `make demo` makes before it trains. The
+figures are the run's own summary, so they count whole steps, data included, and leave out the first two.
 """
 
 from __future__ import annotations

@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--index", type=int, help="also show the text of this pack")
     inspect.add_argument("--split", choices=("train", "held_out"), default="train", help="where --index counts (default: train)")
+    inspect.add_argument("--verify", action="store_true", help="hash every file anew, also those that were found intact before")
     inspect.set_defaults(run=_inspect)
 
     convert = commands.add_parser(
@@ -148,6 +149,10 @@ def _inspect(options: argparse.Namespace) -> None:
 
     splits = open_splits(options.path, options.length, options.end_token)
     print("\n".join(describe(options.path, splits)))
+    if options.verify:
+        for packs in splits.values():
+            packs.verify()
+        print("  verified        every file that has a recorded hash is as it was written")
     if options.index is None:
         return
     if options.split not in splits:

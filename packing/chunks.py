@@ -149,8 +149,8 @@ def _line_text(line: bytes, template: TextTemplate) -> str:
         raise BadRecord(f"not UTF-8 ({error.reason} at byte {error.start + 1} of the line)") from None
     except json.JSONDecodeError as error:
         raise BadRecord(f"not valid JSON: {error.msg} at character {error.pos + 1}; correct the line") from None
-    except RecursionError:
-        raise BadRecord("JSON nested too deeply") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
+        raise BadRecord(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(record).__name__}')
     return template.fill(record)

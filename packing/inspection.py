@@ -131,7 +131,7 @@ def import_packs(
         flat = {split: np.concatenate(parts) for split, parts in lengths.items()}
         everything = np.concatenate(list(flat.values()))
         if known is not None:
-            known.tokenizer.save(str(writer.folder / "tokenizer.json"))
+            known.save(writer.folder / "tokenizer.json")
         draw_lengths(everything, width, writer.folder / "lengths.png")
         statistics = {
             "packs": total,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from packing.errors import InputError
 
@@ -33,10 +34,18 @@ def exclusive(path: Path, waiting: str | None) -> Iterator[None]:
                 if waiting:
                     print(waiting, file=sys.stderr, flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if not path.exists() or os.fstat(file.fileno()).st_ino != path.stat().st_ino:
+            if not _is_at(path, file):
                 continue
             try:
                 yield
             finally:
                 path.unlink()
             return
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    """Whether `file` is still what `path` names, and not one that an earlier holder has removed."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -52,7 +52,7 @@ class PackOrder:
         place = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
         epoch, within = np.divmod(place, self.packs_count)
         # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
-        keys = _splitmix64(_splitmix64(np.asarray([self.seed]).astype(np.uint64)) + epoch.astype(np.uint64))
+        keys = splitmix64(splitmix64(np.asarray([self.seed]).astype(np.uint64)) + epoch.astype(np.uint64))
         return permute(within, self.packs_count, keys)
 
 
@@ -125,11 +125,11 @@ def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
     """The round function: 64 bits that depend on half a value, on the key and on the round's number."""
-    return _splitmix64(keys ^ _splitmix64(half + np.uint64(number << 40)))
+    return splitmix64(keys ^ splitmix64(half + np.uint64(number << 40)))
 
 
-def _splitmix64(state: np.ndarray) -> np.ndarray:
-    """One output of splitmix64 for each uint64 state (Steele, Lea and Flood 2014; constants of Vigna's public C code)."""
+def splitmix64(state: np.ndarray) -> np.ndarray:
+    """One output of splitmix64 for each uint64 state, a bijection (Steele, Lea and Flood 2014; constants of Vigna's C code)."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -102,7 +102,11 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
     """Packs stay what they were when their source grows; whoever reads the log should know."""
     if not Path(str(settings.source)).exists():
         return  # packs travel without their source
-    source = open_source(settings)
+    try:
+        source = open_source(settings)
+    except InputError as error:
+        say(f"{settings.packs}: used as they are; their source can no longer be read: {error}", progress)
+        return
     then = read_manifest(settings.packs)["statistics"].get("source_bytes")
     if isinstance(source, FileSource) and then is not None and source.bytes != then:
         say(
@@ -123,15 +127,21 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     bos = tokenizer.required("bos", "data.add_bos") if settings.add_bos else None
     eos = tokenizer.required("eos", "data.add_eos") if settings.add_eos else None
     source = open_source(settings)
-    key = {name: value for name, value in _content_settings(settings, 0).items() if name in _TOKEN_KEYS}
+    # `on_bad_line` is no part of the key: whoever meets a bad line after hours, and sets it to `skip`, goes on from there.
+    key = {name: value for name, value in _content_settings(settings, 0).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
     key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
     log = TokenLog(partial, key)
     if log.discarded:
         say(f"{partial}: starting over, since it was made with other settings ({'; '.join(log.discarded)})", progress)
+    if settings.on_bad_line == "error" and log.counts.skipped:
+        raise InputError(
+            f"{log.counts.first_skipped}; {partial} was made with data.on_bad_line: skip, and left that out. Set it so again, or "
+            "remove that folder"
+        )
     if log.counts.complete:
         return log
     file = partial / "tokenizer.json"
-    tokenizer.tokenizer.save(str(file))
+    tokenizer.save(file)
     worker = WorkerSettings(str(file), settings.text, settings.on_bad_line == "skip", bos, eos)
     try:
         _run_workers(source, worker, settings.processes or _cores(), log, progress)
@@ -158,7 +168,7 @@ def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: To
 def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     lengths = log.lengths()
-    starts = np.cumsum(lengths) - lengths
+    begins = np.cumsum(lengths) - lengths
     places = split_documents(len(lengths), settings, seed)
     layouts = {split: _layout(lengths[order], settings) for split, order in places.items()}
     _check_space(settings, layouts)
@@ -167,13 +177,14 @@ def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, lo
     written, step = 0, max(1, _PACKS_TOKENS // settings.length)
     with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
         for split, layout in layouts.items():
+            starts = begins[places[split]]
             for first in range(0, len(layout), step):
                 last = min(first + step, len(layout))
-                block = materialise(layout, first, last, tokens, starts[places[split]], fill_id)
+                block = materialise(layout, first, last, tokens, starts, fill_id)
                 writer.write(split, block.input_ids, [block.lengths_of(i) for i in range(last - first)], block.first_position)
                 written += last - first
                 line.update(written, written / total)
-        tokenizer.tokenizer.save(str(writer.folder / "tokenizer.json"))
+        tokenizer.save(writer.folder / "tokenizer.json")
         statistics = _statistics(log.counts, lengths, places, layouts)
         statistics["source_bytes"] = log.key["source files"].get("bytes")
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")

@@ -46,6 +46,13 @@ PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+# What says how a source becomes packs.
+_FOR_PREPARING = (
+    *("format", "subset", "split", "streaming", "text", "on_bad_line", "processes"),
+    *("packing", "positions", "add_bos", "add_eos", "shuffle"),
+)
+
+
 class DataSettings(Settings):
     """Where tokens come from and how they are packed.
 
@@ -75,9 +82,19 @@ class DataSettings(Settings):
     processes: PositiveCount | None = None  # default: one a core
 
     @model_validator(mode="after")
-    def _source_needs_a_tokenizer(self) -> DataSettings:
-        if self.source is not None and self.tokenizer is None:
+    def _nothing_is_set_for_nothing(self) -> DataSettings:
+        if self.source is None:
+            fields = type(self).model_fields
+            if idle := [name for name in _FOR_PREPARING if getattr(self, name) != fields[name].default]:
+                raise ValueError(
+                    f"`{'`, `'.join(idle)}`: for preparing packs, but no `source` is set; packs that exist stay as they are"
+                )
+        elif not self.source:
+            raise ValueError("`source` is empty; name a file, folder or dataset, or leave it out to read packs that exist")
+        elif self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
+        elif self.end_token is not None:
+            raise ValueError("`end_token` is for token .bin files; packs that are prepared from a `source` know their documents")
         return self
 
 

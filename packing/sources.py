@@ -27,25 +27,8 @@ _JSONL, _PARQUET = {".jsonl", ".ndjson"}, {".parquet"}
 _TEXT = {
     *(".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini", ".cfg"),
     *(".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".cuh", ".rs", ".go", ".java", ".kt", ".scala", ".swift", ".js"),
-    *(
-        ".jsx",
-        ".ts",
-        ".tsx",
-        ".rb",
-        ".php",
-        ".pl",
-        ".lua",
-        ".r",
-        ".jl",
-        ".hs",
-        ".ml",
-        ".ex",
-        ".erl",
-        ".clj",
-        ".sh",
-        ".sql",
-        ".css",
-    ),
+    *(".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj"),
+    *(".sh", ".sql", ".css"),
 }
 _MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs some 100 bytes a token, and takes no document in parts
 _ROWS = 1024  # read from tables at once, then cut by size
@@ -69,10 +52,10 @@ def open_source(settings: DataSettings) -> Source:
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, template)
-    if path.is_file():
-        return FileSource([path], _kind_of_file(path, settings.format), template)
-    if path.is_dir():
-        return _open_folder(path, settings.format, template)
+    if path.exists():
+        source = _open_folder(path, settings.format, template) if path.is_dir() else _open_file(path, settings.format, template)
+        _check_all_apply(settings, source)
+        return source
     if (
         settings.format == "auto"
         and HUB_NAME.fullmatch(str(settings.source))
@@ -86,6 +69,21 @@ def _suffix(path: Path) -> set[str]:
     """The suffix that tells the kind of a file, below .gz or .zst, as a set to intersect with the known ones."""
     name = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
     return {name.suffix.lower()}
+
+
+def _check_all_apply(settings: DataSettings, source: FileSource) -> None:
+    """InputError for a setting that files do not have: whoever sets `split` would train on all of them."""
+    unused = {"subset": None, "split": "train", "streaming": False} | ({"text": "text"} if source.kind == "text" else {})
+    for name, default in unused.items():
+        if getattr(settings, name) != default:
+            why = "a text file is one document, without columns" if name == "text" else "only Hugging Face datasets have that"
+            raise InputError(
+                f"data.{name}: {settings.source} is read as {source.kind}: {why}; leave it out, or set data.format to what it is"
+            )
+
+
+def _open_file(path: Path, wanted: str, template: TextTemplate) -> FileSource:
+    return FileSource([path], _kind_of_file(path, wanted), template)
 
 
 def _kind_of_file(path: Path, wanted: str) -> str:
@@ -287,7 +285,7 @@ class DatasetSource(Source):
             else:
                 data = datasets.load_from_disk(self.name)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
                 f"(data.subset: {settings.subset}, data.split: {settings.split}): {reason}"

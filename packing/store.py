@@ -7,7 +7,6 @@ PackWriter(path, length)          writes the Arrow folder that open_packs reads
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import numpy as np
 from packing.arrow import MANIFEST, ArrowPacks, PackWriter, read_manifest
 from packing.errors import InputError
 from packing.mds import INDEX, MDSPacks
+from packing.order import splitmix64
 from packing.protocol import Pack, Packs, Split, checked_index
 from packing.settings import DataSettings
 from packing.token_bin import TokenBin
@@ -37,6 +37,8 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     `settings.length`.
     """
     openers = _find_splits(settings.packs, settings)
+    if settings.end_token is not None and openers["train"].func is not TokenBin:
+        raise InputError(f"{settings.packs}: `data.end_token` is for token .bin files; these know their documents: leave it out")
     carved = "held_out" not in openers and settings.held_out > 0.0
     if split not in openers and not carved:
         return None
@@ -69,7 +71,7 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
 def carve(packs: Packs, share: float, split: Split) -> Packs:
     """The training or held-out part of `packs`: disjoint, together complete, a function of the number of packs and `share` alone.
 
-    Held out are the max(1, round(share * n)) packs whose indices have the smallest hashes.
+    Held out are the max(1, round(share * n)) packs whose indices have the smallest hashes (splitmix64: no two are equal).
     """
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
@@ -78,7 +80,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
             "set `data.held_out` to 0 or take more text"
         )
     chosen = np.zeros(len(packs), bool)
-    chosen[np.argpartition(_hashed(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
+    chosen[np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
 
 
@@ -106,15 +108,7 @@ class PartOfPacks:
         self._packs.verify()
 
 
-def _hashed(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele, Lea and Flood, 2014): a bijection of uint64, so no two indices share a hash."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
-
-
-def _find_splits(path: Path, settings: DataSettings) -> dict[Split, Callable[[], Packs]]:
+def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Packs]]:
     """How to open each split that the data at `path` has of its own; InputError unless there is one to train on."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")

@@ -57,6 +57,10 @@ class TextTokenizer:
             )
         return self.special[role]
 
+    def save(self, path: Path) -> None:
+        """Write a tokenizer.json. (The library's own `save` makes every OSError a bare Exception, a full disk too.)"""
+        path.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
+
     def describe(self) -> dict[str, Any]:
         """What packs remember of their tokenizer."""
         ids = {f"{role}_id": self.special.get(role) for role in _ROLES}
@@ -97,21 +101,26 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def _from_hub(name: str) -> tuple[Path, Path]:
-    """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
+    """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
 
+    A repository may lack the second. One that is out of reach is an InputError: which token ends a document must not depend on
+    the network.
+    """
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+
+    wanted = "tokenizer.json"
     try:
-        file = Path(hf_hub_download(name, "tokenizer.json"))
-    except (OSError, HFValidationError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
+        file = Path(hf_hub_download(name, wanted))
+        wanted = "tokenizer_config.json"
+        return file, Path(hf_hub_download(name, wanted))
+    except (OSError, HFValidationError) as error:
+        if wanted == "tokenizer_config.json" and isinstance(error, RemoteEntryNotFoundError):
+            return file, file.parent / wanted
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"data.tokenizer: {name}: no such file or folder, and no tokenizer.json from the hub: {reason}; {_REMEDY}"
+            f"data.tokenizer: {name}: no such file or folder, and no {wanted} from the hub: {reason}; {_REMEDY}"
         ) from None
-    try:
-        return file, Path(hf_hub_download(name, "tokenizer_config.json"))
-    except EntryNotFoundError:
-        return file, file.parent / "tokenizer_config.json"
 
 
 def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:

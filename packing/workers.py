@@ -154,24 +154,29 @@ def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> N
                 _send(replies, {"error": str(error)})
                 continue
             tokens, lengths = _encode(tokenizer, texts.documents, settings)
-            counts = {"tokens": len(tokens), "skipped": texts.skipped, "first_skipped": texts.first_skipped, "empty": texts.empty}
+            empty = texts.empty + len(texts.documents) - len(lengths)
+            counts = {"tokens": len(tokens), "skipped": texts.skipped, "first_skipped": texts.first_skipped, "empty": empty}
             _send(replies, counts, tokens.tobytes(), bytes(-tokens.nbytes % 8), lengths.tobytes())
         except (EOFError, BrokenPipeError):
             return
 
 
 def _encode(tokenizer: Tokenizer, documents: list[str], settings: WorkerSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all documents in one array (uint32), and the length of each (int64)."""
+    """Ids of all documents in one array (uint32), and the length of each (int64); one without any is left out.
+
+    Many tokenizers give no token for blanks, and a BOS and an EOS alone are no document.
+    """
     head = [] if settings.bos is None else [settings.bos]
     tail = [] if settings.eos is None else [settings.eos]
     ids: list[int] = []  # one list for all: an array a document would cost more than its tokens where documents are short
     ends = [0]
     # encode_batch_fast leaves out the character offsets, which nobody asked for.
     for encoding in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
-        ids += head
-        ids += encoding.ids
-        ids += tail
-        ends.append(len(ids))
+        if own := encoding.ids:
+            ids += head
+            ids += own
+            ids += tail
+            ends.append(len(ids))
     return np.array(ids, dtype=np.uint32), np.diff(ends).astype(np.int64)
 
 

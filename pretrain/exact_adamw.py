@@ -5,18 +5,13 @@
 `bf16_exact`  a BF16 parameter and 16 remainder bits in the optimizer are an FP32 master (pretrain.exact_weights), at 2 more bytes
               a parameter where a separate master takes 4, and the model computes on BF16 weights without casting them.
 
-All three take the same update, Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2), in FP32 and in the order of operations of
-torch.optim.AdamW's single-tensor path. They differ in how a master is read and written, so bf16_exact walks the very trajectory of
-fp32, bit for bit. On a CPU the operations are torch's own. On a GPU one Triton kernel does them all and rounds where they do (for
-beta1 above 0.5: torch's lerp has another formula below), except that its square root is the nearest FP32 number, which torch's on
-a CPU need not be.
+All three take the same update in FP32 (pretrain.adamw_update on a CPU, pretrain.exact_adamw_kernel on a GPU) and differ in how a
+master is read and written, so bf16_exact walks the very trajectory of fp32, bit for bit.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pretrain.exact_weights import Weights, convert, join, mode_of, split
+from pretrain.adamw_update import Factors, Operands, update
+from pretrain.exact_weights import convert, mode_of
 
 if TYPE_CHECKING:
     from pretrain.exact_adamw_kernel import FusedUpdate
@@ -32,48 +28,13 @@ if TYPE_CHECKING:
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Factors:
-    """The numbers of one update, in double precision; each is rounded to FP32 where it is used, as torch does with its own."""
-
-    learning_rate: float
-    weight_decay: float
-    beta1: float
-    beta2: float
-    eps: float
-    step: int  # of this update, from 1
-
-    @property
-    def decay(self) -> float:
-        return 1 - self.learning_rate * self.weight_decay
-
-    @property
-    def step_size(self) -> float:
-        return self.learning_rate / (1 - self.beta1**self.step)
-
-    @property
-    def bias_correction2_sqrt(self) -> float:
-        return math.sqrt(1 - self.beta2**self.step)
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The local tensors of one parameter: contiguous, of one shape and device."""
-
-    weight: Tensor  # FP32 or BF16
-    remainder: Tensor | None  # int16, in mode bf16_exact
-    gradient: Tensor  # FP32 or BF16
-    exp_avg: Tensor  # FP32 or BF16, both moments alike
-    exp_avg_sq: Tensor
-
-
 class ExactAdamW(torch.optim.Optimizer):
     """AdamW over FP32 and BF16 parameters, plain or DTensor, with or without the remainders that make BF16 exact.
 
     `exact`: keep remainders for BF16 parameters. FP32 parameters need none.
-    `moments`: dtype of both moments, FP32 or BF16. None: FP32 where updates are exact, BF16 for plain BF16 parameters, as in torch.
-    BF16 moments halve their memory, but a second moment never shrinks then with beta2 at 0.999: one part in a thousand is less
-    than half a unit in its last place.
+    `moments`: dtype of both moments, FP32 or BF16. None: FP32 where updates are exact; for plain BF16 parameters BF16, as in
+    torch. BF16 moments halve their memory, but with beta2 at 0.999 a second moment then never shrinks: one part in a thousand is
+    less than half a unit in its last place.
 
     State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
     """
@@ -107,32 +68,40 @@ class ExactAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
+    def _state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
+        """The state that this parameter has, by name."""
+        bf16 = mode_of(parameter, None) == "bf16"
+        moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
+        return {
+            "step": torch.float32,
+            **dict.fromkeys(MOMENTS, moments),
+            **({"remainder": torch.int16} if bf16 and self.exact else {}),
+        }
+
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            mode = mode_of(parameter, None)
-            keeps_remainder = self.exact and mode == "bf16"
-            moments = self.moments or (torch.bfloat16 if mode == "bf16" and not self.exact else torch.float32)
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(parameter, dtype=moments)
-            if keeps_remainder:
-                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
+            for name, dtype in self._state_dtypes(parameter).items():
+                like = torch.zeros(()) if name == "step" else parameter
+                state[name] = torch.zeros_like(like, dtype=dtype)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, except that state keeps the dtypes of this optimizer: torch's would cast it all to the parameter's."""
-        super().load_state_dict(state_dict)
-        saved_ids = [index for group in state_dict["param_groups"] for index in group["params"]]
+        """As torch's, but state keeps the dtypes that it has here: torch would cast moments and remainders to the parameter's.
+
+        Raises ValueError, before anything changes, where the state is that of another weight mode.
+        """
+        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(saved_ids, parameters, strict=True):
-            self.state.pop(parameter, None)
-            if saved := state_dict["state"].get(index):
-                fresh = self._state_of(parameter)
-                if fresh.keys() != saved.keys():
-                    raise ValueError(f"state of parameter {index} is {sorted(saved)}, and {sorted(fresh)} is needed")
-                for name, tensor in fresh.items():
-                    tensor.copy_(saved[name])
+        saved = dict(zip(parameters, (state_dict["state"].get(index) for index in indices), strict=True))
+        for parameter, tensors in saved.items():
+            wanted = self._state_dtypes(parameter)
+            if tensors and tensors.keys() != wanted.keys():
+                raise ValueError(f"a parameter's saved state is {sorted(tensors)}; this optimizer keeps {sorted(wanted)}")
+        super().load_state_dict({**state_dict, "state": {}})
+        for parameter, tensors in saved.items():
+            for name, tensor in (tensors or {}).items():
+                self._state_of(parameter)[name].copy_(tensor)
 
     @torch.no_grad()
     def master(self, parameter: Tensor) -> Tensor:
@@ -144,8 +113,7 @@ class ExactAdamW(torch.optim.Optimizer):
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Store the FP32 `master`, a tensor like the parameter or its local part, as this parameter's mode does."""
         remainder = self._state_of(parameter).get("remainder")
-        to: Weights = mode_of(_local(parameter), remainder)
-        weight, rest = convert(_local(master), None, to)
+        weight, rest = convert(_local(master), None, mode_of(_local(parameter), remainder))
         _local(parameter).copy_(weight)
         if remainder is not None and rest is not None:
             _local(remainder).copy_(rest)
@@ -212,40 +180,6 @@ class ExactAdamW(torch.optim.Optimizer):
         """The fraction of this process's values whose non-zero update left the stored weight unchanged in the last step."""
         frozen, total = self.frozen_counts().double()
         return frozen / total.clamp(min=1)
-
-
-def update(operands: Operands, factors: Factors, clip_coefficient: Tensor | None) -> Tensor:
-    """AdamW on one parameter with torch's operations, in place, on any device; returns how many values' updates were lost.
-
-    The operations and their order are those of torch.optim.adam._single_tensor_adam.
-    """
-    weight, remainder = operands.weight, operands.remainder
-    before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
-    gradient = operands.gradient.float()
-    if clip_coefficient is not None:
-        gradient = gradient * clip_coefficient
-    master, exp_avg, exp_avg_sq = before.clone(), operands.exp_avg.float(), operands.exp_avg_sq.float()  # FP32 moments: no copies
-
-    if factors.weight_decay != 0:
-        master.mul_(factors.decay)
-    exp_avg.lerp_(gradient, 1 - factors.beta1)
-    exp_avg_sq.mul_(factors.beta2).addcmul_(gradient, gradient, value=1 - factors.beta2)
-    denominator = (exp_avg_sq.sqrt() / factors.bias_correction2_sqrt).add_(factors.eps)
-    master.addcdiv_(exp_avg, denominator, value=-factors.step_size)
-
-    operands.exp_avg.copy_(exp_avg)
-    operands.exp_avg_sq.copy_(exp_avg_sq)
-    if remainder is None:
-        weight.copy_(master)
-        unchanged = weight == before
-    else:
-        for stored, part in zip((weight, remainder), split(master), strict=True):
-            stored.copy_(part)
-        unchanged = master == before
-    moved = exp_avg != 0
-    if factors.weight_decay != 0:
-        moved |= before != 0
-    return (unchanged & moved).sum() * (factors.learning_rate != 0)
 
 
 def _operands(parameter: Tensor, state: dict[str, Tensor]) -> Operands:

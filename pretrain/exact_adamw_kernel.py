@@ -1,12 +1,13 @@
 """AdamW on a GPU: one launch over the blocks of many tensors, each value read once and written once.
 
-A launch takes all parameters of one group whose dtypes agree. Its tensors are found through a table of addresses on the device, so
+A launch takes all parameters of one group whose dtypes agree. It finds its tensors through a table of addresses on the device, so
 a model of hundreds of tensors, most of them small, costs one launch and not hundreds. The table is copied again only when an
 address has changed: gradients may be allocated anew every step.
 
-The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart: all modes share it, so FP32
-masters and BF16 weights with remainders get the same bits. The roundings are those of torch on a CPU, whose lerp_ and addcmul_ use
-fused multiply-adds, here tl.fma.
+The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart. All modes share it, so FP32
+masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round (lerp_ and addcmul_ use
+fused multiply-adds, here tl.fma), for beta1 above 0.5, where lerp_ changes its formula. Its square root is the nearest FP32
+number; torch's on a CPU may be the one beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.exact_adamw import Factors, Operands
+from pretrain.adamw_update import Factors, Operands
 
 _ALIGNMENT = 16  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
 
@@ -193,7 +194,7 @@ def _row(operands: Operands) -> tuple[int, ...]:
 
 
 def _kind_of(operands: Operands) -> _Kind:
-    """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, all others 16 bytes at a time."""
+    """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, others 16 bytes at a time."""
     aligned = all(number % _ALIGNMENT == 0 for number in _row(operands))
     dtypes = (operands.weight.dtype, operands.gradient.dtype, operands.exp_avg.dtype)
     return (*dtypes, operands.remainder is not None, aligned)

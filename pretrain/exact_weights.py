@@ -1,6 +1,6 @@
 """BF16 weights whose 16 missing bits are kept beside them: together an FP32 master, exactly. And the ways between weight modes.
 
-A master is 32 bits: a high half, which is a BF16 number, and a low half. The BF16 weight is the master rounded to nearest, and the
+A master is 32 bits: a high half, which is a BF16 number, and a low half. The BF16 weight is the master rounded to nearest, the
 int16 remainder is the low half, its bits untouched. The weight's bits are then the high half, or one more where rounding went up:
 
     weight    = (master + 0x8000) >> 16        (integers; rounds to nearest, ties away from zero)

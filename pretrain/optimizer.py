@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.settings import OptimizerSettings
 
@@ -45,8 +46,10 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    total = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
-    return total
+    whole = [norm for norm in norms if not isinstance(norm, DTensor)]
+    if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:  # stacked first: one exchange, and not one a parameter
+        whole.append(torch.linalg.vector_norm(torch.stack(sharded)).full_tensor())
+    return torch.linalg.vector_norm(torch.stack(whole))
 
 
 @torch.no_grad()
@@ -55,6 +58,15 @@ def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: floa
     gradients = [p.grad for p in parameters if p.grad is not None]
     coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
     torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], coefficient)
+
+
+def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Forget the gradients of the step that is done, and give their memory back.
+
+    Under DistributedDataParallel they are views into its buckets and are zeroed in place instead. Dropped, they would return beside
+    the buckets, a second copy of all gradients, for as long as microbatches accumulate.
+    """
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 
 
 def materialise_state(optimizer: torch.optim.AdamW) -> None:
@@ -81,11 +93,7 @@ def named_state(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, Ten
     }
 
 
-def updates_done(optimizer: torch.optim.AdamW) -> int:
-    """How many updates the moments have seen; fewer than training steps where steps were skipped."""
-    return int(next(iter(optimizer.state.values()))["step"].item())
-
-
 def set_updates_done(optimizer: torch.optim.AdamW, updates: int) -> None:
+    """How many updates the moments have seen, on which their bias correction rests: training steps less the skipped ones."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)

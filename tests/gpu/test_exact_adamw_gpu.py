@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.exact_adamw import ExactAdamW, Factors, Operands
+from pretrain.adamw_update import Factors, Operands
+from pretrain.exact_adamw import ExactAdamW
 from pretrain.exact_weights import join, split
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -183,7 +183,7 @@ def test_pinned_batches_train_the_model_with_fused_adamw(
             adamw.step()
             adamw.zero_grad(set_to_none=True)
     assert losses[-1] < 0.8 * losses[0]
-    assert optimizer.updates_done(adamw) == 10
+    assert all(state["step"] == 10 for state in adamw.state.values())
     assert all(tensor.isfinite().all() and tensor.any() for tensor in moments.values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,13 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
         positions[: pack.lengths[0]] += pack.first_position
         assert positions.tolist() == row["position_ids"]["values"]
     assert any(packs[index].first_position > 0 for index in range(12))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files as Linux shows them")
+def test_an_open_shard_keeps_no_file_open():
+    before = len(os.listdir("/proc/self/fd"))
+    reader = MDSReader([FIXTURES / "reference"])
+    assert len(os.listdir("/proc/self/fd")) == before and len(reader.sample(0)) > 0
 
 
 def test_random_access_equals_sequential():

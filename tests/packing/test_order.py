@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing.errors import InputError
-from packing.order import PackOrder, _splitmix64, permute, spread
+from packing.order import PackOrder, permute, splitmix64, spread
 from packing.pack import truncate
 
 
@@ -36,7 +36,7 @@ def test_permute_stays_in_range_at_the_edges_of_powers_of_two(size):
 def test_splitmix64_gives_the_published_sequence():
     # First outputs of Vigna's splitmix64.c from state 1234567: each output mixes the state advanced by the golden gamma.
     states = (1234567 + 0x9E3779B97F4A7C15 * np.arange(3).astype(object)) % 2**64
-    outputs = _splitmix64(np.array(states.tolist(), dtype=np.uint64)).tolist()
+    outputs = splitmix64(np.array(states.tolist(), dtype=np.uint64)).tolist()
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 

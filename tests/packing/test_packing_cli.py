@@ -60,6 +60,9 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
+        (["--source", ""], "`source` is empty"),
+        (["data.end_token=0"], "`end_token` is for token .bin files"),
+        (["data.source=null", "data.packing=best_fit"], "`packing`: for preparing packs, but no `source` is set"),
         (["dta.length=64"], "prepare takes seed and the keys of data only"),
         (["other.yaml"], "one recipe at a time"),
     ],
@@ -85,6 +88,13 @@ def test_inspect_shows_numbers_and_the_documents_of_a_pack(
     assert packs.fingerprint in said and f"packs         {len(packs)}" in said
     assert f"document 1 of {len(packs.lengths(index))}" in said and "<|endoftext|>" in said and "padding" in said
     assert main(["inspect", str(tmp_path / "packs"), "--index", "999999"]) == 2
+
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "packs"), "--verify"]) == 0
+    assert "as it was written" in capsys.readouterr().out
+    (tmp_path / "packs" / "lengths.png").write_bytes(b"no picture")
+    assert main(["inspect", str(tmp_path / "packs"), "--verify"]) == 2
+    assert "lengths.png: truncated" in capsys.readouterr().err
 
 
 def test_a_token_file_is_inspected_and_imported(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

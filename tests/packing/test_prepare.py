@@ -12,7 +12,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from packing import prepare as prepare_module
 from packing import sources, token_log
@@ -159,6 +159,25 @@ def test_what_is_tokenised_serves_another_pack_length(
     assert "reading" not in capsys.readouterr().err
 
 
+def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(
+    settings: DataSettings, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 10_000)
+    corpus.write_text(corpus.read_text() + "broken\n")
+    with pytest.raises(InputError, match=r"set data\.on_bad_line: skip"):
+        prepare(settings, seed=1)
+    skipping = settings.model_copy(update={"on_bad_line": "skip"})
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
+        with pytest.raises(InputError, match="stopped here"):
+            prepare(skipping, seed=1)
+    assert "going on after" in capsys.readouterr().err
+    with pytest.raises(InputError, match=r"corpus\.jsonl:\d+: .*made with data\.on_bad_line: skip"):
+        prepare(settings, seed=1)
+    prepare(skipping, seed=1)
+    assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
+
+
 def test_uncommitted_tokens_are_cut_off(tmp_path: Path) -> None:
     log = token_log.TokenLog(tmp_path / "log", {"a": 1})
     with log.writing():
@@ -231,6 +250,22 @@ def test_statistics_count_what_was_left_out(settings: DataSettings, corpus: Path
         "documents": 2, "skipped_lines": 1, "empty_documents": 2, "packs": 1,
     }  # fmt: skip
     assert "corpus.jsonl:3" in numbers["first_skipped"]
+
+
+def test_a_document_of_no_tokens_is_empty_and_gets_no_end_token_either(settings: DataSettings, corpus: Path) -> None:
+    tokenizer = Tokenizer.from_file(settings.tokenizer)
+    tokenizer.normalizer = normalizers.Strip()
+    tokenizer.save(str(corpus.with_name("strips.json")))
+    corpus.write_text('{"text": "a b"}\n{"text": "  \\n"}\n{"text": "b"}\n')
+    for add_eos in (False, True):
+        packs = corpus.with_name(f"packs-{add_eos}")
+        change = {"tokenizer": str(corpus.with_name("strips.json")), "add_eos": add_eos, "packs": packs}
+        prepare(settings.model_copy(update=change), seed=1, progress=False)
+        numbers = read_manifest(packs)["statistics"]
+        assert (numbers["documents"], numbers["empty_documents"]) == (2, 1)
+    corpus.write_text('{"text": " "}\n')
+    with pytest.raises(InputError, match=r"no document with any text: 1 records hold none"):
+        prepare(settings.model_copy(update=change | {"packs": settings.packs}), seed=1, progress=False)
 
 
 def test_bos_and_eos_stand_where_they_are_asked_for(settings: DataSettings, tmp_path: Path) -> None:

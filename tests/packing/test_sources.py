@@ -128,6 +128,8 @@ BAD_LINES = {
     '{"text": 3}': "holds int, not text",
     '{"other": "x"}': "no column `text`; the columns are: other",
     '{"text": "\\ud800"}': "surrogate",
+    f'{{"text": "a", "n": {"9" * 5000}}}': "not JSON that can be read",
+    "[" * 100_000: "not JSON that can be read",
 }
 
 
@@ -183,6 +185,13 @@ def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
     with pytest.raises(InputError, match=r"suffix does not tell its format; set data\.format"):
         read(tmp_path / "a.bin")
+
+
+@pytest.mark.parametrize("setting", [{"split": "validation"}, {"subset": "ms"}, {"streaming": True}, {"text": "body"}])
+def test_a_setting_that_files_do_not_have_is_refused(setting: dict, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(InputError, match=rf"data\.{next(iter(setting))}: .* is read as text"):
+        read(tmp_path, **setting)
 
 
 LINE_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=30)

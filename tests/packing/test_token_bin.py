@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packing import token_bin
 from packing.errors import InputError
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -48,6 +49,17 @@ def test_without_an_end_token_a_pack_is_one_document_and_the_last_is_padded(tmp_
     packs = TokenBin(write(tmp_path / "train.bin", range(10)), 4)
     assert [pack.lengths.tolist() for pack in (packs[0], packs[1], packs[2])] == [[4], [4], [2]]
     assert packs[2].input_ids.tolist() == [8, 9, 0, 0]
+
+
+def test_an_end_token_that_never_comes_is_refused_and_so_is_one_for_other_formats(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_bin, "_SAMPLED_TOKENS", 100)
+    path = write(tmp_path / "train.bin", [1, 2, 3] * 100)
+    with pytest.raises(InputError, match=r"train\.bin: `data\.end_token` 70000 does not occur in its first 100 tokens"):
+        TokenBin(path, 8, end_token=70000)
+    assert TokenBin(write(tmp_path / "val.bin", [1, 2, 3] * 10), 8, end_token=0).lengths(0).tolist() == [8]  # too few to tell
+    fixture = Path(__file__).parents[1] / "data" / "mds" / "reference"
+    with pytest.raises(InputError, match=r"`data\.end_token` is for token \.bin files"):
+        open_packs(DataSettings(packs=fixture, length=32, end_token=3), "train")
 
 
 def test_random_access_equals_sequential(tmp_path):

@@ -105,7 +105,7 @@ def test_groups_keep_their_own_numbers_and_parameters_without_gradients_stay() -
 
 
 def test_the_gpu_kernel_interpreted_on_a_cpu_agrees_with_the_reference() -> None:
-    pytest.importorskip("triton")
+    pytest.importorskip("triton", minversion="3.9", reason="earlier interpreters round an fma twice")
     command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_exact_adamw_gpu.py"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
@@ -116,7 +116,7 @@ def test_the_gpu_kernel_interpreted_on_a_cpu_agrees_with_the_reference() -> None
 
 
 def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
-    """From 1 towards 1.01 in 300 steps of 1e-4, far less than BF16's 2**-8 above 1: mean frozen updates, and what is left to go."""
+    """From 1 towards 1.01 in 300 steps of 1e-4, far less than half of BF16's 2**-7: mean frozen updates, and what is left."""
     weight = nn.Parameter(torch.ones(64, dtype=dtype))
     optimizer = ExactAdamW([weight], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, exact=exact)
     frozen = []

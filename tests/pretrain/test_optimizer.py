@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.optimizer import (
     build_optimizer,
+    clear_gradients,
     clip_gradients,
     gradient_norm,
     materialise_state,
     named_state,
     set_learning_rate,
     set_updates_done,
-    updates_done,
 )
 from pretrain.settings import OptimizerSettings
 
@@ -72,6 +74,41 @@ def test_the_gradient_norm_is_summed_in_fp32_and_clipping_reaches_the_limit(dtyp
     assert gradient_norm(model.parameters()).item() == pytest.approx(exact / 4, rel=tolerance)
 
 
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_gradients_accumulate_in_the_communication_buckets_and_not_beside_them(process_group: None) -> None:
+    """Of an earlier step's gradients nothing is left, but their memory is the buckets'."""
+    wrapped = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
+    optimizer = build_optimizer(wrapped, OptimizerSettings())
+
+    def places() -> list[int]:
+        return [p.grad.data_ptr() for p in wrapped.parameters()]
+
+    for step in range(3):
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, 7)).sum().backward()
+        accumulated, lie_at = copy.deepcopy([p.grad for p in wrapped.parameters()]), places()
+        wrapped(torch.ones(2, 7)).sum().backward()
+        for half, p in zip(accumulated, wrapped.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, 2 * half)
+        if step > 0:
+            assert lie_at == places()
+        clear_gradients(optimizer, wrapped)
+        assert not any(p.grad.any() for p in wrapped.parameters())
+
+
+def test_gradients_give_their_memory_back_where_there_are_no_buckets() -> None:
+    model = small_model()
+    draw_gradients(model, 1)
+    clear_gradients(build_optimizer(model, OptimizerSettings()), model)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_state_copied_into_a_fresh_optimizer_continues_bit_for_bit() -> None:
     settings = OptimizerSettings()
     model = small_model()
@@ -88,8 +125,7 @@ def test_state_copied_into_a_fresh_optimizer_continues_bit_for_bit() -> None:
     saved = named_state(optimizer, model)
     for name, tensor in named_state(fresh, resumed).items():
         tensor.copy_(saved[name])
-    set_updates_done(fresh, updates_done(optimizer))
-    assert updates_done(fresh) == 3
+    set_updates_done(fresh, 3)
 
     for each, opt in ((model, optimizer), (resumed, fresh)):
         draw_gradients(each, 9)
