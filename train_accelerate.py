@@ -52,7 +52,7 @@ from pretrain.run_files import read_metrics, read_run
 from pretrain.run_folder import RunFolder, check_free, describe_environment
 from pretrain.signals import StopRequest
 from pretrain.state import TrainState, seed_step
-from pretrain.step import forward_backward, largest_over_ranks
+from pretrain.step import forward_backward, frozen_share, largest_over_ranks
 
 
 @dataclass
@@ -227,9 +227,8 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     if verdict.warning:
         run.console.warning(verdict.warning)
     if verdict.proceed:
-        if settings.clip:
-            optimizer.clip_gradients(run.assembly.model.parameters(), norm, settings.clip)
-        adamw.step()
+        adamw.step(clip_coefficient=optimizer.clip_coefficient(norm, settings.clip))
+    frozen_updates = frozen_share(adamw, run.accelerator) if verdict.proceed else 0.0
     optimizer.clear_gradients(adamw, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
     return {
@@ -239,6 +238,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         "loss": loss,
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
+        "frozen_updates": frozen_updates,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
         "skipped": not verdict.proceed,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import shlex
 import signal
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from benchmarks.machine import processor
 from packing.store import Pack, PackWriter
 from pretrain.checkpoint_folder import step_folders
 from pretrain.manifest import damage, read_manifest
@@ -273,7 +273,7 @@ def main() -> int:
         "command": shlex.join(["python", "-m", "benchmarks.kill_resume", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment({"config_file": "accelerate_configs/cpu.yaml"}),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "threads": arguments.threads,
         "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},
         "results": results,

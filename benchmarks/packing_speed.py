@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.machine import processor
 from packing.batch import BatchStream
 from packing.order import PackOrder, spread
 from packing.pack import Layout, PackBlock, best_fit, materialise, truncate
@@ -112,12 +113,6 @@ def measure_order() -> dict[str, float]:
         "packs_of_step_us_per_1024_packs": seconds(lambda: [order.packs_of_step(number) for number in range(100)]) * 1e4,
         "spread_us_per_1024_packs_on_8_ranks_of_16_microbatches": seconds(lambda: spread(costs, 8, 16)) * 1e6,
     }
-
-
-def processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def main() -> None:

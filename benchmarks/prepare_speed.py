@@ -32,6 +32,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.machine import processor
 from packing.prepare import prepare
 from packing.settings import DataSettings
 
@@ -126,11 +127,6 @@ def compare(folder: Path, threads: int, rounds: int) -> dict[str, object]:
         "tokens_per_second": {way: tokens / statistics.median(run["wall_seconds"] for run in runs[way]) for way in runs},
         "runs": runs,
     }
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -20,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.machine import processor
 from pretrain.metrics.summary import is_evaluation
 from pretrain.run_files import read_metrics
 from pretrain.run_folder import describe_environment
@@ -35,7 +37,7 @@ def main() -> None:
         "command": shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment({}),
-        "processor": platform.processor() or platform.machine(),
+        "processor": processor(),
         "recipe": arguments.recipe.read_text(),
         "results": results,
     }
@@ -72,13 +74,16 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
     began = time.perf_counter()
     # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
-        finished = subprocess.run(
-            launcher, capture_output=True, text=True, timeout=arguments.timeout, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-        )
-        status, output = finished.returncode, finished.stdout + finished.stderr
-    except subprocess.TimeoutExpired as error:
-        status, output = "timeout", str(error.stdout or b"")[-4000:]
+        output, _ = process.communicate(timeout=arguments.timeout)
+        status: int | str = process.returncode
+    except subprocess.TimeoutExpired:
+        # Its training processes would outlive a killed launcher, and keep the device from the next variant.
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        status, output = "timeout", process.communicate()[0]
     result: dict[str, Any] = {
         "variant": overrides,
         "command": shlex.join(command),

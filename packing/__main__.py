@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from packing.errors import InputError
-from packing.settings import Count, DataSettings, Settings, load_yaml, parse, value_from_text
+from packing.settings import DataSettings, Seed, Settings, load_yaml, parse, value_from_text
 
 
 class _Recipe(Settings):
     """What `prepare` takes from a recipe; the other sections belong to the trainer."""
 
-    seed: Count = 42
+    seed: Seed = 42
     data: DataSettings
 
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "recipe", nargs="*", help="RECIPE.yaml, whose data section and seed count, then key=value to override them"
     )
-    prepare.add_argument("--out", metavar="FOLDER", help="where the packs go (data.packs)")
+    prepare.add_argument("--out", dest="data.packs", metavar="FOLDER", help="where the packs go (data.packs)")
     for name, (metavar, text) in _FLAGS.items():
         shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
         prepare.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
@@ -119,13 +119,10 @@ def _recipe_of(options: argparse.Namespace) -> _Recipe:
     values = load_yaml(files[0]) if files else {}
     values = {key: values[key] for key in ("seed", "data") if key in values}
     given = [text.partition("=")[::2] for text in options.recipe if "=" in text]
-    given += [(key, value) for key, value in vars(options).items() if key.startswith("data.") and value is not None]
+    flags = {key: value for key, value in vars(options).items() if key == "seed" or key.startswith("data.")}
+    given += [(key, value) for key, value in flags.items() if value is not None]
     for key, value in given:
         _set(values, key, value if isinstance(value, bool) else value_from_text(_Recipe, key, value))
-    if options.out is not None:
-        _set(values, "data.packs", options.out)
-    if options.seed is not None:
-        _set(values, "seed", value_from_text(_Recipe, "seed", options.seed))
     if "data" not in values or "packs" not in (values["data"] or {}):
         raise InputError(
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"

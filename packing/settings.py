@@ -43,6 +43,7 @@ def _count(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
+Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 

@@ -53,7 +53,7 @@ def open_source(settings: DataSettings) -> Source:
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, template)
     if path.exists():
-        source = _open_folder(path, settings.format, template) if path.is_dir() else _open_file(path, settings.format, template)
+        source = _open_folder(path, settings, template) if path.is_dir() else _open_file(path, settings.format, template)
         _check_all_apply(settings, source)
         return source
     if (
@@ -102,12 +102,18 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     )
 
 
-def _open_folder(folder: Path, wanted: str, template: TextTemplate) -> FileSource:
-    """All files below `folder` of one kind, in order of their relative paths; hidden files and folders are left out.
+def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -> FileSource:
+    """All files below `folder` of one kind, in order of their relative paths; hidden files and the packs to be are left out.
 
     Data files outrank text, since many data sets carry a README. Where two kinds could be meant, the settings have to say which.
     """
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _hidden(path.relative_to(folder)))
+    wanted, packs = settings.format, settings.packs.absolute()
+    made = (packs, packs.with_name(f"{packs.name}.partial"), packs.with_name(f"{packs.name}.lock"))
+    files = sorted(
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not _hidden(path.relative_to(folder)) and not any(map(path.absolute().is_relative_to, made))
+    )
     by_suffix = {"parquet": _PARQUET, "jsonl": _JSONL, "json": {".json"}, "text": _TEXT}
     found = {kind: paths for kind, known in by_suffix.items() if (paths := [path for path in files if _suffix(path) & known])}
     if wanted == "text":

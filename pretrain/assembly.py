@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pretrain import model, optimizer
-from pretrain.distributed import prepare, unwrapped
+from pretrain.distributed import prepare, sharded_like, unwrapped
+from pretrain.exact_adamw import ExactAdamW
 from pretrain.precision import audit
 from pretrain.preflight import Job
 
@@ -23,7 +24,7 @@ class Assembly:
 
     hf: PreTrainedModel
     model: nn.Module
-    optimizer: torch.optim.AdamW
+    optimizer: ExactAdamW
     audit: dict[str, Any]
 
     @property
@@ -38,15 +39,21 @@ class Assembly:
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     """Build the model of `job`, put its precision around its layers, wrap it for the topology, observe what it computes in."""
     recipe, device, backend = job.recipe, accelerator.device, job.backend.name
-    hf = model.build(recipe.model, job.model_config, weights=job.weight_dtype, seed=recipe.seed, device=device, backend=backend)
+    exact = recipe.weights == "bf16_exact"
+    weights = torch.float32 if exact else job.weight_dtype
+    hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
+    masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled)
-    adamw = optimizer.build_optimizer(packed, recipe.optimizer)
+    adamw = optimizer.build_optimizer(packed, recipe.optimizer, exact=exact)
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
-    optimizer.materialise_state(adamw)
+    adamw.materialise()
+    for name, parameter in hf.named_parameters():
+        if name in masters:  # taken out one by one, so that the FP32 weights go as the remainders come
+            adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
 
     products = audit.observe(unwrapped(prepared), model.inputs_of(job.data.trial_batch(1), device), job.precision)
     found = {

@@ -44,6 +44,7 @@ def plot_losses(runs: Sequence[Run], path: Path) -> None:
         if index > 0:
             _draw_difference(panels[1], runs[0], run, colour)
     _scale_to_what_matters(panels[0], runs)
+    panels[-1].set_ylim(bottom=0)  # after the last run: a limit set by hand would no longer grow for a higher rate
     _label(panels, runs)
     figure.align_ylabels(panels)
     picture = io.BytesIO()
@@ -103,7 +104,6 @@ def _draw_smoothed(
 def _draw_learning_rate(panel: Axes, run: Run, colour: str) -> None:
     panel.plot(*run.curve("learning_rate"), color=colour, linewidth=1.2)
     panel.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
-    panel.set_ylim(bottom=0)
 
 
 def _scale_to_what_matters(panel: Axes, runs: Sequence[Run]) -> None:

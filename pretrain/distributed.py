@@ -18,6 +18,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from packing.errors import InputError
@@ -70,6 +71,11 @@ def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextM
     and in FP32, which is the very memory that sharding is there to save.
     """
     return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
+
+
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """`tensor`, the same on all ranks, laid out as `parameter` is: a DTensor where that is one."""
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else tensor
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

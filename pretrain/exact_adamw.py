@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pretrain.adamw_update import Factors, Operands, update
-from pretrain.exact_weights import convert, mode_of
+from pretrain.exact_weights import convert, local_part, mode_of
 
 if TYPE_CHECKING:
     from pretrain.exact_adamw_kernel import FusedUpdate
@@ -107,16 +106,16 @@ class ExactAdamW(torch.optim.Optimizer):
     def master(self, parameter: Tensor) -> Tensor:
         """The weight that updates apply to, FP32; of a DTensor, this process's part."""
         remainder = self._state_of(parameter).get("remainder")
-        return convert(_local(parameter), None if remainder is None else _local(remainder), "fp32")[0]
+        return convert(local_part(parameter), None if remainder is None else local_part(remainder), "fp32")[0]
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Store the FP32 `master`, a tensor like the parameter or its local part, as this parameter's mode does."""
         remainder = self._state_of(parameter).get("remainder")
-        weight, rest = convert(_local(master), None, mode_of(_local(parameter), remainder))
-        _local(parameter).copy_(weight)
+        weight, rest = convert(local_part(master), None, mode_of(local_part(parameter), remainder))
+        local_part(parameter).copy_(weight)
         if remainder is not None and rest is not None:
-            _local(remainder).copy_(rest)
+            local_part(remainder).copy_(rest)
 
     # ── Updating ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,15 +182,10 @@ class ExactAdamW(torch.optim.Optimizer):
 
 
 def _operands(parameter: Tensor, state: dict[str, Tensor]) -> Operands:
-    weight, gradient = _local(parameter), _local(parameter.grad)
+    weight, gradient = local_part(parameter), local_part(parameter.grad)
     if not weight.is_contiguous():
         raise ValueError(f"a parameter of shape {list(weight.shape)} and strides {weight.stride()} is not contiguous")
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"gradients are FP32 or BF16, not {gradient.dtype}")
-    remainder = _local(state["remainder"]) if "remainder" in state else None
-    return Operands(weight, remainder, gradient.contiguous(), _local(state["exp_avg"]), _local(state["exp_avg_sq"]))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a DTensor, live; any other tensor as it is."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    remainder = local_part(state["remainder"]) if "remainder" in state else None
+    return Operands(weight, remainder, gradient.contiguous(), local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))

@@ -33,7 +33,8 @@ class MemoryEstimate:
 
     parameters: int
     gradients: int  # under DDP views into its buckets, so no second copy
-    moments: int  # AdamW's two, in the parameters' dtype
+    moments: int  # AdamW's two; BF16 where the parameters are plain BF16, else FP32
+    remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # BF16 casts of FP32 parameters that backward needs again
     head_gradient: int  # the LM head's, summed over chunks in FP32
     activations_by_pack: int
@@ -47,7 +48,8 @@ class MemoryEstimate:
         shape, length = flops.shape, recipe.data.length
         stored, computed = (4 if recipe.weights == "fp32" else 2), (4 if precision == "fp32" else 2)
         shards = world_size if sharded else 1
-        weights = math.ceil(flops.parameters / shards) * stored
+        values = math.ceil(flops.parameters / shards)
+        weights = values * stored
         recomputed = _recomputed_layers(recipe, shape.layers)
         layer = _layer_elements(flops) * computed * length
         kept = shape.layers - recomputed
@@ -61,7 +63,8 @@ class MemoryEstimate:
         return cls(
             parameters=weights,
             gradients=weights,
-            moments=2 * weights,
+            moments=2 * values * (2 if recipe.weights == "bf16" else 4),
+            remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=_working_copies(flops, kept) if stored > computed else 0,
             head_gradient=shape.vocabulary * shape.hidden * (4 if chunked else computed),
             activations_by_pack=activations + final,
@@ -78,6 +81,7 @@ class MemoryEstimate:
             "parameters": self.parameters,
             "gradients": self.gradients,
             "optimizer moments": self.moments,
+            "remainder bits": self.remainders,
             "BF16 working copies": self.working_copies,
             "head gradient": self.head_gradient,
             "activations": self.activations_by_pack * microbatch,

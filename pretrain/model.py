@@ -77,6 +77,10 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        if "trust_remote_code" in str(error):
+            raise InputError(
+                f"`model.source`: {source} brings code of its own; set `model.trust_remote_code: true` if you trust it"
+            ) from None
         raise InputError(f"`model.source`: no model can be read from {source!r}: {_reason(error)}") from None
 
 
@@ -104,11 +108,11 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
     check_loss(model.config, loss, device_type)
 
 
-def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
+def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # each architecture checks its shapes in its own way
         kind = type(config).__name__
         raise InputError(f"`model`: {kind} makes no causal language model with these settings: {_reason(error)}") from None
@@ -127,21 +131,34 @@ def build(
         torch.manual_seed(seed)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
-        for parameter in model.parameters():  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
-            parameter.data = parameter.data.to(weights)
+        round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             settings.source,
             config=config,
             revision=settings.revision,
             trust_remote_code=settings.trust_remote_code,
             dtype=weights,
             attn_implementation=backend,
+            output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {_reason(error)}") from None
+    if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and each process its own
+        raise InputError(
+            f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
+            "them; fetch it again, or take out what `model.config` changes about its shape"
+        )
     return model.to(device)
+
+
+def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Round the parameters to `dtype` in place, and return what they were by name: the masters that a remainder is taken from."""
+    masters = {name: parameter.data for name, parameter in hf.named_parameters()}
+    for parameter in hf.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return masters
 
 
 class PackedLanguageModel(nn.Module):

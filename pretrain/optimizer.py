@@ -1,7 +1,8 @@
-"""AdamW over FP32 or BF16 weights, its parameter groups, the gradient norm, and its state by parameter name.
+"""AdamW for a recipe's weights, its parameter groups, the gradient norm, and its state by parameter name.
 
 `weights: fp32` keeps parameters, gradients and moments in FP32. `weights: bf16` keeps all of them in BF16, half the memory, and
-loses every update smaller than half a unit in the last place of its weight.
+loses every update smaller than half a unit in the last place of its weight. `weights: bf16_exact` has BF16 parameters and
+gradients, FP32 moments, and the 16 bits that make a parameter an FP32 master: no update is lost.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from pretrain.exact_adamw import ExactAdamW
 from pretrain.settings import OptimizerSettings
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
-
-def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Fused AdamW. `decay: matrices` spares norms and biases, which decay does not help; `decay: all` is torch's default."""
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
+    """AdamW; `exact` keeps the remainders of BF16 parameters. `decay: matrices` spares norms and biases, which decay does not
+    help; `decay: all` is torch's default."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
     spared = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    return ExactAdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
-        fused=True,
+        exact=exact,
     )
 
 
@@ -52,48 +53,33 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(whole))
 
 
-@torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], norm: Tensor, limit: float) -> None:
-    """Scale the gradients in place so that their norm is at most `limit`; stays on the device, so nothing waits."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    coefficient = torch.clamp(limit / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], coefficient)
+def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
+    """The factor that brings gradients of this norm to at most `limit`, an FP32 scalar on its device; None: no limit."""
+    return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Forget the gradients of the step that is done, and give their memory back.
 
-    Under DistributedDataParallel they are views into its buckets and are zeroed in place instead. Dropped, they would return beside
-    the buckets, a second copy of all gradients, for as long as microbatches accumulate.
+    Under DistributedDataParallel they are views into its buckets and are zeroed in place instead. Dropped, they would return
+    beside the buckets, a second copy of all gradients, for as long as microbatches accumulate.
     """
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 
 
-def materialise_state(optimizer: torch.optim.AdamW) -> None:
-    """Allocate the moments now rather than in the first step: what does not fit fails at the start, and a checkpoint has a place
-    to load into."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state[parameter]
-            if not state:
-                device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                for moment in _MOMENTS:
-                    state[moment] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-
-
-def named_state(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, Tensor]:
-    """The moments as `exp_avg/<parameter name>` and `exp_avg_sq/<parameter name>`, live: writing into them is loading."""
+def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
+    """The state tensors as `exp_avg/<parameter name>` and so on, live: writing into them is loading."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
-        f"{moment}/{names[parameter]}": optimizer.state[parameter][moment]
+        f"{key}/{names[parameter]}": tensor
         for group in optimizer.param_groups
         for parameter in group["params"]
-        for moment in _MOMENTS
+        for key, tensor in optimizer.state[parameter].items()
+        if key != "step"
     }
 
 
-def set_updates_done(optimizer: torch.optim.AdamW, updates: int) -> None:
+def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
     """How many updates the moments have seen, on which their bias correction rests: training steps less the skipped ones."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)

@@ -207,7 +207,7 @@ class Plan:
         unmoved = 2.0 ** math.ceil(math.log2(rate) + 8)
         return (
             f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude "
-            f"{unmoved:.2g} or more; `weights: fp32` keeps every update"
+            f"{unmoved:.2g} or more; `weights: bf16_exact` keeps every update"
         )
 
     def _uncounted(self) -> str | None:
@@ -229,9 +229,9 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
 
 def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: int | None = None) -> None:
     """What settings and the number of devices tell alone, before data or model are looked at. Raises InputError."""
-    if recipe.weights == "bf16" and precision == "fp32":
+    if recipe.weights != "fp32" and precision == "fp32":
         raise InputError(
-            "`weights: bf16` and `precision: fp32` contradict each other: BF16 weights compute in BF16; "
+            f"`weights: {recipe.weights}` and `precision: fp32` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
     tokens, length = recipe.batch.tokens, recipe.data.length

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from packing.errors import InputError
 from pretrain import attention, config, model
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.distributed import device_of
@@ -63,7 +64,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
     check_settings(recipe, recipe.precision, accelerator.num_processes)
     model_config = model.load_config(recipe.model)
-    shapes = model.build_on_meta(model_config)
+    shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     compute_dtype = getattr(torch, RECIPES[recipe.precision].compute_dtype)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
@@ -91,6 +92,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
 
 def measured_speed(run_dir: Path) -> float | None:
     """Median tokens/s over all devices of the steps that the run has done so far; None before it has done any."""
-    if not (run_dir / "metrics.jsonl").exists():
+    try:
+        return summary(read_metrics(run_dir)).get("tokens_per_second")
+    except InputError:  # no file yet, or a damaged one, which resuming mends: no reason to refuse that
         return None
-    return summary(read_metrics(run_dir)).get("tokens_per_second")

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from packing.settings import Count, DataSettings, PositiveCount, Settings, Share
+from packing.settings import Count, DataSettings, PositiveCount, Seed, Settings, Share
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -119,9 +119,9 @@ class Recipe(Settings):
     """A whole training recipe: what is trained, on what, how long, and what is recorded."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: Count = 42
+    seed: Seed = 42
     precision: Literal["fp32", "bf16"] | None = None  # none: what the accelerate configuration names
-    weights: Literal["fp32", "bf16"] = "fp32"
+    weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
     model: ModelSettings
     data: DataSettings
     batch: BatchSettings = BatchSettings()

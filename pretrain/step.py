@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from packing.batch import StepBatches
 from pretrain.distributed import accumulating
+from pretrain.exact_adamw import ExactAdamW
 from pretrain.model import inputs_of
 
 
@@ -30,6 +31,12 @@ def forward_backward(model: nn.Module, batches: StepBatches, accelerator: Accele
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
     return accelerator.reduce(total, reduction="sum") / tokens
+
+
+def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
+    """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
+    frozen, total = accelerator.reduce(optimizer.frozen_counts().to(accelerator.device), reduction="sum").tolist()
+    return frozen / max(total, 1)
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:

@@ -35,7 +35,7 @@ RECIPES = {
 }
 
 # `weights:` of a recipe file, and the torch dtype that parameters are kept in.
-WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
 
 def find(name: str, origin: str) -> PrecisionRecipe:

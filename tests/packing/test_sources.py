@@ -88,6 +88,15 @@ def test_a_folder_is_read_in_the_order_of_its_paths_without_hidden_files(tmp_pat
     assert read(tmp_path).documents == ["a.jsonl", "b/10.jsonl.gz", "b/2.jsonl"]
 
 
+def test_a_folder_may_hold_the_packs_that_are_made_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for name in ("packs", "packs.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+    options = DataSettings(packs=tmp_path / "packs", source=str(tmp_path), tokenizer="unused")
+    assert open_source(options).paths == [tmp_path / "a.txt"]
+
+
 def test_a_folder_of_source_code_gives_a_document_for_each_file(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("import this\n")
     (tmp_path / "m.so").write_bytes(b"\x7fELF\xff")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from packing.batch import build_microbatch
@@ -200,6 +202,34 @@ def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
     packed.hf.save_pretrained(tmp_path)
     config = model.load_config(ModelSettings(source=str(tmp_path), config={"resid_pdrop": 0.25}))
     assert (config.resid_pdrop, config.n_embd) == (0.25, 32)
+
+
+def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path) -> None:
+    packed_model(settings("llama")).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
+        packed_model(ModelSettings(source=str(tmp_path)))
+
+
+def test_code_that_comes_with_a_model_runs_where_the_recipe_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "with_code"
+    packed_model(settings("qwen3")).hf.save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    with pytest.raises(InputError, match="trust_remote_code"):
+        model.load_config(ModelSettings(source=str(folder)))
+    allowed = ModelSettings(source=str(folder), trust_remote_code=True)
+    shapes = model.build_on_meta(model.load_config(allowed), allowed.trust_remote_code)
+    assert type(shapes).__name__ == type(packed_model(allowed).hf).__name__ == "OwnForCausalLM"
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from pretrain.run_files import read_metrics, read_run
 IDENTITY = {"data_fingerprint": "ab12", "seed": 42, "tokens_per_step": 1024}
 
 
-def make_run(path: Path, losses=(4.0, 3.0, 2.5, 2.25), *, identity=IDENTITY, held_out: bool = True) -> Path:
+def make_run(path: Path, losses=(4.0, 3.0, 2.5, 2.25), *, identity=IDENTITY, held_out: bool = True, rate=1e-3) -> Path:
     path.mkdir(parents=True)
     records = [
-        {"step": step, "tokens": 1024 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
+        {"step": step, "tokens": 1024 * step, "epoch": step / 4, "loss": loss, "learning_rate": rate, "gradient_norm": 1.0}
         | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
         for step, loss in enumerate(losses, start=1)
     ]
@@ -138,6 +138,15 @@ def test_any_run_can_be_drawn(losses, tmp_path):
     picture = imread(tmp_path / "new" / "loss.png")
     assert picture.shape[:2] == (975, 1350) and picture.std() > 0.05
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
+
+
+def test_a_later_run_with_a_higher_learning_rate_stays_in_the_picture(tmp_path):
+    runs = [read_run(make_run(tmp_path / name, rate=rate)) for name, rate in (("low", 1e-3), ("high", 4e-3))]
+    plot_losses(runs, tmp_path / "comparison.png")
+    picture = imread(tmp_path / "comparison.png")[..., :3]
+    rates = picture[int(0.8 * len(picture)) :]  # the panel at the bottom
+    orange = np.array([0xD5, 0x5E, 0x00]) / 255  # the second run's colour
+    assert (np.abs(rates - orange).max(axis=-1) < 0.02).any()
 
 
 def test_the_command_line_draws_into_the_run_folder_and_prints_the_table(tmp_path, capsys):
