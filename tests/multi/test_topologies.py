@@ -44,6 +44,14 @@ def test_two_processes_have_the_loss_curve_of_one(train_under: Callable, topolog
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_exact_weights_are_sharded_with_their_remainders(train_under: Callable, tmp_path: Path) -> None:
+    exact = ["precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-3"]
+    one = train_under("one process", f"run_dir={tmp_path / 'one'}", *exact)
+    two = train_under("fsdp2", f"run_dir={tmp_path / 'two'}", *exact)
+    assert two.losses() == pytest.approx(one.losses(), abs=5e-3)  # BF16 gradients, summed in another order
+    assert max(record["frozen_updates"] for record in two.records() if "loss" in record) < 0.01
+
+
 @pytest.mark.parametrize(("first", "then"), [("one process", "ddp"), ("fsdp2", "one process")])
 def test_a_run_resumes_under_another_topology(train_under: Callable, first: str, then: str, tmp_path: Path) -> None:
     whole = train_under("one process", f"run_dir={tmp_path / 'whole'}")
