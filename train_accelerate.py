@@ -220,7 +220,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
     mean_loss = forward_backward(run.assembly.model, batches, run.accelerator)
     norm = optimizer.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device, once a step
+    loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
 
     # ── Update, unless the figures say that it would do harm ──────────────────────────────────────────────────────────────────
     verdict = run.health.check(state.step + 1, loss, gradient_norm)

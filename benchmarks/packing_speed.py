@@ -1,6 +1,6 @@
 """How fast packing is on one core: both strategies from lengths to packed tokens, the order of a step, and its batches.
 
-    python benchmarks/packing_speed.py [--tokens 20e6]
+    python -m benchmarks.packing_speed [--tokens 20e6]
 
 Documents have log-normal lengths with a mean of 200 tokens (sigma 1, as web text roughly has) and lie on disk as 16-bit tokens in
 another order than they are packed in, so materialising has to gather. Each figure is the median of 5 runs in CPU seconds of one
@@ -24,8 +24,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before numpy and torch start their thread
 
 import numpy as np
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.machine import processor
 from packing.batch import BatchStream
@@ -135,7 +133,7 @@ def main() -> None:
         packs = PacksInMemory(materialise(layout, 0, len(layout), tokens, starts, 0))
 
     report = {
-        "command": " ".join(["python", "benchmarks/packing_speed.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "benchmarks.packing_speed", *sys.argv[1:]]),
         "machine": {"processor": processor(), "system": platform.system(), "cores_used": 1, "load": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__},
         "documents": len(lengths),

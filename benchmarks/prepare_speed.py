@@ -1,6 +1,6 @@
 """How fast `prepare` is, from JSONL on disk to packs on disk, beside what bare `tokenizers.encode_batch` takes for the same text.
 
-    python benchmarks/prepare_speed.py [--threads 2] [--rounds 5]
+    python -m benchmarks.prepare_speed [--threads 2] [--rounds 5]
 
 The text is the Python standard library's sources, a document a file; the tokenizer a byte-level BPE with 8,192 ids, trained on
 every fifth of them. The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has
@@ -29,8 +29,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.machine import processor
 from packing.prepare import prepare
@@ -80,7 +78,7 @@ def run_prepare(folder: Path, threads: int) -> None:
         held_out=0.01,
         processes=threads,
     )
-    _report(lambda: prepare(settings, seed=42, progress=False))
+    _report(lambda: prepare(settings, progress=False))
 
 
 def _report(work: Callable[[], object]) -> None:
@@ -98,7 +96,7 @@ def _cpu_seconds() -> float:
 def measure(way: str, folder: Path, threads: int) -> dict[str, float]:
     """One run of a way in a fresh process."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
-    command = [sys.executable, __file__, "--way", way, "--folder", str(folder), "--threads", str(threads)]
+    command = [sys.executable, "-m", "benchmarks.prepare_speed", "--way", way, "--folder", str(folder), "--threads", str(threads)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -148,7 +146,7 @@ def main() -> None:
                 file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
             figures = compare(folder, options.threads, options.rounds)
         report = {
-            "command": " ".join(["python", "benchmarks/prepare_speed.py", *sys.argv[1:]]),
+            "command": " ".join(["python", "-m", "benchmarks.prepare_speed", *sys.argv[1:]]),
             "machine": {"processor": processor(), "cores": os.cpu_count(), "load_at_the_end": os.getloadavg()[0]},
             "versions": {"python": platform.python_version()}
             | {name: version(name) for name in ("tokenizers", "numpy", "pyarrow")},

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from packing.errors import InputError
-from packing.settings import DataSettings, Seed, Settings, load_yaml, parse, value_from_text
+from packing.settings import DataSettings, Settings, load_yaml, parse, value_from_text
 
 
 class _Recipe(Settings):
-    """What `prepare` takes from a recipe; the other sections belong to the trainer."""
+    """What `prepare` takes from a recipe; all else belongs to the trainer."""
 
-    seed: Seed = 42
     data: DataSettings
 
 
@@ -42,6 +41,7 @@ _FLAGS = {
     "add_bos": (None, "a BOS token before each document (no)"),
     "add_eos": (None, "an EOS token after each document (yes)"),
     "shuffle": (None, "pack the documents in an order drawn from the seed (yes)"),
+    "seed": ("N", "of the documents' order and of the held-out choice (42)"),
     "held_out": ("SHARE", "documents set apart for evaluation (0.0)"),
     "on_bad_line": ("HOW", "error or skip, for malformed records (error)"),
     "processes": ("N", "default: one a core"),
@@ -69,16 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="prepare | inspect | import")
 
     prepare = commands.add_parser(
-        "prepare", help="text to packs", description="Tokenise text and pack it. Resumes where it stopped."
+        "prepare",
+        help="text to packs",
+        description="Tokenise text and pack it. Resumes where it stopped. A special token that a text spells out, such as a "
+        "literal <|endoftext|>, becomes that token's id.",
     )
-    prepare.add_argument(
-        "recipe", nargs="*", help="RECIPE.yaml, whose data section and seed count, then key=value to override them"
-    )
+    prepare.add_argument("recipe", nargs="*", help="RECIPE.yaml, whose data section counts, then key=value to override it")
     prepare.add_argument("--out", dest="data.packs", metavar="FOLDER", help="where the packs go (data.packs)")
     for name, (metavar, text) in _FLAGS.items():
         shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
         prepare.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
-    prepare.add_argument("--seed", metavar="N", help="of the documents' order and of the held-out choice (42)")
     prepare.set_defaults(run=_prepare)
 
     inspect = commands.add_parser(
@@ -108,7 +108,7 @@ def _prepare(options: argparse.Namespace) -> None:
     recipe = _recipe_of(options)
     from packing.prepare import prepare
 
-    print(prepare(recipe.data, recipe.seed))
+    print(prepare(recipe.data))
 
 
 def _recipe_of(options: argparse.Namespace) -> _Recipe:
@@ -117,9 +117,9 @@ def _recipe_of(options: argparse.Namespace) -> _Recipe:
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
     values = load_yaml(files[0]) if files else {}
-    values = {key: values[key] for key in ("seed", "data") if key in values}
+    values = {"data": values["data"]} if "data" in values else {}
     given = [text.partition("=")[::2] for text in options.recipe if "=" in text]
-    flags = {key: value for key, value in vars(options).items() if key == "seed" or key.startswith("data.")}
+    flags = {key: value for key, value in vars(options).items() if key.startswith("data.")}
     given += [(key, value) for key, value in flags.items() if value is not None]
     for key, value in given:
         _set(values, key, value if isinstance(value, bool) else value_from_text(_Recipe, key, value))
@@ -133,9 +133,9 @@ def _recipe_of(options: argparse.Namespace) -> _Recipe:
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     section, _, name = key.rpartition(".")
-    if key != "seed" and section != "data":
-        raise InputError(f"command line: {key}: prepare takes seed and the keys of data only, as in data.length=1024")
-    target = values if not section else values.setdefault("data", {})
+    if section != "data":
+        raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
+    target = values.setdefault("data", {})
     if not isinstance(target, dict):
         raise InputError(f"`data`: a section of keys is wanted, the recipe holds {target!r}")
     target[name] = value

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -22,8 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from packing.durable import fsync_folder, fsync_tree, is_disk_full
 from packing.errors import InputError
-from packing.integrity import FileRecord, check_hashes, check_sizes, hash_file
+from packing.integrity import FileRecord, check_hashes, check_sizes, hash_file, stamp_as_verified
 from packing.protocol import Pack, Split, as_token_ids, checked_index
 
 MANIFEST = "packs.json"
@@ -43,8 +43,8 @@ class PackWriter:
             plot.save(writer.folder / "lengths.png")          # further files travel with the folder
             writer.finish(settings=..., statistics=..., tokenizer=...)
 
-    Raises InputError at once if `path` exists and is not an empty folder: packs are never written over. One writer a path at a
-    time.
+    Raises InputError at once if `path` exists and is not an empty folder: packs are never written over; and on leaving the block
+    if the disk was full. One writer a path at a time.
     """
 
     folder: Path  # where files lie until `finish`
@@ -63,10 +63,12 @@ class PackWriter:
     def __enter__(self) -> PackWriter:
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         for split in self._splits.values():
             split.abandon()
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
+        if is_disk_full(error):
+            raise InputError(f"{self.path}: the disk is full; free some space and run this again") from None
 
     def add(self, split: Split, pack: Pack) -> None:
         """Append one pack; `write` is the faster way to append many."""
@@ -103,7 +105,7 @@ class PackWriter:
         if "train" not in self._splits:
             raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
-        files = [_seal(path) for path in sorted(self.folder.iterdir()) if path.is_file()]
+        files = [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()]
         manifest = {
             "version": VERSION,
             "length": self.length,
@@ -116,10 +118,11 @@ class PackWriter:
         manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum holds
         _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
         _write_json(self.folder / MANIFEST, manifest | {"checksum": _checksum(manifest)})
-        for folder in (self.folder, *(self.folder / name for name in splits)):
-            _sync_folder(folder)
+        fsync_tree(self.folder)
+        shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
+        stamp_as_verified(self.folder, shards)
         self.folder.rename(self.path.absolute())
-        _sync_folder(self.path.absolute().parent)
+        fsync_folder(self.path.absolute().parent)
         return manifest
 
 
@@ -162,7 +165,7 @@ class _SplitWriter:
         for shard, packs in enumerate(self.shard_packs):
             path = self.folder / f"data-{shard:05d}-of-{len(self.shard_packs):05d}.arrow"
             self._shard_path(shard).rename(path)
-            files.append({"packs": packs} | _seal(path))
+            files.append({"packs": packs} | _entry(path))
         content = {"length": self.length, "packs": self.packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
         fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         _write_json(self.folder / "dataset_info.json", {"features": _features(self.length)})
@@ -283,9 +286,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def _seal(path: Path) -> dict[str, Any]:
-    """Bring a finished file safely to disk; what the manifest remembers of it."""
-    _sync(path)
+def _entry(path: Path) -> dict[str, Any]:
+    """What the manifest remembers of a finished file."""
     return {"name": path.name, "bytes": path.stat().st_size} | hash_file(path, ["sha256"])
 
 
@@ -339,17 +341,3 @@ def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,13 +10,13 @@ import numpy as np
 
 from packing.arrow import MANIFEST, ArrowPacks, PackWriter
 from packing.errors import InputError
-from packing.mds import INDEX, MDSReader
+from packing.mds import MDSReader
 from packing.prepare import summary
 from packing.progress import Progress
 from packing.protocol import Packs, Split
 from packing.settings import DataSettings, parse
 from packing.statistics import draw_lengths, length_statistics
-from packing.store import open_packs
+from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of all packs of a terabyte is not a look
@@ -35,8 +35,8 @@ def _length_of(path: Path) -> int:
     """The pack length that the format itself knows. Where nothing tells it any will do: open_packs says what is wrong."""
     if (path / MANIFEST).is_file():
         return ArrowPacks(path).length
-    if index := min(path.rglob(INDEX), default=None):
-        reader = MDSReader([index.parent])
+    if mds := find_mds(path):
+        reader = MDSReader(mds["train"][:1])
         sample = reader.sample(0) if len(reader) else {}
         tokens = sample.get("input_ids", sample.get("tokens"))
         if isinstance(tokens, np.ndarray) and tokens.ndim == 1 and len(tokens):

@@ -1,9 +1,10 @@
 """Whether the files on disk are the ones that were written: sizes at every open, hashes whenever they could have changed.
 
 A damaged shard must stop a run before its first step, and hashing terabytes at every start would cost more than it saves. So
-sizes are always compared; files up to 128 MiB together are always hashed (a fraction of a second); larger ones are hashed the
-first time they are opened and again whenever size, mtime or ctime differ from what a stamp beside them remembers. Copying,
-downloading and overwriting all change those, and they are where bits get lost. Where no stamp can be written, every open hashes.
+sizes are always compared; files up to 128 MiB together are always hashed (a fraction of a second); larger ones are hashed when
+they are written or else first opened, and again whenever size, mtime or ctime differ from what a stamp beside them remembers.
+Copying, downloading and overwriting all change those, and they are where bits get lost. Where no stamp can be written, every
+open hashes.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def check_hashes(folder: Path, records: Iterable[FileRecord], remedy: str, *, tr
 def digests(folder: Path, names: list[str], algorithms: list[str], *, trust_stamp: bool = True) -> dict[str, dict[str, str]]:
     """Hex digests by file and algorithm, from the stamp for those large files that are as they were when it was written."""
     states = {name: _state(folder / name) for name in names}
-    large = sum(state["size"] for state in states.values()) > ALWAYS_HASHED_BYTES
+    large = _are_large(states.values())
     stamp = _read_stamp(folder) if large else {}
     result = {}
     for name, entry in stamp.items():
@@ -80,6 +81,13 @@ def digests(folder: Path, names: list[str], algorithms: list[str], *, trust_stam
     if large and stale:
         _write_stamp(folder, stamp | {name: {"state": states[name], "digests": result[name]} for name in stale})
     return result
+
+
+def stamp_as_verified(folder: Path, records: Iterable[FileRecord]) -> None:
+    """Spare the first to open what was just written and hashed from hashing it again. Little data is hashed at every open."""
+    entries = {record.name: {"state": _state(folder / record.name), "digests": record.hashes} for record in records}
+    if _are_large(entry["state"] for entry in entries.values()):
+        _write_stamp(folder, entries)
 
 
 def hash_file(path: Path, algorithms: Iterable[str]) -> dict[str, str]:
@@ -107,6 +115,10 @@ def new_hash(algorithm: str, path: Path) -> Any:
 def _state(path: Path) -> dict[str, int]:
     stat = path.stat()
     return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns}
+
+
+def _are_large(states: Iterable[dict[str, int]]) -> bool:
+    return sum(state["size"] for state in states) > ALWAYS_HASHED_BYTES
 
 
 def _read_stamp(folder: Path) -> dict[str, Any]:

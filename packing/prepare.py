@@ -2,12 +2,11 @@
 
 Tokenising takes nearly all the time, and all of it is kept: its results grow in `<packs>.partial/` (`packing.token_log`), and a
 run that was killed goes on after its last commit. The rest, minutes for billions of tokens, starts anew and ends in one rename.
-What comes out depends on the settings and the seed alone: neither on the number of processes nor on interruptions.
+What comes out depends on the settings alone: neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
 from itertools import islice
@@ -18,6 +17,7 @@ import numpy as np
 
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chunks import CHUNK_BYTES
+from packing.durable import is_disk_full
 from packing.errors import InputError
 from packing.lock import exclusive
 from packing.order import permute
@@ -26,18 +26,18 @@ from packing.progress import Progress, say
 from packing.settings import DataSettings
 from packing.sources import FileSource, Source, open_source
 from packing.statistics import draw_lengths, length_statistics
-from packing.token_log import TokenCounts, TokenLog, differences
+from packing.token_log import SOURCE_FILES, TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, WorkerSettings
 
 # The settings that decide which tokens there are, and those that decide which pack they come to lie in. All others (processes,
 # streaming, mask_boundaries, ...) leave the packs as they are.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
-_LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out")
+_LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
-def prepare(settings: DataSettings, seed: int, progress: bool = True) -> Path:
+def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """Make the packs that `settings` describe, and return their folder; packs already made so are left alone.
 
     Another process that prepares the same folder is waited for. Raises InputError for a source, tokenizer or setting that cannot
@@ -48,10 +48,10 @@ def prepare(settings: DataSettings, seed: int, progress: bool = True) -> Path:
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
     waiting = f"{packs} is being prepared by another process; waiting for it" if progress else None
-    if not _prepared_already(settings, seed):  # asked before any file is touched: packs may lie where nobody can write
+    if not _prepared_already(settings):  # asked before any file is touched: packs may lie where nobody can write
         with exclusive(packs.absolute().parent / f"{packs.name}.lock", waiting):
-            if not _prepared_already(settings, seed):
-                manifest = _prepare_anew(settings, seed, partial, progress)
+            if not _prepared_already(settings):
+                manifest = _prepare_anew(settings, partial, progress)
                 say(summary(manifest), progress)
                 return packs
     say(f"{packs}: already prepared with these settings", progress)
@@ -60,14 +60,14 @@ def prepare(settings: DataSettings, seed: int, progress: bool = True) -> Path:
     return packs
 
 
-def _prepare_anew(settings: DataSettings, seed: int, partial: Path, progress: bool) -> dict[str, Any]:
+def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
     """Tokenise, going on where an earlier run stopped, and pack; returns the manifest."""
     try:
         tokenizer = load_tokenizer(str(settings.tokenizer))
         log = _tokenize(settings, tokenizer, partial, progress)
-        manifest = _write_packs(settings, seed, tokenizer, log, progress)
+        manifest = _write_packs(settings, tokenizer, log, progress)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_disk_full(error):
             raise
         raise InputError(
             f"{settings.packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
@@ -76,7 +76,7 @@ def _prepare_anew(settings: DataSettings, seed: int, partial: Path, progress: bo
     return manifest
 
 
-def _prepared_already(settings: DataSettings, seed: int) -> bool:
+def _prepared_already(settings: DataSettings) -> bool:
     """Whether the folder holds these very packs. InputError if it holds others."""
     packs = settings.packs
     if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
@@ -86,7 +86,7 @@ def _prepared_already(settings: DataSettings, seed: int) -> bool:
             f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
         )
     manifest = read_manifest(packs)
-    then, now = dict(manifest["settings"]), _content_settings(settings, seed)
+    then, now = dict(manifest["settings"]), _content_settings(settings)
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # one name can come to hold another
         then["tokenizer fingerprint"] = manifest["tokenizer"]["fingerprint"]
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
@@ -116,10 +116,10 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
         )
 
 
-def _content_settings(settings: DataSettings, seed: int) -> dict[str, Any]:
+def _content_settings(settings: DataSettings) -> dict[str, Any]:
     """All settings that the packs depend on, as the manifest keeps them."""
     values = settings.model_dump(mode="json")
-    return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS} | {"seed": seed}
+    return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS}
 
 
 def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
@@ -128,11 +128,11 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     eos = tokenizer.required("eos", "data.add_eos") if settings.add_eos else None
     source = open_source(settings)
     # `on_bad_line` is no part of the key: whoever meets a bad line after hours, and sets it to `skip`, goes on from there.
-    key = {name: value for name, value in _content_settings(settings, 0).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
-    key |= {"source files": source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
+    key = {name: value for name, value in _content_settings(settings).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
+    key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
     log = TokenLog(partial, key)
-    if log.discarded:
-        say(f"{partial}: starting over, since it was made with other settings ({'; '.join(log.discarded)})", progress)
+    if log.moved_to:
+        say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
     if settings.on_bad_line == "error" and log.counts.skipped:
         raise InputError(
             f"{log.counts.first_skipped}; {partial} was made with data.on_bad_line: skip, and left that out. Set it so again, or "
@@ -165,11 +165,11 @@ def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: To
         log.finish()
 
 
-def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
+def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     lengths = log.lengths()
     begins = np.cumsum(lengths) - lengths
-    places = split_documents(len(lengths), settings, seed)
+    places = split_documents(len(lengths), settings)
     layouts = {split: _layout(lengths[order], settings) for split, order in places.items()}
     _check_space(settings, layouts)
     fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
@@ -186,18 +186,18 @@ def _write_packs(settings: DataSettings, seed: int, tokenizer: TextTokenizer, lo
                 line.update(written, written / total)
         tokenizer.save(writer.folder / "tokenizer.json")
         statistics = _statistics(log.counts, lengths, places, layouts)
-        statistics["source_bytes"] = log.key["source files"].get("bytes")
+        statistics["source_bytes"] = log.key[SOURCE_FILES].get("bytes")
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
-        return writer.finish(settings=_content_settings(settings, seed), statistics=statistics, tokenizer=tokenizer.describe())
+        return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
 
-def split_documents(count: int, settings: DataSettings, seed: int) -> dict[str, np.ndarray]:
+def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]:
     """The documents of each split in the order they are packed, int64 indices into the source's order.
 
-    One permutation of the seed decides both: its first share is held out, the rest is the training order (with shuffle: false
+    One permutation of `data.seed` decides both: its first share is held out, the rest is the training order (with shuffle: false
     only the choice). InputError if nothing would be left to train on.
     """
-    shuffled = permute(np.arange(count), count, seed)
+    shuffled = permute(np.arange(count), count, settings.seed)
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
     if held_out >= count:
         raise InputError(

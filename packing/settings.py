@@ -50,7 +50,7 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 # What says how a source becomes packs.
 _FOR_PREPARING = (
     *("format", "subset", "split", "streaming", "text", "on_bad_line", "processes"),
-    *("packing", "positions", "add_bos", "add_eos", "shuffle"),
+    *("packing", "positions", "add_bos", "add_eos", "shuffle", "seed"),
 )
 
 
@@ -72,6 +72,7 @@ class DataSettings(Settings):
     subset: str | None = None  # Hugging Face's "config name"
     split: str = "train"
     streaming: bool = False
+    # A special token that a text spells out, such as a literal <|endoftext|>, becomes that token's id: Hugging Face's default.
     text: str = "text"  # a column, or a template over columns: "{title}\n\n{body}"
     tokenizer: str | None = None  # hub name, folder, or tokenizer.json
     packing: Literal["truncate", "best_fit"] = "truncate"
@@ -79,6 +80,7 @@ class DataSettings(Settings):
     add_bos: bool = False
     add_eos: bool = True
     shuffle: bool = True
+    seed: Seed = 42  # decides documents' order and which are held out; apart from the run's seed, as runs of several share packs
     on_bad_line: Literal["error", "skip"] = "error"
     processes: PositiveCount | None = None  # default: one a core
 

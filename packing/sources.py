@@ -6,6 +6,7 @@ every time, which is what lets an interrupted `prepare` count how many it has do
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -108,7 +109,7 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
     Data files outrank text, since many data sets carry a README. Where two kinds could be meant, the settings have to say which.
     """
     wanted, packs = settings.format, settings.packs.absolute()
-    made = (packs, packs.with_name(f"{packs.name}.partial"), packs.with_name(f"{packs.name}.lock"))
+    made = (packs, packs.with_name(f"{packs.name}.lock"), *packs.parent.glob(f"{glob.escape(packs.name)}.partial*"))
     files = sorted(
         path
         for path in folder.rglob("*")

@@ -14,7 +14,7 @@ import numpy as np
 
 from packing.arrow import MANIFEST, ArrowPacks, PackWriter, read_manifest
 from packing.errors import InputError
-from packing.mds import INDEX, MDSPacks
+from packing.mds import INDEX, MDSPacks, read_index
 from packing.order import splitmix64
 from packing.protocol import Pack, Packs, Split, checked_index
 from packing.settings import DataSettings
@@ -114,7 +114,7 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).exists():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
-    if mds := _find_mds(path):
+    if mds := find_mds(path):
         return {split: partial(MDSPacks, folders, path, settings.length) for split, folders in mds.items()}
     if bins := _find_token_bins(path):
         return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
@@ -125,8 +125,11 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
     raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin; {_MAKE}")
 
 
-def _find_mds(path: Path) -> dict[Split, list[Path]]:
-    """MDS folders by split: the folder's `train` and `val`, or itself or all of its parts as training data."""
+def find_mds(path: Path) -> dict[Split, list[Path]]:
+    """MDS folders by split: the folder's `train` and `val`, or itself or all of its parts as training data; empty without any.
+
+    Reads indices only. InputError where several folders are not the parts of one dataset.
+    """
     if folders := _mds_parts(path / "train"):
         held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None)
         return {"train": folders} | ({"held_out": held_out} if held_out else {})
@@ -135,8 +138,22 @@ def _find_mds(path: Path) -> dict[Split, list[Path]]:
 
 
 def _mds_parts(path: Path) -> list[Path]:
-    """`path` if it has an index (its own or its parts' merged one), else those of its folders that have one."""
-    return [path] if (path / INDEX).exists() else sorted(index.parent for index in path.glob(f"*/{INDEX}"))
+    """`path` if it has an index (its own or its parts' merged one), else those of its folders that have one.
+
+    Folders side by side may as well be datasets of their own, or splits. Taking one of those in would go unnoticed.
+    """
+    if (path / INDEX).exists():
+        return [path]
+    parts = sorted(index.parent for index in path.glob(f"*/{INDEX}"))
+    layouts = {str(shard.layout) for part in parts for shard in read_index(part)}
+    splits = [part.name for part in parts if part.name in _HELD_OUT_NAMES]
+    if len(layouts) > 1 or splits:
+        why = f"and {splits[0]} is a split's name" if splits else "with different columns"
+        raise InputError(
+            f"{path}: holds the MDS folders {', '.join(part.name for part in parts)}, {why}, so they are not the "
+            "parts of one dataset; name one of them in `data.packs`"
+        )
+    return parts
 
 
 def _find_token_bins(path: Path) -> dict[Split, Path]:

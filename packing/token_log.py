@@ -7,6 +7,7 @@ So a kill, a full disk or a power cut loses seconds, and packs are laid out from
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -19,9 +20,13 @@ from typing import Any
 
 import numpy as np
 
+from packing.durable import replace_file
+from packing.errors import InputError
 from packing.workers import Tokenized
 
+SOURCE_FILES = "source files"  # the part of a log's key that changes without anyone setting it
 _COMMIT_SECONDS = 5.0
+_PROGRESS = "progress.json"
 
 
 @dataclass
@@ -38,26 +43,28 @@ class TokenCounts:
 
 
 class TokenLog:
-    """The log in `folder`, for the settings `key`; one with another key is thrown away (`discarded` then says what differs).
+    """The log in `folder`, for the settings `key`.
+
+    Tokens take hours, so none are ever thrown away. If `folder` holds some that were made with other settings, or not all that it
+    should, that is an InputError. If it holds those of other SOURCE_FILES, it is moved aside (`moved_to` says where) and an empty
+    log begins: nothing else can come of a source that has changed.
 
     Use inside `with log.writing():` to append; `tokens()` and `lengths()` read once it is complete.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         self.folder, self.key = folder, key
-        self.counts = TokenCounts()
-        self.discarded: list[str] = []
-        if (folder / "progress.json").is_file():
-            state = json.loads((folder / "progress.json").read_text())
-            counts = TokenCounts(**state["counts"])
-            self.discarded = differences(state["key"], key)
-            for name, size in (("tokens.bin", counts.tokens * 4), ("lengths.bin", counts.documents * 8)):
-                if not (folder / name).is_file() or (folder / name).stat().st_size < size:
-                    self.discarded.append(f"{name} is not all there")
-            if not self.discarded:
-                self.counts = counts
-        if self.counts == TokenCounts():
+        self.moved_to: Path | None = None
+        self.counts, made_with = _read_progress(folder)
+        if not self.counts.documents:
             shutil.rmtree(folder, ignore_errors=True)
+            self.counts = TokenCounts()
+        else:
+            self._check_settings(made_with)
+            self._check_sizes()
+            if made_with.get(SOURCE_FILES) != key.get(SOURCE_FILES):
+                self.moved_to = _move_aside(folder)
+                self.counts = TokenCounts()
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextmanager
@@ -107,13 +114,39 @@ class TokenLog:
     def _commit(self) -> None:
         for file in self._files:
             os.fsync(file.fileno())
-        temporary = self.folder / "progress.json.new"
-        with open(temporary, "w") as file:
-            json.dump({"key": self.key, "counts": asdict(self.counts)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / "progress.json")
+        state = {"key": self.key, "counts": asdict(self.counts)}
+        replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
         self._committed = time.monotonic()
+
+    def _check_settings(self, made_with: dict[str, Any]) -> None:
+        before, now = ({name: key[name] for name in key if name != SOURCE_FILES} for key in (made_with, self.key))
+        if different := differences(before, now):
+            raise InputError(
+                f"{self.folder}: holds {self.counts.tokens:,} tokens made with other settings ({'; '.join(different)}); set them "
+                "back, set data.packs to another folder, or remove this one to start over"
+            )
+
+    def _check_sizes(self) -> None:
+        for name, wanted in (("tokens.bin", self.counts.tokens * 4), ("lengths.bin", self.counts.documents * 8)):
+            path = self.folder / name
+            if not path.is_file() or path.stat().st_size < wanted:
+                raise InputError(f"{path}: is not all there; remove {self.folder} to start over")
+
+
+def _read_progress(folder: Path) -> tuple[TokenCounts, dict[str, Any]]:
+    """What counts of the log in `folder`, and its key; nothing where there is no log."""
+    path = folder / _PROGRESS
+    if not path.is_file():
+        return TokenCounts(), {}
+    state = json.loads(path.read_text())
+    return TokenCounts(**state["counts"]), state["key"]
+
+
+def _move_aside(folder: Path) -> Path:
+    """Give `folder` the first free name after its own, and return that."""
+    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+    free = next(path for path in names if not path.exists())
+    return folder.rename(free)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

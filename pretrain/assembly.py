@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from pretrain import model, optimizer
@@ -55,7 +56,10 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         if name in masters:  # taken out one by one, so that the FP32 weights go as the remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
 
-    products = audit.observe(unwrapped(prepared), model.inputs_of(job.data.trial_batch(1), device), job.precision)
+    one_pack = model.inputs_of(job.data.trial_batch(1), device)
+    products = audit.observe(unwrapped(prepared), one_pack, job.precision)
+    if isinstance(prepared, DistributedDataParallel):
+        lay_gradients_into_buckets(prepared, adamw, one_pack)
     found = {
         "precision": job.precision.name,
         "weights": recipe.weights,
@@ -65,3 +69,16 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "products": products,
     }
     return Assembly(hf, prepared, adamw, found)
+
+
+def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
+    """Let every gradient be a view into the communication buckets before the first step, and these be the final ones.
+
+    DistributedDataParallel lays its buckets out anew after the first backward that it has seen, and a gradient becomes a view at
+    the end of one. In training that would hold a second copy of all gradients, in the first step and for good in the peak; and
+    the sums over three ranks and more would come in another order after a resume than without one.
+    """
+    with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
+        for _ in range(2):
+            ddp(**inputs).backward()
+    optimizer.clear_gradients(adamw, ddp)

@@ -16,8 +16,8 @@ import re
 import shutil
 from pathlib import Path
 
+from packing.durable import fsync_folder, write_file
 from packing.errors import InputError
-from pretrain.durable import fsync_folder, write_file
 from pretrain.manifest import MANIFEST, FileEntry, Manifest, read_manifest, wrong_sizes
 
 STATE = "state.json"

@@ -26,7 +26,8 @@ _NOT_IDENTITY = (
     *("model.attention", "model.compile", "model.gradient_checkpointing", "model.trust_remote_code"),
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
-    *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.on_bad_line", "data.processes", "data.held_out"),
+    *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
+    *("data.on_bad_line", "data.processes"),
 )
 
 

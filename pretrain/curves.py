@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pretrain.durable import replace_file
+from packing.durable import replace_file
 from pretrain.metrics.units import count
 from pretrain.run_files import Run
 

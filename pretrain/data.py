@@ -57,13 +57,13 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
-def open_data(settings: DataSettings, seed: int, *, is_main_process: bool) -> Data:
+def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet.
 
     Every process may call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake.
     """
     if settings.source is not None:
-        prepare(settings, seed, progress=is_main_process)
+        prepare(settings, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 
 

@@ -26,10 +26,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from packing.batch import Microbatch
+from packing.durable import fsync_folder, fsync_tree
 from packing.errors import InputError
 from packing.settings import HUB_NAME
 from pretrain import attention
-from pretrain.durable import fsync_folder, fsync_tree
 from pretrain.loss import LossHead
 from pretrain.loss import check as check_loss
 from pretrain.precision.working_copies import casting_output, casting_parameters

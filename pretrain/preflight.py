@@ -70,7 +70,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
     backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
-    data = open_data(recipe.data, recipe.seed, is_main_process=accelerator.is_main_process)
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     check_data(data, recipe.model, model_config.vocab_size)
     device_name, device_memory = device_of(accelerator)
     plan = Plan.make(

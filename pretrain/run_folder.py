@@ -16,8 +16,8 @@ from typing import IO, Any
 
 import yaml
 
+from packing.durable import PARTIAL, replace_file
 from packing.errors import InputError
-from pretrain.durable import PARTIAL, replace_file
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")

@@ -1,8 +1,7 @@
 """Times whole steps, waiting for data included, and makes each step's line of `metrics.jsonl`.
 
-The clock is the wall's. A step's figures are read from the device inside the step, which waits for all its work but the
-optimizer's update; that update is waited for within the next step. So one step's time may be off by an update and their sum is
-exact, without stopping the device once more to look at the clock.
+The clock is the wall's. A step reads its figures from the device, the last of them after the optimizer's update, so its time
+holds all of its work without stopping the device once more to look at the clock.
 """
 
 from __future__ import annotations

@@ -143,6 +143,13 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_text_is_prepared(s
     assert not (source.parent / "prepared").exists()
 
 
+def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_theirs(source, launch, refusal):
+    source.write_text(f"{DOCUMENT}\n" * 20)
+    assert launch("--plan").status == 0
+    assert launch("--plan", "seed=43").status == 0
+    assert "holds packs prepared with other settings (seed: 42 -> 43); set data.packs to another" in refusal("data.seed=43")
+
+
 # ── Packs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

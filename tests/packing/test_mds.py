@@ -126,6 +126,22 @@ def test_train_and_val_folders_are_the_two_splits(fixture, tmp_path):
     assert len(open_packs(settings, "held_out")) == 12
 
 
+def test_folders_side_by_side_that_are_no_parts_of_one_dataset_are_refused_by_name(fixture, tmp_path):
+    fixture("reference"), fixture("zstd")
+    with pytest.raises(InputError, match=r"holds the MDS folders reference, zstd, with different columns.*name one of them"):
+        open_mds(tmp_path)
+    (tmp_path / "zstd").rename(tmp_path / "train")
+    assert len(open_mds(tmp_path)) == len(expected("zstd"))  # then the other is none of this training's business
+
+
+def test_a_held_out_split_beside_parts_is_not_trained_on(fixture):
+    parts = fixture("parts")
+    (parts / "index.json").unlink()
+    (parts / "1").rename(parts / "val")
+    with pytest.raises(InputError, match=r"holds the MDS folders 0, val, and val is a split's name"):
+        open_mds(parts)
+
+
 def test_a_builtin_scalar_column_of_token_ids_is_refused_and_not_read_as_one_token():
     with pytest.raises(InputError, match=r"shard\.00000\.mds, sample 0: column `input_ids` holds one number"):
         open_mds(FIXTURES / "scalar_uint32", length=1)

@@ -23,6 +23,7 @@ def recipe(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> Path:
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"title": "T", "text": text}) + "\n" for text in documents[-30:]))
     data = {
+        "seed": 7,
         "packs": str(tmp_path / "packs"),
         "source": str(corpus),
         "tokenizer": str(tokenizer_file),
@@ -30,14 +31,14 @@ def recipe(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> Path:
         "processes": 1,
     }
     path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump({"name": "x", "seed": 7, "model": {"anything": 1}, "data": data}))
+    path.write_text(yaml.safe_dump({"name": "x", "seed": 1, "model": {"anything": 1}, "data": data}))
     return path
 
 
 def test_prepare_takes_a_recipes_data_section_and_overrides(
     recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prepare", str(recipe), "data.length=64", "seed=8"]) == 0
+    assert main(["prepare", str(recipe), "data.length=64", "data.seed=8"]) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{tmp_path / 'packs'}\n"
     assert "documents" in captured.err and "fill" in captured.err
@@ -60,11 +61,12 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
-        (["--seed", str(2**64)], f"command line: `seed` is {2**64}; it should be less than or equal to {2**63 - 1}"),
+        (["--seed", str(2**64)], f"command line: `data.seed` is {2**64}; it should be less than or equal to {2**63 - 1}"),
         (["--source", ""], "`source` is empty"),
         (["data.end_token=0"], "`end_token` is for token .bin files"),
-        (["data.source=null", "data.packing=best_fit"], "`packing`: for preparing packs, but no `source` is set"),
-        (["dta.length=64"], "prepare takes seed and the keys of data only"),
+        (["data.source=null", "data.packing=best_fit"], "`packing`, `seed`: for preparing packs, but no `source` is set"),
+        (["dta.length=64"], "prepare takes the keys of data only"),
+        (["seed=8"], "seed: prepare takes the keys of data only, as in data.length=1024 or data.seed=7"),
         (["other.yaml"], "one recipe at a time"),
     ],
 )
@@ -127,6 +129,16 @@ def test_an_mds_folder_is_inspected_and_imported_token_for_token(tmp_path: Path,
         assert np.array_equal(before[index].input_ids, after[index].input_ids)
         assert np.array_equal(before[index].lengths, after[index].lengths)
         assert before[index].first_position == after[index].first_position
+
+
+def test_inspecting_a_folder_of_unlike_mds_folders_is_one_message_and_unpacks_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = shutil.copytree(ROOT / "tests" / "data" / "mds", tmp_path / "mds")
+    before = sorted(copy.rglob("*"))
+    assert main(["inspect", str(copy)]) == 2
+    assert "holds the MDS folders encodings, parts, reference" in capsys.readouterr().err
+    assert sorted(copy.rglob("*")) == before
 
 
 def test_an_mds_folder_that_holds_no_packs_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def read_documents(settings: DataSettings, split: str = "train") -> list[list[in
 
 def test_truncated_packs_decode_to_the_source_text(settings: DataSettings, documents: list[str]) -> None:
     settings = settings.model_copy(update={"shuffle": False})
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     tokenizer = Tokenizer.from_file(settings.tokenizer)
     ids = [token for piece in read_documents(settings) for token in piece]
     assert tokenizer.decode(ids, skip_special_tokens=False) == "".join(text + "<|endoftext|>" for text in documents)
@@ -60,7 +60,7 @@ def test_truncated_packs_decode_to_the_source_text(settings: DataSettings, docum
 
 def test_best_fit_keeps_whole_documents_in_some_order(settings: DataSettings, documents: list[str]) -> None:
     settings = settings.model_copy(update={"packing": "best_fit", "length": 16384, "add_eos": False})
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     tokenizer = Tokenizer.from_file(settings.tokenizer)
     assert sorted(map(tokenizer.decode, read_documents(settings))) == sorted(documents)
     assert read_manifest(settings.packs)["statistics"]["cut_documents"] == 0
@@ -72,7 +72,7 @@ def test_packs_do_not_depend_on_the_number_of_processes(settings: DataSettings, 
     folders = []
     for processes in (1, 2):
         folder = settings.packs.with_name(f"packs-{processes}")
-        prepare(settings.model_copy(update={"packs": folder, "processes": processes}), seed=3, progress=False)
+        prepare(settings.model_copy(update={"packs": folder, "processes": processes}), progress=False)
         folders.append(contents(folder))
     assert folders[0] == folders[1]
 
@@ -83,7 +83,7 @@ from packing import sources, token_log
 from packing.prepare import prepare
 from packing.settings import DataSettings
 sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.02
-prepare(DataSettings.model_validate_json(sys.argv[1]), seed=5)
+prepare(DataSettings.model_validate_json(sys.argv[1]))
 """
 
 
@@ -125,37 +125,77 @@ def test_a_full_disk_is_told_and_what_was_tokenised_is_kept(settings: DataSettin
     with monkeypatch.context() as patch:
         patch.setattr(token_log, "_write_all", until_full)
         with pytest.raises(InputError, match=r"the disk is full; what is tokenised is kept in .*packs\.partial"):
-            prepare(settings, seed=1, progress=False)
+            prepare(settings, progress=False)
     kept = json.loads((settings.packs.with_name("packs.partial") / "progress.json").read_text())["counts"]
     assert kept["tokens"] > 0 and not kept["complete"] and not settings.packs.exists()
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     unbroken = settings.model_copy(update={"packs": settings.packs.with_name("unbroken")})
-    prepare(unbroken, seed=1, progress=False)
+    prepare(unbroken, progress=False)
     assert contents(settings.packs) == contents(unbroken.packs)
 
 
-def test_a_changed_source_starts_over_and_says_so(
-    settings: DataSettings, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def tokenised(settings: DataSettings, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `settings` leave behind when they are stopped between tokenising and packing."""
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
         with pytest.raises(InputError, match="stopped here"):
-            prepare(settings, seed=1)
+            prepare(settings, progress=False)
+    return settings.packs.with_name("packs.partial")
+
+
+def test_a_changed_source_starts_over_and_what_was_tokenised_is_moved_aside(
+    settings: DataSettings, corpus: Path, tokenised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(tokenised)
+    tokenised.with_name("packs.partial.1").mkdir()  # moved aside earlier
     corpus.write_text('{"text": "other"}\n{"text": "text"}\n')
-    prepare(settings, seed=1)
-    assert "starting over" in (said := capsys.readouterr().err) and "source files" in said
+    prepare(settings)
+    aside = tokenised.with_name("packs.partial.2")
+    assert f"so this starts over; what was tokenised before is in {aside}" in capsys.readouterr().err
+    assert contents(aside) == before
     assert read_manifest(settings.packs)["statistics"]["documents"] == 2
 
 
-def test_what_is_tokenised_serves_another_pack_length(
-    settings: DataSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_was_moved_aside_is_no_source(settings: DataSettings, corpus: Path, tokenised: Path) -> None:
+    tokenised.rename(tokenised.with_name("packs.partial.1"))
+    folder = settings.model_copy(update={"source": str(corpus.parent), "format": "jsonl"})
+    assert sources.open_source(folder).paths == [corpus]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"text": "tetx"}, "text: text -> tetx"),
+        ({"add_eos": False}, "add_eos: True -> False"),
+        ({"source": "another.jsonl"}, "source: .*corpus.jsonl -> .*another.jsonl"),
+    ],
+)
+def test_a_mistyped_setting_does_not_cost_what_was_tokenised(
+    settings: DataSettings, corpus: Path, tokenised: Path, change: dict, message: str
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
-        with pytest.raises(InputError, match="stopped here"):
-            prepare(settings, seed=1)
-    capsys.readouterr()
-    prepare(settings.model_copy(update={"length": 64}), seed=1)
+    corpus.with_name("another.jsonl").write_text('{"text": "another"}\n')
+    before = contents(tokenised)
+    if "source" in change:
+        change = {"source": str(corpus.with_name(change["source"]))}
+    says = rf"packs\.partial: holds [\d,]+ tokens made with other settings \({message}\); set them back, .* or remove this one"
+    with pytest.raises(InputError, match=says):
+        prepare(settings.model_copy(update=change), progress=False)
+    assert contents(tokenised) == before
+    prepare(settings, progress=False)
+    assert not tokenised.exists()
+
+
+def test_tokens_that_are_not_all_there_are_refused(settings: DataSettings, tokenised: Path) -> None:
+    os.truncate(tokenised / "tokens.bin", 8)
+    with pytest.raises(InputError, match=r"tokens\.bin: is not all there; remove .*packs\.partial to start over"):
+        prepare(settings, progress=False)
+
+
+def test_what_is_tokenised_serves_another_pack_length(
+    settings: DataSettings, tokenised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(settings.model_copy(update={"length": 64}))
     assert "reading" not in capsys.readouterr().err
 
 
@@ -165,16 +205,16 @@ def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(
     monkeypatch.setattr(sources, "CHUNK_BYTES", 10_000)
     corpus.write_text(corpus.read_text() + "broken\n")
     with pytest.raises(InputError, match=r"set data\.on_bad_line: skip"):
-        prepare(settings, seed=1)
+        prepare(settings)
     skipping = settings.model_copy(update={"on_bad_line": "skip"})
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "_write_packs", lambda *_: (_ for _ in ()).throw(InputError("stopped here")))
         with pytest.raises(InputError, match="stopped here"):
-            prepare(skipping, seed=1)
+            prepare(skipping)
     assert "going on after" in capsys.readouterr().err
     with pytest.raises(InputError, match=r"corpus\.jsonl:\d+: .*made with data\.on_bad_line: skip"):
-        prepare(settings, seed=1)
-    prepare(skipping, seed=1)
+        prepare(settings)
+    prepare(skipping)
     assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
 
 
@@ -191,30 +231,30 @@ def test_uncommitted_tokens_are_cut_off(tmp_path: Path) -> None:
 def test_the_same_settings_find_their_packs_and_others_are_refused(
     settings: DataSettings, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     before = contents(settings.packs)
-    assert prepare(settings.model_copy(update={"processes": 2}), seed=1) == settings.packs
+    assert prepare(settings.model_copy(update={"processes": 2})) == settings.packs
     assert "already prepared" in capsys.readouterr().err
-    with pytest.raises(InputError, match=r"length: 256 -> 128.*seed: 1 -> 2"):
-        prepare(settings.model_copy(update={"length": 128}), seed=2)
+    with pytest.raises(InputError, match=r"length: 256 -> 128.*seed: 42 -> 2"):
+        prepare(settings.model_copy(update={"length": 128, "seed": 2}))
     assert contents(settings.packs) == before
 
 
 def test_packs_of_a_source_that_has_grown_are_used_with_a_note(
     settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     with open(corpus, "a") as file:
         file.write('{"text": "more"}\n')
-    assert prepare(settings, seed=1) == settings.packs
+    assert prepare(settings) == settings.packs
     assert "remove them to prepare anew" in capsys.readouterr().err
     corpus.unlink()
-    assert prepare(settings, seed=1, progress=False) == settings.packs
+    assert prepare(settings, progress=False) == settings.packs
 
 
 def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, documents: list[str]) -> None:
     settings = settings.model_copy(update={"held_out": 0.2})
-    prepare(settings, seed=9, progress=False)
+    prepare(settings, progress=False)
     tokenizer = Tokenizer.from_file(settings.tokenizer)
     texts = {}
     for split in ("train", "held_out"):
@@ -225,17 +265,18 @@ def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, d
 
 
 def test_the_order_of_documents_is_the_seeds(settings: DataSettings) -> None:
-    settings = settings.model_copy(update={"held_out": 0.01})
-    first, same, other = (split_documents(1000, settings, seed) for seed in (1, 1, 2))
-    assert all(np.array_equal(first[split], same[split]) for split in first)
+    def split(**values: object) -> dict[str, np.ndarray]:
+        return split_documents(1000, settings.model_copy(update={"held_out": 0.01, **values}))
+
+    first, same, other = (split(seed=seed) for seed in (1, 1, 2))
+    assert all(np.array_equal(first[name], same[name]) for name in first)
     assert not np.array_equal(first["train"], other["train"]) and not np.array_equal(first["held_out"], other["held_out"])
-    unshuffled = split_documents(1000, settings.model_copy(update={"shuffle": False}), 1)
-    assert np.array_equal(unshuffled["train"], np.sort(first["train"]))
+    assert np.array_equal(split(seed=1, shuffle=False)["train"], np.sort(first["train"]))
 
 
 def test_hugging_face_datasets_loads_the_folder(settings: DataSettings, documents: list[str]) -> None:
     settings = settings.model_copy(update={"held_out": 0.1})
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     loaded = datasets.load_from_disk(settings.packs)
     assert set(loaded) == {"train", "held_out"}
     assert loaded["train"][0]["input_ids"] == open_packs(settings, "train")[0].input_ids.tolist()
@@ -244,7 +285,7 @@ def test_hugging_face_datasets_loads_the_folder(settings: DataSettings, document
 
 def test_statistics_count_what_was_left_out(settings: DataSettings, corpus: Path) -> None:
     corpus.write_text('{"text": "abc"}\n{"text": ""}\nbroken\n{"text": null}\n{"text": "defg"}\n')
-    prepare(settings.model_copy(update={"on_bad_line": "skip"}), seed=1, progress=False)
+    prepare(settings.model_copy(update={"on_bad_line": "skip"}), progress=False)
     numbers = read_manifest(settings.packs)["statistics"]
     assert {key: numbers[key] for key in ("documents", "skipped_lines", "empty_documents", "packs")} == {
         "documents": 2, "skipped_lines": 1, "empty_documents": 2, "packs": 1,
@@ -260,12 +301,19 @@ def test_a_document_of_no_tokens_is_empty_and_gets_no_end_token_either(settings:
     for add_eos in (False, True):
         packs = corpus.with_name(f"packs-{add_eos}")
         change = {"tokenizer": str(corpus.with_name("strips.json")), "add_eos": add_eos, "packs": packs}
-        prepare(settings.model_copy(update=change), seed=1, progress=False)
+        prepare(settings.model_copy(update=change), progress=False)
         numbers = read_manifest(packs)["statistics"]
         assert (numbers["documents"], numbers["empty_documents"]) == (2, 1)
     corpus.write_text('{"text": " "}\n')
     with pytest.raises(InputError, match=r"no document with any text: 1 records hold none"):
-        prepare(settings.model_copy(update=change | {"packs": settings.packs}), seed=1, progress=False)
+        prepare(settings.model_copy(update=change | {"packs": settings.packs}), progress=False)
+
+
+def test_a_special_token_that_a_text_spells_out_becomes_its_id(settings: DataSettings, corpus: Path) -> None:
+    corpus.write_text('{"text": "a<|endoftext|>b"}\n')
+    prepare(settings.model_copy(update={"add_eos": False}), progress=False)
+    a, b = (Tokenizer.from_file(settings.tokenizer).token_to_id(letter) for letter in "ab")
+    assert read_documents(settings) == [[a, 0, b]]
 
 
 def test_bos_and_eos_stand_where_they_are_asked_for(settings: DataSettings, tmp_path: Path) -> None:
@@ -278,7 +326,7 @@ def test_bos_and_eos_stand_where_they_are_asked_for(settings: DataSettings, tmp_
     settings = settings.model_copy(
         update={"tokenizer": str(tmp_path / "named"), "add_bos": True, "packing": "best_fit", "length": 16384}
     )
-    prepare(settings, seed=1, progress=False)
+    prepare(settings, progress=False)
     assert all(piece[0] == 600 and piece[-1] == 0 for piece in read_documents(settings))
     assert read_manifest(settings.packs)["tokenizer"] | {"fingerprint": ""} == {
         "name": settings.tokenizer, "fingerprint": "", "vocab_size": 601, "bos_id": 600, "eos_id": 0, "pad_id": None,
@@ -311,24 +359,24 @@ def test_a_fingerprint_is_of_the_tokenizer_and_not_of_its_file(tokenizer_file: P
 )
 def test_what_cannot_be_prepared_is_refused_and_leaves_no_packs(settings: DataSettings, change: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        prepare(settings.model_copy(update=change), seed=1, progress=False)
+        prepare(settings.model_copy(update=change), progress=False)
     assert not settings.packs.exists()
 
 
 def test_an_empty_source_is_refused(settings: DataSettings, corpus: Path) -> None:
     corpus.write_text("")
     with pytest.raises(InputError, match="no document with any text; the source is empty"):
-        prepare(settings, seed=1, progress=False)
+        prepare(settings, progress=False)
     corpus.write_text("broken\n" * 3)
     with pytest.raises(InputError, match=r"3 malformed ones were skipped, the first at .*corpus\.jsonl:1"):
-        prepare(settings.model_copy(update={"on_bad_line": "skip"}), seed=1, progress=False)
+        prepare(settings.model_copy(update={"on_bad_line": "skip"}), progress=False)
 
 
 def test_a_folder_with_something_else_is_left_alone(settings: DataSettings) -> None:
     settings.packs.mkdir()
     (settings.packs / "thesis.txt").write_text("the only copy")
     with pytest.raises(InputError, match="exists and holds no packs that were prepared"):
-        prepare(settings, seed=1, progress=False)
+        prepare(settings, progress=False)
     assert (settings.packs / "thesis.txt").read_text() == "the only copy"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,18 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path):
+    with (
+        pytest.raises(InputError, match=r"packs: the disk is full; free some space"),
+        PackWriter(tmp_path / "packs", LENGTH) as writer,
+    ):
+        writer.add("train", some_packs(1)[0])
+        (writer.folder / "train" / "data-00000.arrow").symlink_to("/dev/full")  # where the first shard is about to be written
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_the_callers_arrays_may_be_filled_anew_after_each_write(tmp_path):
     ids = np.zeros((1, LENGTH), np.uint32)
     with PackWriter(tmp_path / "packs", LENGTH) as writer:
@@ -230,7 +243,7 @@ def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
-def test_a_large_folder_is_hashed_once_and_again_when_a_file_changes_or_verify_asks(tmp_path, monkeypatch):
+def test_a_large_folder_is_hashed_when_written_and_again_when_a_file_changes_or_verify_asks(tmp_path, monkeypatch):
     monkeypatch.setattr(integrity, "ALWAYS_HASHED_BYTES", 0)
     hashed = []
     real = integrity.hash_file
@@ -238,16 +251,18 @@ def test_a_large_folder_is_hashed_once_and_again_when_a_file_changes_or_verify_a
     write(tmp_path / "packs", some_packs(4), some_packs(4))
     for split in ("train", "held_out", "train", "held_out"):
         ArrowPacks(tmp_path / "packs", split)
-    assert len(hashed) == 2
+    assert len(hashed) == 0
     packs = ArrowPacks(tmp_path / "packs")
     packs.verify()
-    assert len(hashed) == 3
+    assert len(hashed) == 1
     next((tmp_path / "packs" / "train").glob("*.arrow")).touch()
     ArrowPacks(tmp_path / "packs")
-    assert len(hashed) == 4
+    assert len(hashed) == 2
     (tmp_path / "packs" / integrity.STAMP).write_text('{"torn')
     ArrowPacks(tmp_path / "packs")
-    assert len(hashed) == 5
+    assert len(hashed) == 3
+    ArrowPacks(shutil.copytree(tmp_path / "packs", tmp_path / "copy"))
+    assert len(hashed) == 4
 
 
 def test_a_damaged_or_future_manifest_is_refused_by_name(tmp_path):

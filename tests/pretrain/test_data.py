@@ -51,7 +51,7 @@ def settings(tmp_path: Path) -> DataSettings:
 
 @pytest.fixture
 def data(settings: DataSettings) -> Data:
-    return open_data(settings, seed=1, is_main_process=False)
+    return open_data(settings, is_main_process=False)
 
 
 def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -63,9 +63,9 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(settings: DataSettings) -> None:
-    first = open_data(settings, seed=1, is_main_process=False)
+    first = open_data(settings, is_main_process=False)
     before = contents(Path(settings.packs))
-    again = open_data(settings, seed=1, is_main_process=True)
+    again = open_data(settings, is_main_process=True)
     assert contents(Path(settings.packs)) == before
     assert first.train.fingerprint == again.train.fingerprint
     assert len(first.train) > 0 and first.held_out_packs == len(first.held_out) > 0
@@ -74,7 +74,7 @@ def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(setti
 
 def test_packs_without_a_source_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="nowhere"):
-        open_data(DataSettings(packs=tmp_path / "nowhere", length=16), seed=1, is_main_process=True)
+        open_data(DataSettings(packs=tmp_path / "nowhere", length=16), is_main_process=True)
 
 
 def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
@@ -120,7 +120,7 @@ def test_a_model_with_fewer_embeddings_than_the_packs_have_tokens_is_refused(dat
 
 
 def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
-    data = open_data(DataSettings(packs=small_packs, length=32), seed=1, is_main_process=True)
+    data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
     assert data.vocabulary is None
     check_data(data, FROM_SCRATCH, vocab_size=61)
     with pytest.raises(InputError, match=r"token id 60, but the model's vocabulary has 60 tokens"):

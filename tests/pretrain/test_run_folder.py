@@ -12,8 +12,8 @@ import sys
 import pytest
 import yaml
 
+from packing.durable import PARTIAL
 from packing.errors import InputError
-from pretrain.durable import PARTIAL
 from pretrain.run_folder import RunFolder, describe_environment
 
 HOLD = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -49,3 +50,8 @@ def replace_file(path: Path, data: bytes) -> None:
     finally:
         partial.unlink(missing_ok=True)
     fsync_folder(path.parent)
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether `error` says that the disk, or what this user may take of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
