@@ -31,10 +31,10 @@ from packing.order import PackOrder
 from pretrain import config, model, optimizer, schedule
 from pretrain.assembly import Assembly, assemble
 from pretrain.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.closing import last_screen
 from pretrain.curves import plot_losses
 from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
 from pretrain.evaluate import held_out_loss, sample
-from pretrain.metrics.closing import last_screen
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.peaks import peak
@@ -91,9 +91,10 @@ def launch(arguments: argparse.Namespace) -> int:
     # ── What is asked for, and what would happen ──────────────────────────────────────────────────────────────────────────────
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator = make_accelerator()
-    if accelerator.is_main_process and not (arguments.plan or arguments.preview_schedule):
+    only_a_look = arguments.plan or arguments.preview_schedule
+    if accelerator.is_main_process and not only_a_look:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second)
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not only_a_look)
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     if arguments.plan:
         console.notice(job.plan.render())
@@ -123,7 +124,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     state, notes = restore(source, checkpoints, job, assembly, health)
     plan = job.plan.with_microbatch(settle_microbatch(job, assembly.model, source.record if source else None, accelerator))
     recorder = Recorder(
-        flops=plan.flops,
+        flops=None if plan.flops.uncounted else plan.flops,  # an MFU that leaves weights out would be none
         peak_tflops=peak(plan.device_name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
@@ -248,7 +249,6 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     """The step's line in metrics.jsonl, in the trackers, and on the screen when it is due."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
-    run.state.seconds += record["step_ms"] / 1e3
     run.trackers.log(record)
     run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
 

@@ -67,8 +67,8 @@ class TextTokenizer:
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 
 
-def load_tokenizer(name: str) -> TextTokenizer:
-    """The tokenizer `name`: a tokenizer.json, a folder that holds one, or a model on the Hugging Face hub. Raises InputError."""
+def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
+    """The tokenizer `name`: a tokenizer.json, a folder that holds one, or a model on the hub, at `revision`. Raises InputError."""
     path = Path(name)
     if path.is_file():
         file, config = path, path.parent / "tokenizer_config.json"
@@ -83,7 +83,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
             f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
         )
     else:
-        file, config = _from_hub(name)
+        file, config = _from_hub(name, revision)
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)
@@ -100,7 +100,7 @@ def load_tokenizer(name: str) -> TextTokenizer:
     return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
 
 
-def _from_hub(name: str) -> tuple[Path, Path]:
+def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
     """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
 
     A repository may lack the second. One that is out of reach is an InputError: which token ends a document must not depend on
@@ -111,9 +111,9 @@ def _from_hub(name: str) -> tuple[Path, Path]:
 
     wanted = "tokenizer.json"
     try:
-        file = Path(hf_hub_download(name, wanted))
+        file = Path(hf_hub_download(name, wanted, revision=revision))
         wanted = "tokenizer_config.json"
-        return file, Path(hf_hub_download(name, wanted))
+        return file, Path(hf_hub_download(name, wanted, revision=revision))
     except (OSError, HFValidationError) as error:
         if wanted == "tokenizer_config.json" and isinstance(error, RemoteEntryNotFoundError):
             return file, file.parent / wanted

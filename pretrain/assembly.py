@@ -62,6 +62,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         lay_gradients_into_buckets(prepared, adamw, one_pack)
     found = {
         "precision": job.precision.name,
+        "computes": job.precision.description,
         "weights": recipe.weights,
         "attention": {"kind": backend, "reason": job.backend.reason},
         "loss": hf.get_output_embeddings().describe(),

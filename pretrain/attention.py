@@ -89,6 +89,10 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(
             f"data.length: {length} is longer than the sliding window of {name}, {window}; set it to {window} or less"
         )
+    if getattr(config, "kv_lora_rank", None):
+        raise InputError(
+            f"model: {name} has latent attention, whose value heads are narrower than its query heads; no backend here"
+        )
     for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
         if getattr(config, key, None):
             raise InputError(

@@ -22,7 +22,7 @@ _ALTERNATIVES = (
 )
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "loss.", "batch.microbatch"),
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "batch.microbatch"),
     *("model.attention", "model.compile", "model.gradient_checkpointing", "model.trust_remote_code"),
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),

@@ -57,12 +57,18 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
-def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
+def open_data(settings: DataSettings, *, is_main_process: bool, may_prepare: bool = True) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet.
 
-    Every process may call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake.
+    Every process may call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake. Without
+    `may_prepare`, missing packs are an InputError: who asks for a plan does not ask for hours of work.
     """
     if settings.source is not None:
+        if not may_prepare and not settings.packs.exists():
+            raise InputError(
+                f"`data.packs`: {settings.packs} is not prepared yet, and the plan counts its packs; "
+                "`python -m packing prepare RECIPE` prepares it, and so does starting the run"
+            )
         prepare(settings, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 
@@ -107,7 +113,7 @@ def _fingerprint(model: ModelSettings) -> str | None:
     if Path(model.source).exists():
         return load_text_tokenizer(model.source).fingerprint if (Path(model.source) / "tokenizer.json").is_file() else None
     with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
-        return load_text_tokenizer(model.source).fingerprint
+        return load_text_tokenizer(model.source, model.revision).fingerprint
     return None
 
 
@@ -123,7 +129,8 @@ def load_tokenizer(data: DataSettings, model: ModelSettings, *, needed: bool) ->
         if source is not None and Path(source).is_file():
             return PreTrainedTokenizerFast(tokenizer_file=source)
         if source is not None:
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+            revision = model.revision if source == model.source else None
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
         if data.tokenizer is not None or needed:
             key = "data.tokenizer" if data.tokenizer else "model.source"

@@ -142,6 +142,19 @@ def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> 
         raise InputError(f"accelerate configuration: `distributed_type: {kind.value}` is not supported; use MULTI_GPU or FSDP")
     if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
         raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # what `accelerate config` writes
+        raise InputError(
+            "accelerate configuration: `fsdp_cpu_ram_efficient_loading: true` would untie the head from the embedding; set it "
+            "to false"
+        )
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise InputError(
+            "accelerate configuration: `fsdp_activation_checkpointing` would recompute unknown to the plan; "
+            "set it to false, and `model.gradient_checkpointing: full` in the recipe"
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and parallel.non_data_parallel_size > 1:  # its ranks would train on other packs and drift apart
+        raise InputError("accelerate configuration: tensor, context and sequence parallelism are not supported; remove them")
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         raise InputError(
             "accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`"

@@ -40,6 +40,12 @@ class HeldOut:
         }
 
 
+def check_samples(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """InputError where a prompt cannot be continued, which would otherwise be found out at the first evaluation."""
+    for prompt in prompts:
+        _encoded(tokenizer, prompt)
+
+
 @dataclass(frozen=True)
 class Sample:
     prompt: str

@@ -34,9 +34,14 @@ def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     """
     if job.plan.microbatch:
         return job.plan.microbatch
-    if resumed is not None and resumed["world_size"] == accelerator.num_processes:
+    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
+    if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
         return resumed["microbatch"]
-    return largest_that_fits(model, accelerator, job.plan.microbatch_candidates, job.data.trial_batch)
+    candidates = job.plan.microbatch_candidates
+    if accelerator.is_fsdp2:
+        # A rank that runs out of memory leaves the others waiting for its shards, so a trial that may fail cannot be taken back.
+        candidates = [job.plan.expected_microbatch]
+    return largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
 
 
 def largest_that_fits(
@@ -50,13 +55,17 @@ def largest_that_fits(
     """
     model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
     for candidate in candidates:
-        if _agreed(accelerator, _fits(model, accelerator, make_batch(candidate))):
+        fits = _fits(model, accelerator, make_batch(candidate))
+        if accelerator.is_fsdp2 and not fits:
+            break
+        if _agreed(accelerator, fits):
             return candidate
         # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
         torch.compiler.reset()
     raise InputError(
-        f"`batch.microbatch: auto`: not even {candidates[-1]} pack(s) at once fit into the device's memory; set "
-        "`model.gradient_checkpointing: full`, a shorter `data.length`, `weights: bf16`, or shard the model over more devices"
+        f"`batch.microbatch: auto`: {candidates[-1]} pack(s) at once do not fit into the device's memory; set a smaller "
+        "`batch.microbatch`, `model.gradient_checkpointing: full`, a shorter `data.length`, `weights: bf16_exact`, or shard the "
+        "model over more devices"
     )
 
 

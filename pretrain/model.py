@@ -269,11 +269,13 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
             hf.save_pretrained(writing, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
+        for file in writing.iterdir():
+            file.chmod(0o644)  # safetensors keeps its files from everybody else, who may be meant to use the model
         fsync_tree(writing)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:  # ValueError: a generation config that transformers will not write
         shutil.rmtree(writing, ignore_errors=True)
         raise InputError(
-            f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; free space and run again"
+            f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; mend this and run again"
         ) from None
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)

@@ -19,6 +19,7 @@ from pretrain.memory import MemoryEstimate, divisors_of, largest_expected_to_fit
 from pretrain.metrics import units
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
+from pretrain.precision.recipes import RECIPES
 from pretrain.settings import Recipe, TrainSettings
 
 GIB = 2**30
@@ -60,15 +61,13 @@ class Plan:
         device_name: str | None = None,
         device_memory: int | None = None,
         tokens_per_second: float | None = None,
-        microbatch: int | None = None,
     ) -> Plan:
         """Check everything and work it out; InputError names the keys of what does not go together.
 
         `model`: of the right shapes, on the meta device. `packs`, `held_out_packs`: how many there are. `packs_vocabulary`: the
         size of the vocabulary that they were tokenized with. `tokens_per_second`: stated or measured, over all devices.
-        `microbatch`: what a trial found; without it the recipe's.
         """
-        check_settings(recipe, precision, world_size, microbatch)
+        check_settings(recipe, precision, world_size)
         check_data(recipe, packs, held_out_packs)
         check_model(recipe, model, packs_vocabulary)
         steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
@@ -82,7 +81,7 @@ class Plan:
             packs=packs,
             mean_squared=mean_squared,
             steps=steps,
-            microbatch=microbatch or (None if recipe.batch.microbatch == "auto" else recipe.batch.microbatch),
+            microbatch=None if recipe.batch.microbatch == "auto" else recipe.batch.microbatch,
             flops=flops,
             memory=MemoryEstimate.of(recipe, flops, precision, world_size, sharded),
             model_type=model.config.model_type,
@@ -158,7 +157,7 @@ class Plan:
     @property
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, for products in `precision`; None where the device is not known."""
-        one = peak(self.device_name, self.precision)
+        one = peak(self.device_name, RECIPES[self.precision].peak)
         return one * self.world_size if one else None
 
     @property

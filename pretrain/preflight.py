@@ -15,6 +15,7 @@ from packing.errors import InputError
 from pretrain import attention, config, model
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.distributed import device_of
+from pretrain.evaluate import check_samples
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
@@ -54,8 +55,10 @@ class Job:
         return config.identity_of(self.recipe, self.data.train.fingerprint)
 
 
-def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: float | None = None) -> Job:
-    """Check everything that can be checked, in the order of what it costs; packs are prepared on the way where they are missing.
+def prepare_job(
+    recipe: Recipe, accelerator: Accelerator, tokens_per_second: float | None = None, *, may_prepare: bool = True
+) -> Job:
+    """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
 
     `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons; without one, what the run folder has
     measured so far. Raises InputError.
@@ -70,7 +73,8 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, tokens_per_second: flo
     backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    check_samples(recipe.evaluate.samples, tokenizer)
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process, may_prepare=may_prepare)
     check_data(data, recipe.model, model_config.vocab_size)
     device_name, device_memory = device_of(accelerator)
     plan = Plan.make(

@@ -22,18 +22,16 @@ class TrainState:
     tokens: int = 0  # tokens seen, padding included, over all ranks
     valid_tokens: int = 0  # of these, the ones that bore a loss
     skipped_steps: int = 0  # steps whose update was left out because a loss or gradient was not finite
-    seconds: float = 0.0  # time spent in steps, over all sessions of the run
 
     @property
     def finished(self) -> bool:
         return self.step >= self.steps
 
-    def advance(self, *, tokens: int, valid_tokens: int, seconds: float = 0.0, skipped: bool = False) -> None:
-        """Count one step that took `tokens` (over all ranks) and `seconds`."""
+    def advance(self, *, tokens: int, valid_tokens: int, skipped: bool = False) -> None:
+        """Count one step that took `tokens` over all ranks."""
         self.step += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
-        self.seconds += seconds
         self.skipped_steps += skipped
 
     def record(self, identity: Mapping[str, Any]) -> dict[str, Any]:

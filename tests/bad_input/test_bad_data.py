@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from packing.prepare import prepare
+from packing.settings import DataSettings
 from packing.store import Pack, PackWriter
 from packing.tokenizer import load_tokenizer
 
@@ -104,11 +106,11 @@ def test_text_that_gives_no_packs_is_refused_with_its_place(content, override, s
     assert not Path(source.parent / "prepared" / "packs").exists()
 
 
-def test_lines_left_out_are_counted_and_the_rest_is_packed(source, launch):
+def test_lines_left_out_are_counted_and_the_rest_is_packed(source, small_recipe, capfd):
     source.write_text("\n".join([DOCUMENT, "{", DOCUMENT, '{"text": 5}', *[DOCUMENT] * 8]))
-    said = launch("data.on_bad_line=skip", "--plan")
-    assert said.status == 0
-    assert re.search(r"left out +2 malformed records", said.err) and re.search(r"first left out +.*text.jsonl:2", said.err)
+    prepare(DataSettings(**small_recipe["data"], on_bad_line="skip"))
+    said = capfd.readouterr().err
+    assert re.search(r"left out +2 malformed records", said) and re.search(r"first left out +.*text.jsonl:2", said)
 
 
 def test_sources_that_cannot_be_read_are_refused(source, refusal, tmp_path):
@@ -143,8 +145,10 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_text_is_prepared(s
     assert not (source.parent / "prepared").exists()
 
 
-def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_theirs(source, launch, refusal):
+def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_theirs(source, launch, refusal, small_recipe):
     source.write_text(f"{DOCUMENT}\n" * 20)
+    assert "`python -m packing prepare RECIPE` prepares it" in refusal("--plan")
+    prepare(DataSettings(**small_recipe["data"]))
     assert launch("--plan").status == 0
     assert launch("--plan", "seed=43").status == 0
     assert "holds packs prepared with other settings (seed: 42 -> 43); set data.packs to another" in refusal("data.seed=43")

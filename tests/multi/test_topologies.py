@@ -73,3 +73,12 @@ def test_processes_that_would_train_separate_copies_are_refused(train: Callable,
     assert finished.status != 0
     assert "2 processes were launched but each runs alone" in finished.output
     assert "ACCELERATE_USE_CPU" in finished.output
+
+
+@pytest.mark.parametrize("key", ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"])
+def test_sharding_options_that_would_train_another_model_are_refused(train: Callable, tmp_path: Path, key: str) -> None:
+    config = tmp_path / "fsdp2.yaml"
+    config.write_text(Path("accelerate_configs/fsdp2.yaml").read_text().replace(f"{key}: false", f"{key}: true"))
+    finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"], **CPU)
+    assert finished.status != 0
+    assert key in finished.output and "set it" in finished.output

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.metrics.closing import last_screen
+from pretrain.closing import last_screen
 from pretrain.run_files import read_run
 from pretrain.run_folder import RunFolder
 

@@ -82,7 +82,7 @@ def test_gradients_are_zero_and_training_mode_is_on_afterwards(
 def test_where_nothing_fits_the_message_says_what_would_help(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
-    with pytest.raises(InputError, match=r"not even 1 pack\(s\).*gradient_checkpointing"):
+    with pytest.raises(InputError, match=r"1 pack\(s\) at once do not fit.*gradient_checkpointing"):
         largest_that_fits(SmallDevice(build_model(), packs=0), accelerator, [4, 2, 1], make_batch)
 
 

@@ -18,17 +18,17 @@ SOURCE = Path("runs/demo/checkpoints/step-00000007")
 
 def test_a_state_is_finished_when_it_has_advanced_through_its_horizon():
     state = TrainState(steps=2)
-    state.advance(tokens=4096, valid_tokens=4000, seconds=0.5)
+    state.advance(tokens=4096, valid_tokens=4000)
     assert not state.finished
-    state.advance(tokens=4096, valid_tokens=4001, seconds=0.25, skipped=True)
+    state.advance(tokens=4096, valid_tokens=4001, skipped=True)
     assert state.finished
-    assert (state.tokens, state.valid_tokens, state.skipped_steps, state.seconds) == (8192, 8001, 1, 0.75)
+    assert (state.tokens, state.valid_tokens, state.skipped_steps) == (8192, 8001, 1)
 
 
 def test_a_state_comes_back_from_json_with_the_horizon_of_the_present_recipe():
-    state = TrainState(steps=10, step=7, tokens=70, valid_tokens=69, skipped_steps=1, seconds=3.5)
+    state = TrainState(steps=10, step=7, tokens=70, valid_tokens=69, skipped_steps=1)
     record = json.loads(json.dumps(state.record({"seed": 42})))
-    assert TrainState.from_record(record, steps=20, source=SOURCE) == TrainState(20, 7, 70, 69, 1, 3.5)
+    assert TrainState.from_record(record, steps=20, source=SOURCE) == TrainState(20, 7, 70, 69, 1)
 
 
 @pytest.mark.parametrize("record", [{}, {"progress": {"step": 3}}, {"progress": [1]}])
