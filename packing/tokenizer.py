@@ -68,7 +68,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
-    """The tokenizer `name`: a tokenizer.json, a folder that holds one, or a model on the hub, at `revision`. Raises InputError."""
+    """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub at `revision`. Raises InputError."""
     path = Path(name)
     if path.is_file():
         file, config = path, path.parent / "tokenizer_config.json"
