@@ -1,6 +1,7 @@
-"""Train a causal language model on packed documents, in the precision that the accelerate configuration names.
+r"""Train a causal language model on packed documents, in the precision that the accelerate configuration names.
 
-    accelerate launch --config_file accelerate_configs/gpu.yaml train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
+    accelerate launch --config_file accelerate_configs/gpu.yaml \
+        train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
 The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
 would happen and checks every setting; `--preview-schedule` draws the learning rate. A run that is started again goes on where it

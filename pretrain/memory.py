@@ -6,11 +6,10 @@ Activations are counted from what a compiled decoder layer keeps for backward, i
     in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up and their product
     query and key widths              once more, after normalisation and rotation
 
-For Qwen3-1.7B that is 71,680 bytes a token and layer. Calibrated on one H200 (8 packs of 4,096 tokens, chunked loss, no
-checkpointing): 81.3 GiB estimated and 80.9 measured with BF16 weights, 97.3 and 97.5 with FP32 weights. Ten bytes a logit in the
-loss's buffers (product, FP32 softmax, its gradient) is the one number fitted to these. Layers that are not compiled keep
-FP32 intermediates of their norms as well and take more; so does masked `sdpa` attention. `batch.microbatch: auto` therefore tries
-on the device, and only begins where this estimate says.
+For Qwen3-1.7B that is 71,680 bytes a token and layer. On one H200 (8 packs of 4,096 tokens, chunked loss, no checkpointing) the
+estimate is within 1 % of the measured peaks: 77.0 GiB with BF16 weights, 86.6 with exact ones, 93.0 with FP32 weights
+(benchmarks/results/h200_bf16.json). Layers that are not compiled keep FP32 intermediates of their norms as well and take more; so
+does masked `sdpa` attention. `batch.microbatch: auto` therefore tries on the device, and only begins where this estimate says.
 """
 
 from __future__ import annotations
@@ -55,10 +54,11 @@ class MemoryEstimate:
         kept = shape.layers - recomputed
         # A recomputed layer keeps its input; one at a time is whole again while its backward runs.
         activations = kept * layer + recomputed * shape.hidden * computed * length + (layer if recomputed else 0)
-        # The final norm's output and its gradient stand beside the logits; a logit takes its product, softmax and gradient.
+        # The final norm's output and its gradient stand beside the logits. The chunked loss overwrites a logit with its gradient;
+        # the reference keeps the product, the softmax and its gradient, the last two in FP32.
         final = 2 * shape.hidden * computed * length
-        logit = 8 + computed
         chunked = recipe.loss.kind == "chunked"
+        logit = computed if chunked else 8 + computed
         materialised = recipe.loss.kind != "cce"
         return cls(
             parameters=weights,

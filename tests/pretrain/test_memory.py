@@ -33,7 +33,8 @@ def estimate(
 
 
 @pytest.mark.parametrize(
-    ("weights", "loss", "gib"), [("bf16", "chunked", 80.9), ("fp32", "chunked", 97.5), ("bf16", "cce", 78.1)]
+    ("weights", "loss", "gib"),
+    [("bf16", "chunked", 77.0), ("bf16_exact", "chunked", 86.6), ("fp32", "chunked", 93.0), ("bf16", "cce", 78.1)],
 )
 def test_peaks_measured_on_an_h200_are_met_within_two_percent(qwen3: ModelFlops, weights: str, loss: str, gib: float) -> None:
     assert estimate(qwen3, weights=weights, loss={"kind": loss}).total(8) / GIB == pytest.approx(gib, rel=0.02)
@@ -71,8 +72,10 @@ def test_full_checkpointing_keeps_layer_inputs_and_one_whole_layer(qwen3: ModelF
 def test_unchunked_logits_grow_with_the_microbatch_and_chunked_ones_do_not(qwen3: ModelFlops) -> None:
     whole = estimate(qwen3, loss={"kind": "reference"})
     assert whole.parts(8)["loss or backward workspace"] == 8 * 4096 * 151936 * 10
-    chunked = estimate(qwen3, loss={"kind": "chunked", "chunk": 4096})
-    assert chunked.parts(8)["loss or backward workspace"] == chunked.parts(1)["loss or backward workspace"] == 4096 * 151936 * 10
+    chunked = estimate(qwen3, loss={"kind": "chunked", "chunk": 32_768})
+    assert (
+        chunked.parts(8)["loss or backward workspace"] == chunked.parts(16)["loss or backward workspace"] == 32_768 * 151936 * 2
+    )
 
 
 def test_sharding_spreads_weights_gradients_and_moments(qwen3: ModelFlops) -> None:
@@ -85,8 +88,8 @@ def test_sharding_spreads_weights_gradients_and_moments(qwen3: ModelFlops) -> No
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
     memory = estimate(qwen3, weights="bf16")
     assert microbatch_candidates(32, memory, None) == [32, 16, 8, 4, 2, 1]
-    assert microbatch_candidates(32, memory, 80 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 81.3 GiB: worth a try
-    assert largest_expected_to_fit([8, 4, 2, 1], memory, 80 * GIB) == 4
+    assert microbatch_candidates(32, memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 77.7 GiB: worth a try
+    assert largest_expected_to_fit([8, 4, 2, 1], memory, 76 * GIB) == 4
     assert microbatch_candidates(32, memory, 1 * GIB) == [1]
     assert largest_expected_to_fit([1], memory, 1 * GIB) is None
 
