@@ -251,6 +251,10 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
             f"set it to one of {fitting}, or to `auto`"
         )
+    if recipe.train.epochs is None:  # else the packs say how many steps there are
+        schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
+    if recipe.data.source is not None and not recipe.data.held_out:
+        check_held_out(recipe, 0)
 
 
 def check_data(recipe: Recipe, packs: int, held_out_packs: int) -> None:
@@ -260,6 +264,11 @@ def check_data(recipe: Recipe, packs: int, held_out_packs: int) -> None:
             f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
             "prepare it from more text, or set a shorter `data.length`"
         )
+    check_held_out(recipe, held_out_packs)
+
+
+def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+    """Raise InputError where evaluation is asked for and there are no packs for it."""
     if recipe.evaluate.every and not held_out_packs:
         raise InputError(
             f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "

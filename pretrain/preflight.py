@@ -19,7 +19,7 @@ from pretrain.evaluate import check_samples
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
-from pretrain.plan import Plan, check_settings
+from pretrain.plan import Plan, check_model, check_settings
 from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES, PrecisionRecipe
 from pretrain.run_files import read_metrics
 from pretrain.settings import Recipe
@@ -71,6 +71,7 @@ def prepare_job(
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     compute_dtype = getattr(torch, RECIPES[recipe.precision].compute_dtype)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
+    check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
     check_samples(recipe.evaluate.samples, tokenizer)

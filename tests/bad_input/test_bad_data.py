@@ -154,6 +154,20 @@ def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_their
     assert "holds packs prepared with other settings (seed: 42 -> 43); set data.packs to another" in refusal("data.seed=43")
 
 
+@pytest.mark.parametrize(
+    "overrides, says",
+    [
+        (["data.length=128", "batch.tokens=1024"], "beyond the model's 64 positions"),
+        (["schedule.warmup=1000"], "`schedule.warmup: 1000` takes 1,000 steps, but the run has 12"),
+        (["evaluate.every=5", "data.held_out=0"], "`evaluate.every: 5` needs held-out packs"),
+    ],
+)
+def test_what_packs_cannot_change_is_refused_before_they_are_prepared(overrides, says, source, refusal, small_recipe):
+    source.write_text(f"{DOCUMENT}\n" * 20)
+    assert says in refusal(*overrides)
+    assert not Path(small_recipe["data"]["packs"]).exists()
+
+
 # ── Packs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
