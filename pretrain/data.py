@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from packing.batch import Microbatch, build_microbatch, read_pack
+from packing.batch import Microbatch, build_microbatch, read_pack, sum_of_squares
 from packing.errors import InputError
 from packing.prepare import prepare
 from packing.protocol import Pack
@@ -43,7 +43,7 @@ class Data:
         """Mean over packs, sampled evenly, of the sum of squared document lengths divided by the pack's length: what a token's
         attention costs."""
         sampled = range(0, len(self.train), max(1, len(self.train) // _SAMPLED_PACKS))
-        squares = [np.square(self.train.lengths(index), dtype=np.float64).sum() for index in sampled]
+        squares = [sum_of_squares(self.train.lengths(index)) for index in sampled]
         return float(np.mean(squares)) / self.train.length
 
     def trial_batch(self, packs: int) -> Microbatch:

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from pretrain.metrics.flops import ModelFlops
 from pretrain.settings import Recipe
 
-OPTIMISM = (
-    0.8  # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small speed
-)
+# `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
+OPTIMISM = 0.8
 
 
 @dataclass(frozen=True)

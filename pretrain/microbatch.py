@@ -21,6 +21,7 @@ from packing.errors import InputError
 from pretrain.distributed import accumulating
 from pretrain.model import inputs_of
 from pretrain.preflight import Job
+from pretrain.step import largest_over_ranks
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
@@ -58,7 +59,7 @@ def largest_that_fits(
         fits = _fits(model, accelerator, make_batch(candidate))
         if accelerator.is_fsdp2 and not fits:
             break
-        if _agreed(accelerator, fits):
+        if not largest_over_ranks(accelerator, int(not fits)):
             return candidate
         # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
         torch.compiler.reset()
@@ -88,8 +89,3 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
     if device.type != "cuda":
         return True
     return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
-
-
-def _agreed(accelerator: Accelerator, fits: bool) -> bool:
-    verdict = torch.tensor([float(fits)], device=accelerator.device)
-    return accelerator.reduce(verdict, reduction="sum").item() == accelerator.num_processes

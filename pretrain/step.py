@@ -40,7 +40,7 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """The largest of the ranks' values, the same on all of them, so that all leave a loop after the same step."""
+    """The largest of the ranks' values, the same on all of them, so that all leave a loop together."""
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
