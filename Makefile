@@ -21,7 +21,7 @@ help:
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(VENV)/.installed-references
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8
 
 lint: $(VENV)/.installed-dev
@@ -42,4 +42,8 @@ $(VENV)/.installed: requirements.txt
 
 $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/.installed-references: requirements-references.txt $(VENV)/.installed
+	$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt
 	@touch $@

@@ -1,6 +1,6 @@
 r"""Train a causal language model on packed documents, in the precision that the accelerate configuration names.
 
-    accelerate launch --config_file accelerate_configs/gpu.yaml \
+    accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
 The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,13 @@ from pretrain.evaluate import held_out_loss, sample
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.peaks import peak
+from pretrain.metrics.precision_watch import PrecisionWatch
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.summary import is_evaluation
 from pretrain.metrics.trackers import Trackers, resolve
 from pretrain.metrics.units import duration
 from pretrain.microbatch import settle_microbatch
+from pretrain.parity import Parity, check_parity
 from pretrain.plan import Plan
 from pretrain.precision import audit
 from pretrain.precision.launch_environment import with_precision
@@ -71,6 +74,7 @@ class Run:
     checkpoints: Checkpoints
     recorder: Recorder
     trackers: Trackers
+    precision_watch: PrecisionWatch | None
     console: Console
 
 
@@ -97,6 +101,8 @@ def launch(arguments: argparse.Namespace) -> int:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not only_a_look)
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
+    if job.engaged.notice:
+        console.warning(job.engaged.notice)
     if arguments.plan:
         console.notice(job.plan.render())
         return 0
@@ -121,14 +127,17 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     source = find_source(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
-    check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.optimizer_tensors))
+    check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
-    plan = job.plan.with_microbatch(settle_microbatch(job, assembly.model, source.record if source else None, accelerator))
+    with assembly.preserving_precision():
+        microbatch = settle_microbatch(job, assembly.model, source.record if source else None, accelerator)
+    plan = job.plan.with_microbatch(microbatch)
     recorder = Recorder(
         flops=None if plan.flops.uncounted else plan.flops,  # an MFU that leaves weights out would be none
         peak_tflops=peak(plan.device_name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
+        low_precision=assembly.low_precision_products(plan.device_name),
     )
     trackers = resolve(
         recipe.log.trackers,
@@ -149,10 +158,31 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         checkpoints=checkpoints,
         recorder=recorder,
         trackers=trackers,
+        precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, accelerator.is_main_process),
         console=console,
     )
+    parity = check_against_plain(run) if recipe.parity and state.step == 0 else None
     introduce(run, notes)
+    if parity:
+        console.notice(parity.summary())
+        parity.require()
     return run
+
+
+def check_against_plain(run: Run) -> Parity:
+    """Step 0 beside plain FP32 transformers on the same text; the comparison goes into audit.json, whatever it says."""
+    parts, tolerance = run.assembly, run.job.precision.tolerance
+    parity = check_parity(
+        parts.model,
+        parts.hf,
+        parts.optimizer,
+        batches_of(run).step(0),
+        tolerance,
+        run.accelerator,
+        parts.preserving_precision(),
+    )
+    parts.audit["parity"] = parity.record()
+    return parity
 
 
 def introduce(run: Run, notes: list[str]) -> None:
@@ -176,24 +206,16 @@ def run_to_its_end(run: Run) -> int | None:
     if stopped_by is None:
         finish(run)
     run.trackers.finish()
+    if run.precision_watch:
+        run.precision_watch.finish()
     return stopped_by
 
 
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
-    stream = BatchStream(
-        run.job.data.train,
-        PackOrder(len(run.job.data.train), run.plan.packs_per_step, recipe.seed),
-        microbatch=run.plan.microbatch,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        mask_boundaries=recipe.data.mask_boundaries,
-        pin_memory=accelerator.device.type == "cuda",
-        vocab_size=run.job.model_config.vocab_size,
-    )
     run.assembly.model.train()
-    with StopRequest() as stop, stream.steps(state.step, state.steps) as steps:
+    with StopRequest() as stop, batches_of(run).steps(state.step, state.steps) as steps:
         while not state.finished:
             with run.recorder.step():
                 figures = train_step(run, next(steps))
@@ -212,6 +234,20 @@ def train(run: Run) -> int | None:
     return None
 
 
+def batches_of(run: Run) -> BatchStream:
+    """This rank's batches, step by step: a pure function of the recipe and the packs."""
+    return BatchStream(
+        run.job.data.train,
+        PackOrder(len(run.job.data.train), run.plan.packs_per_step, run.job.recipe.seed),
+        microbatch=run.plan.microbatch,
+        rank=run.accelerator.process_index,
+        world_size=run.accelerator.num_processes,
+        mask_boundaries=run.job.recipe.data.mask_boundaries,
+        pin_memory=run.accelerator.device.type == "cuda",
+        vocab_size=run.job.model_config.vocab_size,
+    )
+
+
 def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     """One optimizer step; returns its part of the metrics."""
     state, settings, adamw = run.state, run.job.recipe.optimizer, run.assembly.optimizer
@@ -220,14 +256,18 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     seed_step(run.job.recipe.seed, state.step, run.accelerator.process_index)
 
     # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
-    mean_loss = forward_backward(run.assembly.model, batches, run.accelerator)
+    watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
+    with run.assembly.confirming_audit() if state.step == run.resumed_step else nullcontext():
+        mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = optimizer.gradient_norm(run.assembly.model.parameters())
     loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
 
+    precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
+
     # ── Update, unless the figures say that it would do harm ──────────────────────────────────────────────────────────────────
     verdict = run.health.check(state.step + 1, loss, gradient_norm)
-    if verdict.warning:
-        run.console.warning(verdict.warning)
+    for warning in filter(None, (verdict.warning, precision_warning)):
+        run.console.warning(warning)
     if verdict.proceed:
         adamw.step(clip_coefficient=optimizer.clip_coefficient(norm, settings.clip))
     frozen_updates = frozen_share(adamw, run.accelerator) if verdict.proceed else 0.0
@@ -244,6 +284,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
         "skipped": not verdict.proceed,
+        **precision_figures,
     }
 
 
@@ -285,7 +326,7 @@ def save(run: Run) -> None:
         "microbatch": run.plan.microbatch,
         "world_size": run.accelerator.num_processes,
     }
-    path = run.checkpoints.save(run.state.step, run.assembly.tensors, run.assembly.optimizer_tensors, record)
+    path = run.checkpoints.save(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
     run.console.notice(f"saved {path} in {duration(time.perf_counter() - began)}")
 
 

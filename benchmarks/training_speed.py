@@ -27,7 +27,7 @@ from pretrain.run_files import read_metrics
 from pretrain.run_folder import describe_environment
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
-CONFIG = Path("accelerate_configs/gpu.yaml")
+CONFIG = Path("accelerate_configs/bf16.yaml")
 
 
 def main() -> None:

@@ -51,8 +51,8 @@ def _commands(demo: Demo) -> dict[str, str]:
         "report": shown([PYTHON, "-m", "pretrain.report", str(demo.run_dir)]),
         "train longer": shown(train_command("cpu", RECIPE, *longer)),
         "": "key=value changes any setting. Ctrl-C saves a checkpoint, and the same command goes on from it.",
-        "on a GPU": shown(train_command("gpu", RECIPE, "name=smoke_gpu", "train.epochs=4")),
-        "plan a real run": shown(train_command("gpu", Path("recipes/small_malaysian_lm.yaml"), "--plan")),
+        "on a GPU": shown(train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4")),
+        "plan a real run": shown(train_command("bf16", Path("recipes/small_malaysian_lm.yaml"), "--plan")),
         "start over": "make clean demo",
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +15,30 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from pretrain import model, optimizer
-from pretrain.distributed import prepare, sharded_like, unwrapped
+from pretrain.distributed import prepare, sharded_like
 from pretrain.exact_adamw import ExactAdamW
+from pretrain.metrics.flops import LowPrecisionProducts
+from pretrain.metrics.peaks import peak
+from pretrain.metrics.precision_watch import PrecisionWatch
 from pretrain.precision import audit
+from pretrain.precision.backends import make_backend
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.convert import Decision, convert, decide, low_precision_weights
+from pretrain.precision.engage import Engaged
 from pretrain.preflight import Job
 
 
 @dataclass(frozen=True)
 class Assembly:
     """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
-    the topology, and `tensors` as checkpoints hold it."""
+    the topology, and `tensors` as checkpoints hold it. `precision`: the context of its low-precision modules, None without them.
+    """
 
     hf: PreTrainedModel
     model: nn.Module
     optimizer: ExactAdamW
+    engaged: Engaged
+    precision: PrecisionContext | None
     audit: dict[str, Any]
 
     @property
@@ -36,19 +49,52 @@ class Assembly:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return optimizer.named_state(self.optimizer, self.hf)
 
+    @property
+    def precision_tensors(self) -> dict[str, Tensor]:
+        """History and scales of delayed scaling; other precisions keep nothing between two steps."""
+        return self.precision.backend.state() if self.precision else {}
+
+    @property
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds beside the model."""
+        return self.optimizer_tensors | self.precision_tensors
+
+    def preserving_precision(self) -> AbstractContextManager[None]:
+        """Around forwards that are not training's: they leave no trace in history and scales."""
+        return self.precision.preserving_state() if self.precision else nullcontext()
+
+    def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
+        """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
+        fastest = peak(device_name, self.engaged.recipe.peak)
+        if self.engaged.backend != "transformer_engine" or fastest is None:
+            return None
+        return LowPrecisionProducts(low_precision_weights(self.hf), fastest)
+
+    def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
+        """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
+        if self.precision is None or every is None:
+            return None
+        return PrecisionWatch(self.precision, self.engaged, every, folder, resumed_step=step, main_process=main_process)
+
+    def confirming_audit(self) -> AbstractContextManager[None]:
+        """Around the first step: InputError where its low-precision products are not those of the audit."""
+        return audit.confirming(self.precision, self.engaged, self.audit["products"]) if self.precision else nullcontext()
+
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
-    """Build the model of `job`, put its precision around its layers, wrap it for the topology, observe what it computes in."""
+    """Build the model of `job`, put its precision into and around its layers, wrap it for the topology, observe what it does."""
     recipe, device, backend = job.recipe, accelerator.device, job.backend.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)
+    decisions = decide(hf, model.decoder_layers(hf.base_model), job.engaged) if job.engaged.recipe.quantized else {}
+    packed.precision = precision = enter_low_precision(hf, decisions, job, device)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
-    model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled)
+    model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled, precision=precision)
     adamw = optimizer.build_optimizer(packed, recipe.optimizer, exact=exact)
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
     adamw.materialise()
@@ -56,20 +102,60 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         if name in masters:  # taken out one by one, so that the FP32 weights go as the remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
 
-    one_pack = model.inputs_of(job.data.trial_batch(1), device)
-    products = audit.observe(unwrapped(prepared), one_pack, job.precision)
-    if isinstance(prepared, DistributedDataParallel):
-        lay_gradients_into_buckets(prepared, adamw, one_pack)
+    products = rehearse(job, accelerator, prepared, packed, adamw, decisions)
     found = {
-        "precision": job.precision.name,
+        "precision": job.engaged.requested,
+        "effective": job.precision.name,
+        "reason": job.engaged.reason,
+        "backend": job.engaged.backend,
         "computes": job.precision.description,
+        "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
         "weights": recipe.weights,
         "attention": {"kind": backend, "reason": job.backend.reason},
         "loss": hf.get_output_embeddings().describe(),
-        "compiled": "each layer" if compiled else "nothing",
+        "compiled": what_is_compiled(compiled, precision),
         "products": products,
     }
-    return Assembly(hf, prepared, adamw, found)
+    return Assembly(hf, prepared, adamw, job.engaged, precision, found)
+
+
+def enter_low_precision(
+    hf: PreTrainedModel, decisions: Mapping[str, Decision], job: Job, device: torch.device
+) -> PrecisionContext | None:
+    """Convert what was decided on, in place; returns the context that the converted modules share, None where nothing was."""
+    if not decisions:
+        return None
+    backend = make_backend(job.engaged, device)
+    context = PrecisionContext(backend, job.compute_dtype, evaluates_low=job.engaged.settings.use_autocast_during_eval)
+    convert(hf, decisions, context)
+    return context
+
+
+def rehearse(
+    job: Job,
+    accelerator: Accelerator,
+    prepared: nn.Module,
+    packed: model.PackedLanguageModel,
+    adamw: ExactAdamW,
+    decisions: Mapping[str, Decision],
+) -> list[audit.Entry]:
+    """Run the first pack through the model under observation, and return what ran in which precision.
+
+    The loss is scaled as in training, so delayed scaling begins with the history of one real pack. From a scale of one, which is
+    what it has before it has seen anything, the gradients of the first microbatch would all round to zero.
+    """
+    audit.check_trained(packed.hf, adamw)
+    inputs = model.inputs_of(job.data.first_batch(job.model_config.vocab_size), accelerator.device)
+    scale = accelerator.num_processes / job.plan.tokens_per_step
+    prepared.train()
+    low_precision = packed.precision is not None
+    run = prepared if low_precision else packed  # gradients are looked at in low precision only: all ranks take part
+    entries = audit.observe(packed.hf, lambda: run(**inputs) * scale, job.engaged, decisions, packed.precision)
+    if isinstance(prepared, DistributedDataParallel):
+        with packed.precision.preserving_state() if packed.precision else nullcontext():
+            lay_gradients_into_buckets(prepared, adamw, inputs)
+    optimizer.clear_gradients(adamw, prepared)
+    return entries
 
 
 def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
@@ -83,3 +169,9 @@ def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.
         for _ in range(2):
             ddp(**inputs).backward()
     optimizer.clear_gradients(adamw, ddp)
+
+
+def what_is_compiled(compiled: bool, precision: PrecisionContext | None) -> str:
+    if not compiled:
+        return "nothing"
+    return "each layer, between its low-precision products" if precision else "each layer"

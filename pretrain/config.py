@@ -13,6 +13,7 @@ from typing import Any
 
 from packing.errors import InputError
 from packing.settings import load_yaml, parse, value_from_text
+from pretrain.precision.recipes import RECIPES
 from pretrain.settings import Recipe
 
 # Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
@@ -22,8 +23,10 @@ _ALTERNATIVES = (
 )
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "batch.microbatch"),
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "parity", "batch.microbatch"),
     *("model.attention", "model.compile", "model.gradient_checkpointing", "model.trust_remote_code"),
+    # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
+    *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.
     *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
     *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
@@ -71,9 +74,9 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     identity is not resumed unless the user insists.
     """
     flat = flatten(resolved(recipe))
-    return {key: value for key, value in flat.items() if not key.startswith(_NOT_IDENTITY)} | {
-        "data.fingerprint": data_fingerprint
-    }
+    quantized = recipe.precision is not None and RECIPES[recipe.precision].quantized
+    idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
+    return {key: value for key, value in flat.items() if not key.startswith(idle)} | {"data.fingerprint": data_fingerprint}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -46,6 +46,12 @@ class Data:
         squares = [sum_of_squares(self.train.lengths(index)) for index in sampled]
         return float(np.mean(squares)) / self.train.length
 
+    def first_batch(self, vocab_size: int) -> Microbatch:
+        """A microbatch of the first pack, real text, to observe the model on; InputError for a token that the model does not
+        have.
+        """
+        return build_microbatch([read_pack(self.train, 0, vocab_size)], mask_boundaries=True)
+
     def trial_batch(self, packs: int) -> Microbatch:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.
 

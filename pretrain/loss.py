@@ -17,8 +17,9 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -62,6 +63,20 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
         raise InputError(f"loss.kind: cce needs a CUDA device and this run is on {device_type}; {remedy}")
 
 
+# (x [n, hidden], weight, bias, later_call) -> logits [n, vocabulary]; later_call: not the first chunk of this forward
+Multiply = Callable[..., Tensor]
+
+
+class LowPrecisionHead(Protocol):
+    """The head's product where the precision's scope has it (pretrain.precision.convert)."""
+
+    @property
+    def engaged(self) -> bool:
+        """Whether a low-precision forward is under way; evaluation multiplies as every other head does."""
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor: ...
+
+
 class LossHead(nn.Linear):
     """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced.
 
@@ -69,6 +84,7 @@ class LossHead(nn.Linear):
     """
 
     settings: LossSettings
+    low_precision: LowPrecisionHead | None = None  # set where the precision's scope has the head
 
     @classmethod
     def replacing(cls, linear: nn.Linear, settings: LossSettings) -> LossHead:
@@ -83,16 +99,17 @@ class LossHead(nn.Linear):
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
         if labels is None:
             return F.linear(hidden, *_as(hidden.dtype, self.weight, self.bias))
+        multiply = self.low_precision.multiply if self.low_precision and self.low_precision.engaged else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             if self.settings.kind == "chunked":
-                return chunked_cross_entropy(hidden, self.weight, self.bias, labels, self.settings.chunk)
+                return chunked_cross_entropy(hidden, self.weight, self.bias, labels, self.settings.chunk, multiply)
             if self.settings.kind == "cce":
                 return cut_cross_entropy(hidden, self.weight, labels)
-            return reference_cross_entropy(hidden, self.weight, self.bias, labels)
+            return reference_cross_entropy(hidden, self.weight, self.bias, labels, multiply)
 
     def describe(self) -> dict[str, Any]:
         """What computes the loss, for the audit."""
@@ -113,8 +130,11 @@ class LossHead(nn.Linear):
         return f"{super().extra_repr()}, loss={self.settings.kind}"
 
 
-def reference_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-    logits = F.linear(hidden, *_as(hidden.dtype, weight, bias))
+def reference_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, multiply: Multiply | None = None
+) -> Tensor:
+    weight, bias = _as(hidden.dtype, weight, bias)
+    logits = multiply(hidden, weight, bias) if multiply else F.linear(hidden, weight, bias)
     return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
 
 
@@ -134,20 +154,23 @@ def cut_cross_entropy_options() -> dict[str, bool]:
     return fp32 or {name: True for name in ("use_kahan",) if name in parameters}
 
 
-def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int, multiply: Multiply | None = None
+) -> Tensor:
     """Hidden states [T, hidden], weight [vocabulary, hidden], labels [T] -> the sum of losses, FP32.
 
     The gradients are computed on the way forward, while a chunk's logits exist: three products a chunk, as many as any way of
     computing them, where recomputing the logits in backward would take four. What is kept for backward is the size of the hidden
-    states and of the weight, whatever the vocabulary and the number of tokens.
+    states and of the weight, whatever the vocabulary and the number of tokens. `multiply`: the head's low-precision product.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-        return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk)
+        return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk, multiply)
     losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
     token_losses = _kernel(token_losses_only, hidden.device.type)
     weight, bias = _as(hidden.dtype, weight, bias)
-    for rows in _chunks(len(hidden), chunk):
-        losses[rows] = token_losses(F.linear(hidden[rows], weight, bias), labels[rows])
+    for rows in _chunks(len(hidden), chunk, low_precision=multiply is not None):
+        logits = multiply(hidden[rows], weight, bias, rows.start > 0) if multiply else F.linear(hidden[rows], weight, bias)
+        losses[rows] = token_losses(logits, labels[rows])
     return _sum(losses)
 
 
@@ -155,26 +178,32 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """The loss and, with it, its gradients; backward only scales them."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        working_weight, working_bias = _as(hidden.dtype, weight, bias)
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        multiply: Multiply | None = None,
+    ) -> Tensor:
+        gradients = _HeadGradients.zeros(hidden, weight, bias, ctx.needs_input_grad[:3])
+        working = _as(hidden.dtype, weight, bias)
         losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         softmax_gradient = _kernel(fused_softmax_gradient_ if hidden.is_cuda else softmax_gradient_, hidden.device.type)
 
-        for rows in _chunks(len(hidden), chunk):
-            gradient = F.linear(hidden[rows], working_weight, working_bias)  # logits, until the next line overwrites them
-            losses[rows] = softmax_gradient(gradient, labels[rows])
-            if needs_hidden:
-                torch.mm(gradient, working_weight, out=hidden_gradient[rows])
-            if needs_weight:
-                add_product_(weight_gradient, gradient.t(), hidden[rows])
-            if needs_bias:
-                bias_gradient += gradient.sum(dim=0, dtype=torch.float32)
-            del gradient  # or it would live on beside the next chunk's logits
-        ctx.gradients = (hidden_gradient, weight_gradient, bias_gradient)
+        for rows in _chunks(len(hidden), chunk, low_precision=multiply is not None):
+            if multiply:
+                logits, differentiate = _low_precision_logits(multiply, hidden[rows], *working, later_call=rows.start > 0)
+            else:
+                logits, differentiate = F.linear(hidden[rows], *working), None
+            losses[rows] = softmax_gradient(logits, labels[rows])  # which overwrites the logits with their gradient
+            if differentiate:
+                gradients.add(rows, *differentiate(logits))
+            else:
+                gradients.add_products(rows, logits, hidden[rows], working[0])
+            del logits, differentiate  # or they would live on beside the next chunk's
+        ctx.gradients = (gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return _sum(losses)
 
@@ -185,7 +214,59 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the chunked loss was differentiated twice, but the first backward scales its gradients in place")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = (None if g is None else _scale(g, scale, dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True))
-        return *scaled, None, None
+        return *scaled, None, None, None
+
+
+@dataclass
+class _HeadGradients:
+    """Sums over the chunks, in FP32 except the hidden states', of which each chunk has its own rows; None: not needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def zeros(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> _HeadGradients:
+        return cls(
+            torch.empty_like(hidden) if needed[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None,
+        )
+
+    def add_products(self, rows: slice, logits_gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.hidden is not None:
+            torch.mm(logits_gradient, weight, out=self.hidden[rows])
+        if self.weight is not None:
+            add_product_(self.weight, logits_gradient.t(), hidden)
+        if self.bias is not None:
+            self.bias += logits_gradient.sum(dim=0, dtype=torch.float32)
+
+    def add(self, rows: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        if self.hidden is not None:
+            self.hidden[rows] = hidden
+        if self.weight is not None:
+            self.weight += weight
+        if self.bias is not None:
+            self.bias += bias
+
+
+def _low_precision_logits(
+    multiply: Multiply, hidden: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]]:
+    """Logits whose backward is the low-precision product's own, and the function from their gradient to the operands'.
+
+    The product keeps its quantized operands and nothing of the logits, so these may be overwritten.
+    """
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
+    with torch.enable_grad():
+        logits = multiply(*leaves, later_call)
+
+    def differentiate(gradient: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        needed = [leaf for leaf in leaves if leaf is not None]
+        found = torch.autograd.grad(logits, needed, gradient)
+        return found[0], found[1], found[2] if bias is not None else None
+
+    return logits.detach(), differentiate
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
@@ -232,9 +313,15 @@ def _kernel(function: Callable[[Tensor, Tensor], Tensor], device_type: str) -> C
     return torch.compile(function, fullgraph=True) if device_type == "cuda" else function
 
 
-def _chunks(tokens: int, chunk: int) -> Iterator[slice]:
-    """Rows of at most `chunk` tokens, as even as they divide: two shapes at most, for the compiler's sake."""
+def _chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
+    """Rows of at most `chunk` tokens, as even as they divide: two shapes at most, for the compiler's sake.
+
+    Low-precision products take tokens in blocks of 16 to 128, of which a whole microbatch is a multiple; so are then its chunks.
+    """
     size = math.ceil(tokens / math.ceil(tokens / chunk))
+    if low_precision:
+        block = math.gcd(tokens, 128)
+        size = math.ceil(size / block) * block
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 

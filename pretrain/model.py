@@ -11,7 +11,7 @@ import difflib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ from packing.settings import HUB_NAME
 from pretrain import attention
 from pretrain.loss import LossHead
 from pretrain.loss import check as check_loss
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.precision.working_copies import casting_output, casting_parameters
 from pretrain.settings import LossSettings, ModelSettings
 
@@ -164,13 +166,15 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 class PackedLanguageModel(nn.Module):
     """A causal language model that maps a packed microbatch to its summed loss.
 
-    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards and in the LM head's class.
+    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards, in the LM head's class and in the modules
+    that compute in low precision. `precision`: the context they share, None where the whole model computes in its dtype.
     """
 
     def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings) -> None:
         super().__init__()
         self.hf = hf
         self.backend = backend
+        self.precision: PrecisionContext | None = None
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -182,8 +186,9 @@ class PackedLanguageModel(nn.Module):
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
         if self.backend == "packed_sdpa":
             documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
-        output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
-        return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+        with self.precision.forward(training=self.training) if self.precision else nullcontext():
+            output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
+            return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
 
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
@@ -210,11 +215,19 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def wrap_layers(hf: PreTrainedModel, settings: ModelSettings, *, cast_to: torch.dtype | None, compile_layers: bool) -> None:
+def wrap_layers(
+    hf: PreTrainedModel,
+    settings: ModelSettings,
+    *,
+    cast_to: torch.dtype | None,
+    compile_layers: bool,
+    precision: PrecisionContext | None = None,
+) -> None:
     """Put working copies, compilation and gradient checkpointing around the forward of the model's units.
 
     `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
-    embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
+    embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself. `precision`: the
+    context that a recomputed layer must be recomputed in.
     """
     layers = decoder_layers(hf.base_model)
     recompute = settings.gradient_checkpointing
@@ -224,15 +237,20 @@ def wrap_layers(hf: PreTrainedModel, settings: ModelSettings, *, cast_to: torch.
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)
             continue
+        # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
+        # cannot end inside of the context that swaps the parameters.
+        in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
+        if compile_layers and in_pieces:
+            unit.forward = torch.compile(unit.forward, dynamic=False)
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
-        if compile_layers:
+        if compile_layers and not in_pieces:
             # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
             # layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
     for index, layer in enumerate(layers):
         if every is not None and index % every == 0:
-            layer.forward = _checkpointed(layer)
+            layer.forward = _checkpointed(layer, precision)
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
@@ -243,13 +261,14 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
             yield from _units(child)
 
 
-def _checkpointed(layer: nn.Module) -> Any:
+def _checkpointed(layer: nn.Module, precision: PrecisionContext | None) -> Any:
     forward = layer.forward
+    recompute = precision.checkpoint if precision else partial(checkpoint, use_reentrant=False)
 
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        return checkpoint(partial(forward, **kwargs), *args, use_reentrant=False)
+        return recompute(partial(forward, **kwargs), *args)
 
     return forward_recomputed_in_backward
 

@@ -31,7 +31,8 @@ class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
 
     recipe: Recipe
-    precision: str  # "fp32" | "bf16": what matrix products compute in
+    precision: str  # the effective recipe's name: what matrix products compute in
+    emulated: bool  # in software, on products of BF16
     world_size: int
     sharded: bool
     packs: int
@@ -52,6 +53,7 @@ class Plan:
         *,
         model: PreTrainedModel,
         precision: str,
+        emulated: bool = False,
         packs: int,
         mean_squared: float,
         world_size: int = 1,
@@ -76,6 +78,7 @@ class Plan:
         return cls(
             recipe=recipe,
             precision=precision,
+            emulated=emulated,
             world_size=world_size,
             sharded=sharded,
             packs=packs,
@@ -156,8 +159,8 @@ class Plan:
 
     @property
     def peak_tflops(self) -> float | None:
-        """Dense peak of all devices together, for products in `precision`; None where the device is not known."""
-        one = peak(self.device_name, RECIPES[self.precision].peak)
+        """Dense peak of all devices together, for products in `precision`; None on an unknown device, and in emulation."""
+        one = None if self.emulated else peak(self.device_name, RECIPES[self.precision].peak)
         return one * self.world_size if one else None
 
     @property
@@ -293,7 +296,8 @@ def check_model(recipe: Recipe, model: PreTrainedModel, packs_vocabulary: int | 
 
 def _render(plan: Plan) -> str:
     recipe, devices = plan.recipe, f"{plan.world_size} x {plan.device_name or 'device'}"
-    title = f"{recipe.name}: {plan.precision} compute, {recipe.weights} weights, {devices}"
+    compute = f"{plan.precision} compute, emulated" if plan.emulated else f"{plan.precision} compute"
+    title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {
         "model": _model_lines(plan),
         "step": [_step_line(plan)],
@@ -358,6 +362,8 @@ def _time_line(plan: Plan) -> str:
         return (
             f"{fast} to {slow} at 50 to 30 % of the {plan.precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
         )
+    if plan.emulated:
+        return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
     return "not known: no speed is stated or measured yet, and no peak of this device is known"
 
 

@@ -20,7 +20,9 @@ from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
 from pretrain.plan import Plan, check_model, check_settings
-from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES, PrecisionRecipe
+from pretrain.precision.device import missing_on
+from pretrain.precision.engage import Engaged, check_fit, engage
+from pretrain.precision.recipes import WEIGHT_DTYPES, PrecisionRecipe
 from pretrain.run_files import read_metrics
 from pretrain.settings import Recipe
 
@@ -30,6 +32,7 @@ class Job:
     """A recipe that has been found good, and what it stands for on this machine."""
 
     recipe: Recipe
+    engaged: Engaged
     run_dir: Path
     model_config: PretrainedConfig
     data: Data
@@ -39,7 +42,8 @@ class Job:
 
     @property
     def precision(self) -> PrecisionRecipe:
-        return RECIPES[self.recipe.precision]
+        """The effective one: what the device really gets, whatever was asked for."""
+        return self.engaged.recipe
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -51,8 +55,9 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be continued."""
-        return config.identity_of(self.recipe, self.data.train.fingerprint)
+        """What a checkpoint must agree with to be continued: in the precision that it really trains in."""
+        effective = {"precision": self.precision.name, "fp8_config": self.engaged.settings}
+        return config.identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
 
 
 def prepare_job(
@@ -65,12 +70,14 @@ def prepare_job(
     """
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
-    check_settings(recipe, recipe.precision, accelerator.num_processes)
+    engaged = engage(recipe, missing_on(accelerator.device.type))
+    check_settings(recipe, engaged.recipe.name, accelerator.num_processes)
     model_config = model.load_config(recipe.model)
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
-    compute_dtype = getattr(torch, RECIPES[recipe.precision].compute_dtype)
-    backend = attention.choose(recipe.model.attention, accelerator.device.type, Shape.of(shapes).head_dim, compute_dtype)
+    shape, compute_dtype = Shape.of(shapes), getattr(torch, engaged.recipe.compute_dtype)
+    check_fit(engaged, recipe, shape.layers)
+    backend = attention.choose(recipe.model.attention, accelerator.device.type, shape.head_dim, compute_dtype)
     check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
@@ -81,7 +88,8 @@ def prepare_job(
     plan = Plan.make(
         recipe,
         model=shapes,
-        precision=recipe.precision,
+        precision=engaged.recipe.name,
+        emulated=engaged.backend == "emulation",
         packs=len(data.train),
         mean_squared=data.mean_squared,
         held_out_packs=data.held_out_packs,
@@ -92,7 +100,7 @@ def prepare_job(
         device_memory=device_memory,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
-    return Job(recipe, run_dir, model_config, data, tokenizer, backend, plan)
+    return Job(recipe, engaged, run_dir, model_config, data, tokenizer, backend, plan)
 
 
 def measured_speed(run_dir: Path) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from packing.errors import InputError
 from packing.settings import load_yaml
 from pretrain.metrics.summary import is_evaluation, summary
+
+MATRIX_FILE = "matrix.json"  # in the run folder of a cell, left there by `pretrain.matrix`
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,8 @@ class Run:
     environment: dict[str, Any]
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
+    audit: dict[str, Any] = field(default_factory=dict)
+    matrix: dict[str, Any] = field(default_factory=dict)  # empty for a run that is no cell of one
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
@@ -43,12 +47,30 @@ class Run:
         return self.summary.get("data_fingerprint", self.environment.get("data_fingerprint"))
 
     @property
-    def seed(self) -> int | None:
-        return self.summary.get("seed", self.config.get("seed"))
-
-    @property
     def tokens_per_step(self) -> int | None:
         return self.summary.get("tokens_per_step", self.config.get("batch", {}).get("tokens"))
+
+    @property
+    def precision(self) -> str | None:
+        """The precision recipe; where the device made it fall back to another, both."""
+        requested = self.config.get("precision")
+        effective = self.audit.get("effective", requested)
+        return requested if effective == requested else f"{requested} (ran {effective})"
+
+    @property
+    def backend(self) -> str | None:
+        """What computed the products: "torch", "transformer_engine" or "emulation"."""
+        return self.audit.get("backend")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the precision was computed in software: its losses are the format's, its speed is not the hardware's."""
+        return self.backend == "emulation"
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether any part of it shared the machine with other cells of a matrix, so that its speed is not its own."""
+        return bool(self.matrix.get("side_by_side", False))
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -81,6 +103,8 @@ def read_run(run_dir: Path) -> Run:
         environment=_read_object(run_dir / "environment.json"),
         metrics=metrics,
         summary=_read_object(run_dir / "summary.json") | summary(metrics),  # the metrics are newer, if the run was prolonged
+        audit=_read_object(run_dir / "audit.json"),
+        matrix=_read_object(run_dir / MATRIX_FILE),
     )
 
 

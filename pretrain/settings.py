@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from packing.settings import Count, DataSettings, PositiveCount, Seed, Settings, Share
+from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -103,6 +104,7 @@ class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
     trackers: tuple[str, ...] = ("jsonl",)
     project: str = "pretrain"
+    fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; none: never
 
     @field_validator("trackers")
     @classmethod
@@ -120,7 +122,11 @@ class Recipe(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     seed: Seed = 42
-    precision: Literal["fp32", "bf16"] | None = None  # none: what the accelerate configuration names
+    precision: PrecisionName | None = (
+        None  # fp32, bf16, delayed, current, block, mxfp8, nvfp4; none: the accelerate configuration's
+    )
+    fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
+    parity: bool = False  # compare step 0 with a plain FP32 path, and stop if it is not the same training
     weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
     model: ModelSettings
     data: DataSettings

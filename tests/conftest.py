@@ -24,23 +24,47 @@ settings.load_profile("shared machine")
 
 ROOT = Path(__file__).resolve().parent.parent
 PACK_LENGTH = 32
+BLOCK_LENGTH = 128
 VOCABULARY = 61
 
 
 @pytest.fixture(scope="session")
 def small_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """120 training and 10 held-out packs of 32 tokens; each document counts upwards from a random token, which can be learnt."""
-    folder = tmp_path_factory.mktemp("packs") / "small"
+    return write_packs(tmp_path_factory.mktemp("packs") / "small", PACK_LENGTH)
+
+
+@pytest.fixture(scope="session")
+def block_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same in packs of 128 tokens, which every low-precision recipe can take."""
+    return write_packs(tmp_path_factory.mktemp("packs") / "block", BLOCK_LENGTH)
+
+
+def write_packs(folder: Path, length: int) -> Path:
     rng = np.random.default_rng(0)
-    with PackWriter(folder, PACK_LENGTH) as writer:
+    with PackWriter(folder, length) as writer:
         for split, count in (("train", 120), ("held_out", 10)):
             for _ in range(count):
-                cuts = np.sort(rng.choice(np.arange(1, PACK_LENGTH), 3, replace=False))
-                lengths = np.diff([0, *cuts, PACK_LENGTH])
+                cuts = np.sort(rng.choice(np.arange(1, length), 3, replace=False))
+                lengths = np.diff([0, *cuts, length])
                 tokens = np.concatenate([(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths])
                 writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return folder
+
+
+@pytest.fixture
+def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dict[str, Any]:
+    """One whose every linear fits every recipe; emulated where the device has none of them."""
+    config = small_recipe["model"]["config"] | {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    return small_recipe | {
+        "model": {"config": config | {"num_key_value_heads": 4, "max_position_embeddings": BLOCK_LENGTH}},
+        "data": {"packs": str(block_packs), "length": BLOCK_LENGTH},
+        "batch": {"tokens": 8 * BLOCK_LENGTH, "microbatch": 2},
+        "precision": "current",
+        "fp8_config": {"on_unsupported": "emulate"},
+        "log": {"fp8_statistics": 5},
+    }
 
 
 @pytest.fixture
@@ -71,6 +95,16 @@ def small_recipe(small_packs: Path, tmp_path: Path) -> dict[str, Any]:
         "checkpoint": {"every": 4},
         "run_dir": str(tmp_path / "run"),
     }
+
+
+@pytest.fixture(scope="session")
+def references() -> Path:
+    """The folder of published packages that ours is compared with, which `make test` installs beside the environment and not into
+    it: there, transformers would find them and load them into every run."""
+    folder = Path(os.environ.get("REFERENCES", ROOT / ".venv" / "references"))
+    if not folder.is_dir():
+        pytest.skip(f"needs the packages of requirements-references.txt in {folder}: `make test` installs them")
+    return folder
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 
@@ -24,13 +27,36 @@ from pathlib import Path
 Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(dict(os.environ)))
 """
 
+# As far as the launcher goes with precision before it looks at the device.
+SETTLE = """
+import json, os, sys
+from pathlib import Path
+from pretrain.config import load_recipe
+from pretrain.precision.launch_environment import with_precision
+recipe = with_precision(load_recipe(Path(sys.argv[1], "recipe.yaml")), os.environ)
+left = [key for key in os.environ if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"]
+found = {"precision": recipe.precision, "fp8_config": recipe.fp8_config.model_dump(), "left": left}
+Path(sys.argv[1], "settled.json").write_text(json.dumps(found))
+"""
+RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
+ONE_DEVICE = {
+    "cpu": "fp32",
+    "bf16": "bf16",
+    "fp8_delayed": "delayed",
+    "fp8_current": "current",
+    "fp8_block": "block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+}
+
 
 def by_name(name: str) -> Path:
     return ROOT / "accelerate_configs" / f"{name}.yaml"
 
 
-def test_the_four_topologies_are_shipped():
-    assert {"cpu", "gpu", "ddp", "fsdp2"} <= {path.stem for path in CONFIGS}
+def test_every_precision_and_every_topology_is_shipped():
+    assert {path.stem for path in CONFIGS} == {*ONE_DEVICE, "ddp", "fsdp2"}
+    assert set(ONE_DEVICE.values()) == set(RECIPES)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -49,19 +75,39 @@ def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
 
 
-@pytest.mark.parametrize(("name", "precision"), [("cpu", "no"), ("gpu", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16")])
+@pytest.mark.parametrize(("name", "precision"), [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16")])
 def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
 
 
-def launch(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
-    """The environment of each process that `accelerate launch` starts with a configuration, in order of rank."""
-    script = folder / "report.py"
-    script.write_text(REPORT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(script), str(folder)]
+def launch(name: str, folder: Path, script: str = REPORT, **environment: str) -> list[dict[str, Any]]:
+    """What each process that `accelerate launch` starts with a configuration reports, in order of rank."""
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(path), str(folder)]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     subprocess.run(command, env=inherited | environment, check=True, capture_output=True, timeout=120)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def a_library_for_fp8(folder: Path) -> str:
+    """A folder for PYTHONPATH in which accelerate, which only looks whether there is one, finds Transformer Engine."""
+    (folder / "transformer_engine").mkdir()
+    (folder / "transformer_engine" / "__init__.py").touch()
+    (folder / "transformer_engine-2.20.2.dist-info").mkdir()
+    metadata = "Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.20.2\n"
+    (folder / "transformer_engine-2.20.2.dist-info" / "METADATA").write_text(metadata)
+    return str(folder)
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("name", ONE_DEVICE)
+def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothing_of_it(name: str, tmp_path: Path):
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    (found,) = launch(name, tmp_path, SETTLE, PYTHONPATH=os.pathsep.join([a_library_for_fp8(tmp_path), str(ROOT)]))
+    assert found["precision"] == ONE_DEVICE[name]
+    assert found["left"] == []
+    assert found["fp8_config"] == LowPrecisionSettings().resolved(ONE_DEVICE[name]).model_dump()
 
 
 @pytest.mark.multi

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+TERA = 1e12
 FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
 
 
@@ -36,6 +37,18 @@ class Matrix:
     def forward_flops(self) -> int:
         """FLOPs a token; the bias, one addition an output, is not counted."""
         return 2 * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class LowPrecisionProducts:
+    """The part of a model whose products run on a device's FP8 or FP4 units, and how fast those are.
+
+    weights: of all linears that are multiplied so, a tied head's among them if its product is; each costs three multiply-adds a
+    token. peak_tflops: dense peak of one device for that precision.
+    """
+
+    weights: int
+    peak_tflops: float
 
 
 @dataclass(frozen=True)
@@ -123,6 +136,19 @@ class ModelFlops:
     def step(self, tokens: int, sum_squared_lengths: float) -> float:
         """FLOPs of a step over `tokens` tokens (padding included: it is computed) whose documents have these squared lengths."""
         return self.per_token_matrix * tokens + self.per_squared_length * sum_squared_lengths
+
+    def seconds_at_peak(
+        self, tokens: int, sum_squared_lengths: float, peak_tflops: float, low: LowPrecisionProducts | None = None
+    ) -> float:
+        """Seconds that one device would take for the FLOPs of `step` with every product at its own peak, one after another.
+
+        `peak_tflops` is that of BF16, which attention, the head (unless the scope has it) and the layers that were kept out
+        compute in. Over the measured time this is the utilisation of a mixed run: a sum over parts of FLOPs / peak / time, and
+        never more than 1. Against the FP8 peak alone no such run could reach 1; against BF16's it could exceed it.
+        """
+        in_low = float(2 * FORWARD_AND_BACKWARD * low.weights * tokens) if low else 0.0
+        seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
+        return seconds + (in_low / (low.peak_tflops * TERA) if in_low else 0.0)
 
     def by_part(self, tokens: int = 1, sum_squared_lengths: float = 0.0) -> dict[str, float]:
         """The same FLOPs as `step`, divided over the parts of the model."""

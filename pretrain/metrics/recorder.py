@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
 from pretrain.metrics.summary import WARM_UP_STEPS
 
 GIB = 2**30
@@ -24,9 +24,11 @@ GIB = 2**30
 class Recorder:
     """One process's measuring of its steps.
 
-    flops: the model's floating-point operations, or None to leave `tflops` and `mfu_bf16_peak` out.
-    peak_tflops: dense BF16 peak of one device, or None where the device is not known: then there is no `mfu_bf16_peak`.
+    flops: the model's floating-point operations, or None to leave `tflops` and both utilisations out.
+    peak_tflops: dense BF16 peak of one device, or None where the device is not known: then there is no utilisation.
     world_size: devices that share each step.
+    low_precision: the products that run on the device's FP8 or FP4 units; None where there are none, in BF16 and emulated runs
+    (which compute in BF16), or where their peak is not known: then there is no `mfu_recipe_peak`, which would say nothing new.
     """
 
     def __init__(
@@ -36,12 +38,14 @@ class Recorder:
         peak_tflops: float | None,
         device: torch.device,
         world_size: int = 1,
+        low_precision: LowPrecisionProducts | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.flops = flops
         self.peak_tflops = peak_tflops
         self.device = device
         self.world_size = world_size
+        self.low_precision = low_precision
         self._clock = clock
         self._steps_here = 0  # of this process, which compiles anew after every resume
         self._seconds = 0.0
@@ -76,9 +80,10 @@ class Recorder:
         the squared document lengths, which attention's work grows with).
 
         In the object, step_ms and tokens_per_second (of all devices) count the whole step including data. tflops is per device,
-        mfu_bf16_peak its share of the device's BF16 peak (0 to 1). memory_gib is the most this process ever had allocated on its
-        GPU or, without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, if the
-        process had two steps before it: a steady loop makes none.
+        mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
+        have taken, each at the peak of the precision it ran in. memory_gib is the most this process ever had allocated on its GPU
+        or, without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, if the process
+        had two steps before it: a steady loop makes none.
         """
         record = {
             "step": step,
@@ -92,9 +97,13 @@ class Recorder:
             "tokens_per_second": step_tokens / self._seconds,
         }
         if self.flops is not None:
-            record["tflops"] = self.flops.step(step_tokens, sum_squared_lengths) / self._seconds / self.world_size / 1e12
+            record["tflops"] = self.flops.step(step_tokens, sum_squared_lengths) / self._seconds / self.world_size / TERA
             if self.peak_tflops is not None:
                 record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
+                if self.low_precision is not None:
+                    work = step_tokens, sum_squared_lengths
+                    at_peak = self.flops.seconds_at_peak(*work, self.peak_tflops, self.low_precision) / self.world_size
+                    record["mfu_recipe_peak"] = at_peak / self._seconds
         return record | {"memory_gib": memory_gib(self.device), "recompiles": self._recompiles} | more
 
 

@@ -10,7 +10,7 @@ from typing import Any
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 
-MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "frozen_updates")
+MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
 
 Record = Mapping[str, Any]
 

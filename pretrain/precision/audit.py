@@ -1,106 +1,219 @@
-"""What really computes in which dtype: observed in a forward of the model, not read off the settings.
+"""What really computes in which precision: observed in a forward and backward of the model, not read off the settings.
 
-`observe` runs one small batch without compilation and notes, for every linear, the dtypes that met in it: of what it was called
-with, and of the operands of the matrix products that ran inside. So a cast that somebody put into a forward is seen as well.
+Low precision fails in silence. A library that skips one sibling of a layer, enters its context in forward and not in recompute,
+or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once, on one pack,
+uncompiled, under observation, and every product's operands are held against what was decided for it; and in the first step itself
+the low-precision products are observed again, as they run in training. Where request and effect differ, the run stops.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
-from transformers.pytorch_utils import Conv1D
 
 from packing.errors import InputError
 from pretrain.loss import LossHead
-from pretrain.precision.recipes import PrecisionRecipe
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.convert import LINEARS, Decision
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
+from pretrain.precision.observation import BITS, DtypesOfLinears, dtype_name
+from pretrain.precision.product import ObservedProduct
 
-_LINEAR = (nn.Linear, Conv1D)
-_PRODUCTS = {torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm, torch.ops.aten.linear}
-
-
-class _DtypesOfLinears(TorchDispatchMode):
-    """While entered, collects in `seen` the dtypes of the operands of each linear of `linears` that runs, by its name."""
-
-    def __init__(self, linears: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.seen: dict[str, set[torch.dtype]] = {}
-        self._running: list[str] = []
-        self._linears = linears
-        self._hooks: list[RemovableHandle] = []
-
-    def __enter__(self) -> _DtypesOfLinears:
-        for name, module in self._linears.items():
-            self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
-            self._hooks.append(module.register_forward_hook(self._end))
-        return super().__enter__()
-
-    def __exit__(self, *raised: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*raised)
-
-    def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._running.append(name)
-        # The LM head casts its weight to its input's dtype inside its own forward; every other linear takes it as it finds it.
-        operands = args[:1] if isinstance(module, LossHead) else (args[0], module.weight)
-        self.seen.setdefault(name, set()).update(operand.dtype for operand in operands)
-
-    def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
-        self._running.pop()
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if self._running and function.overloadpacket in _PRODUCTS:
-            self.seen[self._running[-1]].update(operand.dtype for operand in args if isinstance(operand, Tensor))
-        return function(*args, **(kwargs or {}))
+Entry = dict[str, Any]
+Observed = Mapping[str, Sequence[ObservedProduct]]
 
 
-@torch.no_grad()
-def observe(model: nn.Module, inputs: Mapping[str, Any], recipe: PrecisionRecipe) -> list[dict[str, str]]:
-    """One entry for each linear of `model`: name, module, requested and effective dtype, and the dtype its weight is stored in.
+def observe(
+    hf: nn.Module,
+    run: Callable[[], Tensor],
+    engaged: Engaged,
+    decisions: Mapping[str, Decision] | None = None,
+    context: PrecisionContext | None = None,
+) -> list[Entry]:
+    """One entry for each linear (and low-precision norm) of `hf`: what was asked of it, what it did, and in which dtype it is
+    stored.
 
-    Runs `model(**inputs)` once, uncompiled. Raises InputError if a linear computed in another dtype than the recipe's, or not at
-    all: a run whose precision is not what was asked for measures something else.
+    `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
+    multiplies in low precision. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. Raises
+    InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is trained was
+    not reached.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, _LINEAR)}
-    stored = {name: _name(module.weight.dtype) for name, module in linears.items()}
-    with torch.compiler.set_stance("force_eager"), _DtypesOfLinears(linears) as dtypes:
-        model(**inputs)
+    linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
+    stored = {name: dtype_name(module.weight.dtype) for name, module in linears.items()}
+    observed: Observed = {}
+    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears) as dtypes:
+        if context is None:
+            with torch.no_grad():
+                run()
+        else:
+            context.plain_calls.clear()
+            with context.backend.observed_products() as observed:
+                run().backward()
+            _check_reached(hf)
+    outside = context.plain_calls if context else {}
+    _check_tied(hf)
 
-    entries = [
-        {
-            "name": name,
-            "module": type(module).__name__,
-            "requested": recipe.compute_dtype,
-            "effective": " x ".join(sorted(map(_name, dtypes.seen[name]))) if name in dtypes.seen else "not run",
-            "stored": stored[name],
-        }
-        for name, module in linears.items()
-    ]
-    wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
-    if wrong:
-        listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
-        raise InputError(f"precision {recipe.name!r}: {len(wrong)} of {len(entries)} linear products did not run in it: {listed}")
+    entries = []
+    for name, module in linears.items():
+        decision = (decisions or {}).get(name, Decision(name, engaged.recipe.name))
+        low_precision = engaged.recipe.quantized and decision.requested == engaged.recipe.name
+        plain = " x ".join(sorted(dtypes.seen[name])) if name in dtypes.seen else "not run"
+        entries.append(
+            {
+                "name": name,
+                "module": type(module).__name__,
+                "requested": decision.requested,
+                "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), engaged)
+                if low_precision
+                else _plain_name(plain),
+                "products": _shown(observed.get(name, ())) if low_precision else {},
+                "backend": engaged.backend if low_precision else "torch",
+                "stored": stored[name],
+                "reason": decision.reason,
+            }
+        )
+    entries += [_norm_entry(name, module, engaged) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
+    _refuse(entries, engaged)
     return entries
+
+
+@contextmanager
+def confirming(context: PrecisionContext, engaged: Engaged, entries: Sequence[Entry]) -> Iterator[None]:
+    """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
+
+    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. InputError
+    otherwise.
+    """
+    context.plain_calls.clear()
+    with context.backend.observed_products() as observed:
+        yield
+    checked = []
+    for entry in (entry for entry in entries if entry["products"]):
+        name = entry["name"]
+        effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], engaged)
+        checked.append(entry | {"effective": effective})
+    _refuse(checked, engaged)
+
+
+def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """InputError for a parameter that no group of the optimizer has: one that was made anew after the optimizer, and stands
+    still.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and id(parameter) not in trained]
+    if lost:
+        raise InputError(
+            f"model: the optimizer does not know {len(lost)} parameters, {lost[0]} among them; they would not be trained"
+        )
 
 
 def rows(found: Mapping[str, Any]) -> dict[str, str]:
     """An audit for people: a row a kind of linear (the last part of its name), then what attention and loss run on."""
-    groups = Counter((p["name"].rsplit(".", 1)[-1], p["module"], p["stored"], p["effective"]) for p in found["products"])
+    groups = Counter(
+        (p["name"].rsplit(".", 1)[-1], p["module"], p["stored"], p["effective"], p["backend"], p["reason"])
+        for p in found["products"]
+    )
     kinds: dict[str, list[str]] = {}
-    for (kind, module, stored, dtype), count in groups.items():
-        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, products {dtype}")
+    for (kind, module, stored, effective, backend, reason), count in groups.items():
+        on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
+        why = f" ({reason})" if reason else ""
+        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, products {effective}{on}{why}")
     backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | {"compiled": found["compiled"]}
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def expected_operands(engaged: Engaged) -> dict[str, tuple[str, str]]:
+    """The formats that each product of a linear multiplies under this recipe, of either operand; they come in either order."""
+    if engaged.settings.use_f32_scales and engaged.backend == "emulation":  # codes times FP32 scales look like any FP32 values
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("float32", "float32"))
+    if engaged.recipe.name == "nvfp4":
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
+    gradient = "e5m2" if engaged.settings.fp8_format == "HYBRID" else "e4m3"
+    return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
+
+
+def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, engaged: Engaged) -> str:
+    """The recipe's name if every product that ran multiplied operands of its formats, and all three ran; else what ran instead.
+
+    `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
+    layer that is recomputed after it was left.
+    """
+    expected = expected_operands(engaged)
+    if not observed:
+        return _plain_name(plain)
+    if outside:
+        return f"{outside} calls outside the low-precision context"
+    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _fits((p.left, p.right), expected[p.gemm])})
+    missing = sorted(f"{gemm} not run" for gemm in expected.keys() - {p.gemm for p in observed} - _optional(observed))
+    return ", ".join([*wrong, *missing]) or engaged.recipe.name
+
+
+def _optional(observed: Sequence[ObservedProduct]) -> set[str]:
+    """The first linear of a model whose embedding is not trained has nobody to hand a gradient to."""
+    return set() if any(product.gemm == "dgrad" for product in observed) or len(observed) < 2 else {"dgrad"}
+
+
+def _fits(operands: tuple[str, str], expected: tuple[str, str]) -> bool:
+    """Whether the operands, in either order, have no more significant bits than the formats expected."""
+    return all(bits <= most for bits, most in zip(sorted(map(_bits, operands)), sorted(map(_bits, expected)), strict=True))
+
+
+def _bits(kind: str) -> int:
+    """Significant bits of an operand described as "e4m3 1x128 blocks" or "4 significant bits"."""
+    number, _, rest = kind.partition(" ")
+    if rest == "significant bits":
+        return int(number)
+    return next((bits for format_, bits in BITS.items() if format_ in kind), 24)
+
+
+def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
+    return {product.gemm: f"{product.left} x {product.right}" for product in observed}
+
+
+def _plain_name(dtypes: str) -> str:
+    """Observed dtypes under the name of the recipe that they are, where they are one."""
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(dtypes, dtypes)
+
+
+def _norm_entry(name: str, norm: LowPrecisionNorm, engaged: Engaged) -> Entry:
+    recipe = engaged.recipe.name
+    return {
+        "name": name,
+        "module": type(norm).__name__,
+        "requested": recipe,
+        "effective": recipe if norm.calls else "not run",
+        "products": {},
+        "backend": engaged.backend,
+        "stored": dtype_name(norm.weight.dtype),
+        "reason": None,
+    }
+
+
+def _refuse(entries: Sequence[Entry], engaged: Engaged) -> None:
+    wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
+    if wrong:
+        listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
+        raise InputError(
+            f"precision {engaged.recipe.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
+            f"{listed}"
+        )
+
+
+def _check_reached(hf: nn.Module) -> None:
+    """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes."""
+    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    if lost:
+        raise InputError(f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained")
+
+
+def _check_tied(hf: nn.Module) -> None:
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
+        raise InputError("model: its configuration ties the LM head to the embedding, and they have become two parameters")

@@ -16,7 +16,16 @@ SETTINGS = {
     "train.steps=many": r"`train.steps` is 'many'; it should be a valid integer$",
     "optimizer.learning_rate=-1": r"`optimizer.learning_rate` is -1; it should be greater than 0",
     "train={steps: 3, tokens: 5}": r"`train`: set exactly one of `steps`, `tokens` and `epochs`",
-    "precision=delayed": r"`precision` is 'delayed'; it should be 'fp32' or 'bf16'",
+    "precision=delayd": r"command line, .*: `precision`: unknown precision 'delayd'; did you mean 'delayed'\? known: fp32, ",
+    "precision=delayed": r"`precision: delayed` needs a GPU .* this run is on cpu. Set `fp8_config.on_unsupported: emulate`",
+    "precision=bf16 fp8_config.margin=2": r"`fp8_config: {margin: 2}` and `precision: bf16` contradict each other",
+    "precision=mxfp8 fp8_config.margin=2": r"`precision: mxfp8` contradict.*takes fp8_format \(HYBRID or E4M3\), enable_2d_quant",
+    "fp8_config.recipe=mxfp8": r"`fp8_config`: `recipe` is a key of accelerate configurations; .* `precision` names it",
+    "fp8_config.keep_bf16_layers.frist=1": r"unknown key `fp8_config.keep_bf16_layers.frist`; did you mean `.*first`\?",
+    "precision=block fp8_config.backend=emulation": r"`data.length: 32` is not a multiple of 128, .*`precision: block`.*is 128$",
+    "precision=mxfp8 fp8_config.backend=emulation fp8_config.keep_bf16_layers.last=2": (
+        r"`fp8_config.keep_bf16_layers`: the first 0 and the last 2 of 2 layers are all of them; keep fewer"
+    ),
     "precision=fp32 weights=bf16": r"`weights: bf16` and `precision: fp32` contradict.*set `precision: bf16`, or `weights: fp32`",
     "batch.tokens=250": r"`batch.tokens: 250` is not a multiple of `data.length: 32`; the nearest are 224 and 256",
     "batch.microbatch=3": r"`batch.microbatch: 3` does not divide the 8 packs.*set it to one of 1, 2, 4, 8, or to `auto`",
@@ -92,13 +101,22 @@ def test_a_recipe_that_does_not_exist_is_refused_with_the_nearest_that_does(trai
 @pytest.mark.parametrize(
     "mixed_precision, says",
     [
-        ("fp16", r"accelerate configuration: `mixed_precision: fp16` is not supported; use 'bf16'.*or 'no'"),
-        ("fp8", r"accelerate configuration: unknown precision 'delayed'; known: fp32, bf16"),
+        ("fp16", r"accelerate configuration: `mixed_precision: fp16` is not supported; use 'bf16'.*'no' for FP32, or 'fp8'"),
+        (
+            "fp8",
+            r"`precision: delayed` needs a GPU of compute capability 8.9 or higher \(L40S, H100, H200, B200\); this run is on ",
+        ),
     ],
 )
 def test_a_precision_of_the_launch_environment_that_no_recipe_stands_for_is_refused(mixed_precision, says, refusal, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
     assert re.search(says, refusal())
+
+
+def test_a_mistake_in_an_fp8_config_names_the_accelerate_configuration(refusal, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
+    monkeypatch.setenv("ACCELERATE_FP8_RECPIE", "nvfp4")
+    assert refusal().startswith("accelerate configuration: unknown key `fp8_config.recpie`; did you mean `fp8_config.recipe`?")
 
 
 def test_the_command_itself_refuses_on_stderr_without_a_traceback(train):
@@ -116,6 +134,11 @@ def test_a_plan_and_a_preview_come_without_a_run_folder(launch, small_recipe, tm
     assert previewed.status == 0 and "cosine: warmup 2" in previewed.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert not Path(small_recipe["run_dir"]).exists()
+
+
+def test_a_plan_says_which_precision_a_run_would_get(launch):
+    assert "small: nvfp4 compute" in launch("--plan", "precision=nvfp4", "fp8_config.on_unsupported=emulate").out
+    assert "small: bf16 compute" in launch("--plan", "precision=nvfp4", "fp8_config.on_unsupported=fallback").out
 
 
 def test_a_plan_refuses_what_the_run_would_refuse(refusal):

@@ -25,7 +25,9 @@ from pretrain import model, optimizer
 from pretrain.microbatch import largest_that_fits
 from pretrain.model import PackedLanguageModel
 from pretrain.precision import audit
+from pretrain.precision.engage import Engaged
 from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.step import forward_backward
 
@@ -115,9 +117,11 @@ def test_nothing_is_compiled_after_the_second_batch_however_many_documents_come(
 
 
 def test_the_audit_sees_bf16_in_every_linear_from_fp32_weights(compiled: PackedLanguageModel) -> None:
-    entries = audit.observe(compiled, model.inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE), RECIPES["bf16"])
+    inputs = model.inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE)
+    engaged = Engaged("bf16", RECIPES["bf16"], "torch", LowPrecisionSettings())
+    entries = audit.observe(compiled.hf, lambda: compiled(**inputs), engaged)
     assert len(entries) == 2 * 7 + 1
-    assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bfloat16")}
+    assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bf16")}
 
 
 @pytest.fixture
@@ -189,7 +193,7 @@ def test_pinned_batches_train_the_model_with_fused_adamw(
 def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callable, small_recipe: dict[str, Any]) -> None:
     recipe = small_recipe | {"batch": {"tokens": 256, "microbatch": "auto"}}
     recipe["model"]["config"] |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
-    finished = train(recipe=recipe, launch=["--config_file", "accelerate_configs/gpu.yaml"])
+    finished = train(recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["steps"] == 12
@@ -197,4 +201,18 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     assert summary["held_out_loss"] < finished.losses()[0]
     found = json.loads((finished.run_dir / "audit.json").read_text())
     assert (found["precision"], found["attention"]["kind"], found["compiled"]) == ("bf16", "packed_varlen", "each layer")
-    assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bfloat16")}
+    assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bf16")}
+
+
+@pytest.mark.parametrize("precision", [name for name, recipe in RECIPES.items() if recipe.quantized])
+def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    """On Transformer Engine where the GPU has the recipe, else emulated; in pieces, layers recomputed, head and norms."""
+    low_precision_recipe["model"]["gradient_checkpointing"] = {"every": 2}
+    recipe = low_precision_recipe | {"parity": True, "precision": precision}
+    finished = train("fp8_config.scope=linear+head+norm", recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
+    assert finished.status == 0, finished.output
+    summary = json.loads((finished.run_dir / "summary.json").read_text())
+    assert summary["recompiles"] == 0 and summary["held_out_loss"] < finished.losses()[0]
+    found = json.loads((finished.run_dir / "audit.json").read_text())
+    assert found["backend"] in ("transformer_engine", "emulation") and not found["parity"]["failures"]
+    assert {each["effective"] for each in found["products"]} == {precision}

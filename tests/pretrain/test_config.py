@@ -147,3 +147,24 @@ def test_text_on_the_command_line_is_text_and_not_yaml(tmp_path: Path) -> None:
     assert text("data.text={title}: {text}") == "{title}: {text}"
     assert text("data.text={title}\\n\\n{body}") == "{title}\n\n{body}"
     assert text("data.text=1") == "1"
+
+
+def test_how_a_low_precision_computes_is_identity_and_on_what_it_does_is_not(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict:
+        return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
+
+    delayed = identity("precision=delayed")
+    for change in ("backend=emulation", "on_unsupported=emulate", "use_autocast_during_eval=true"):
+        assert identity("precision=delayed", f"fp8_config.{change}") == delayed
+    for change in ("scope=linear+head", "margin=1", "keep_bf16_layers.first=1"):
+        assert identity("precision=delayed", f"fp8_config.{change}") != delayed
+    assert identity("precision=current") != delayed
+    assert identity("precision=delayed", "parity=true", "log.fp8_statistics=null") == delayed
+
+
+def test_settings_that_only_low_precision_has_are_no_part_of_another_training(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict:
+        return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
+
+    assert identity("precision=bf16", "fp8_config.scope=linear+head") == identity("precision=bf16")
+    assert not [key for key in identity("precision=bf16") if key.startswith("fp8_config")]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 
 QWEN3_1_7B = {
     "model_type": "qwen3",
@@ -136,3 +136,24 @@ def test_parts_are_what_their_names_say(qwen3: ModelFlops) -> None:
     assert parts["head"] == 6 * 2048 * 151936
     assert parts["mlp"] == 6 * 28 * 3 * 2048 * 6144
     assert parts["attention projections"] == 6 * 28 * (2048 * 4096 + 2048 * 2048)
+
+
+def test_the_time_at_peak_of_a_mixed_step_is_the_sum_over_its_parts(qwen3: ModelFlops) -> None:
+    parts = qwen3.by_part(131_072, 97_000_000)
+    in_fp8 = parts["attention projections"] + parts["mlp"]
+    weights = sum(matrix.inputs * matrix.outputs for matrix in qwen3.matrices if matrix.part != "head")
+    seconds = qwen3.seconds_at_peak(131_072, 97_000_000, 989.5, LowPrecisionProducts(weights, 1979.0))
+    in_bf16 = parts["head"] + parts["attention products"]
+    assert seconds == pytest.approx(in_fp8 / 1979e12 + in_bf16 / 989.5e12, rel=1e-12)
+
+
+@given(share=st.floats(0, 1), speedup=st.floats(1, 8), tokens=st.integers(1, 10**6), squared=st.integers(0, 10**9))
+def test_faster_products_never_take_longer_and_equal_peaks_change_nothing(
+    qwen3: ModelFlops, share, speedup, tokens, squared
+) -> None:
+    weights = int(share * qwen3.per_token_matrix / 6)
+    plain = qwen3.seconds_at_peak(tokens, squared, 989.5)
+    assert plain == pytest.approx(qwen3.step(tokens, squared) / 989.5e12)
+    assert qwen3.seconds_at_peak(tokens, squared, 989.5, LowPrecisionProducts(weights, 989.5)) == pytest.approx(plain)
+    mixed = qwen3.seconds_at_peak(tokens, squared, 989.5, LowPrecisionProducts(weights, 989.5 * speedup))
+    assert plain / speedup * (1 - 1e-9) <= mixed <= plain * (1 + 1e-9)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.recorder import Recorder, compiled_graphs, memory_gib
 from pretrain.metrics.summary import summary
 
@@ -63,6 +63,23 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
     assert keys(flops=None, peak_tflops=None) == [*always, "memory_gib", "recompiles"]
     assert keys(flops=flops, peak_tflops=None) == [*always, "tflops", "memory_gib", "recompiles"]
     assert keys(flops=flops, peak_tflops=989.0) == [*always, "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"]
+    low = LowPrecisionProducts(weights=1, peak_tflops=1979.0)
+    both = ["tflops", "mfu_bf16_peak", "mfu_recipe_peak"]
+    assert keys(flops=flops, peak_tflops=989.0, low_precision=low) == [*always, *both, "memory_gib", "recompiles"]
+    assert keys(flops=flops, peak_tflops=None, low_precision=low) == [*always, "tflops", "memory_gib", "recompiles"]
+
+
+def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
+    clock = Clock()
+    low = LowPrecisionProducts(weights=2 * 3 * 64 * 128, peak_tflops=4.0)  # the two layers' MLPs
+    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, low_precision=low, clock=clock)
+    with recorder.step():
+        clock.now += 0.5
+    record = recorder.finish(**figures())
+    mlps = 6 * 2 * 3 * 64 * 128 * 4096
+    rest = 6 * (2 * (64 * 64 * 2 + 64 * 32 * 2) + 64 * 512) * 4096 + 6 * 2 * 64 * 1_000_000
+    assert record["mfu_recipe_peak"] == pytest.approx((mlps / 4.0e12 + rest / 2.0e12) / 4 / 0.5)
+    assert record["mfu_bf16_peak"] == pytest.approx((mlps + rest) / 2.0e12 / 4 / 0.5)
 
 
 def test_time_between_steps_is_in_no_step_and_time_for_data_is():
@@ -130,6 +147,12 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
     assert result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
     assert result["first_step_seconds"] == pytest.approx(5.05)
     assert "mfu_bf16_peak" not in result
+
+
+def test_a_summary_has_the_median_of_each_utilisation_that_the_steps_have():
+    steps = [record | {"mfu_bf16_peak": 0.6, "mfu_recipe_peak": record["step"] / 100} for record in records(11)]
+    assert summary(steps)["mfu_bf16_peak"] == 0.6 and summary(steps)["mfu_recipe_peak"] == 0.07
+    assert "mfu_recipe_peak" not in summary(records(11))
 
 
 @given(nulls=st.sets(st.integers(0, 19)), count=st.integers(0, 20))

@@ -1,0 +1,190 @@
+"""Delayed scaling's memory: the amaxes of recent steps and the scales made of them, for every quantized tensor of a model.
+
+The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py). Quantizing a tensor notes its amax in
+row 0 of its history. When the outermost forward ends, the forward tensors' amaxes are reduced over all ranks and their scales
+updated, so the next microbatch already uses them; those of gradients are updated as the backward ends. A weight is quantized, and
+its amax noted, only in the first microbatch of a step.
+
+A model has hundreds of such tensors. Their histories are columns of one matrix, so an update is a handful of kernels and one
+reduction, not hundreds; what a checkpoint sees are views of its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain.precision.engage import Engaged
+from pretrain.precision.operands import grid_of
+from pretrain.precision.product import Role
+from pretrain.precision.quantizers.tensor import update_scale
+
+# Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
+# their columns stay as they begin, and are kept for its checkpoints' sake.
+FORWARD_SLOTS = ("input", "weight", "output")
+BACKWARD_SLOTS = ("grad_output", "grad_input")
+
+
+class AmaxHistory:
+    """Histories and scales of the tensors of one direction, forward or backward."""
+
+    def __init__(self, engaged: Engaged, role: Role, columns: int, device: torch.device) -> None:
+        settings = engaged.settings
+        self.amax_history = torch.zeros(settings.amax_history_len, columns, device=device)
+        self.scale = torch.ones(columns, device=device)
+        self._rule = (grid_of(engaged, role).maximum, settings.margin, settings.amax_compute_algo)
+
+    def record(self, column: int, amax: Tensor) -> None:
+        """Note the FP32 scalar `amax` of a tensor; of several in one step the largest counts."""
+        noted = self.amax_history[0, column]
+        torch.maximum(noted, amax, out=noted)
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(self.amax_history[0], op=dist.ReduceOp.MAX)
+        history, scale = update_scale(self.amax_history, self.scale, *self._rule)
+        self.amax_history.copy_(history)  # in place: checkpoints hold views
+        self.scale.copy_(scale)
+
+    def reset(self) -> None:
+        self.amax_history.zero_()
+        self.scale.fill_(1.0)
+
+
+class DelayedState:
+    """The state of all products of one model. Products register first; the first use lays the matrices out."""
+
+    def __init__(self, engaged: Engaged, device: torch.device) -> None:
+        self._engaged = engaged
+        self._device = device
+        self._modules: list[str] = []
+        self._histories: tuple[AmaxHistory, AmaxHistory] | None = None
+        self._forward_scales: Tensor | None = None  # those that the forward under way, or the last one, computes with
+        self._depth = 0
+        self._recording = True
+        self._backward_ran = False
+        self._end_expected = False
+
+    def register(self, module: str) -> int:
+        """The number of a further module. Raises RuntimeError once the state is in use."""
+        if self._histories is not None:
+            raise RuntimeError(f"{module}: delayed scaling takes no further modules after the first forward")
+        self._modules.append(module)
+        return len(self._modules) - 1
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each forward of the model; nested ones belong to the outermost. Only forwards that train leave a trace."""
+        if self._depth == 0:
+            self._finish_backward()  # of one that ran inside a forward only, or that was broken off
+            self._forward_scales = self._forward.scale.clone()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+        if self._depth == 0 and torch.is_grad_enabled():
+            self._forward.update()
+        elif self._depth == 0:
+            self._forward.amax_history[0].zero_()  # noted in evaluation; the next training step would take it for its own
+
+    @property
+    def forward_scales(self) -> Tensor:
+        """Scales of the forward under way, a tensor that is never written to. Raises RuntimeError before the first forward."""
+        if self._forward_scales is None:
+            raise RuntimeError("delayed scaling: a product ran before the backend's first forward(), which fixes its scales")
+        return self._forward_scales
+
+    @contextmanager
+    def recompute(self, forward_scales: Tensor) -> Iterator[None]:
+        """Around a layer that backward computes again: with the scales it had, noting no amax a second time."""
+        before = self._forward_scales, self._recording
+        self._forward_scales, self._recording = forward_scales, False
+        try:
+            yield
+        finally:
+            self._forward_scales, self._recording = before
+
+    def scale(self, module: int, role: Role) -> Tensor:
+        """The FP32 scalar that quantizes the operand now."""
+        if role == "grad_output":
+            return self._backward.scale[_backward_column(module)]
+        return self.forward_scales[_forward_column(module, role)]
+
+    def record(self, module: int, role: Role, amax: Tensor) -> None:
+        """Note the amax of an operand that was just quantized."""
+        if role == "grad_output":
+            self._backward.record(_backward_column(module), amax)
+            self._expect_end_of_backward()
+        elif self._recording:
+            self._forward.record(_forward_column(module, role), amax)
+
+    def state(self) -> dict[str, Tensor]:
+        """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32.
+
+        Not contiguous. They change as a training forward ends and as its backward ends, and between the two of them only then.
+        """
+        tensors = {}
+        for direction, history, slots in (
+            ("forward", self._forward, len(FORWARD_SLOTS)),
+            ("backward", self._backward, len(BACKWARD_SLOTS)),
+        ):
+            for number, module in enumerate(self._modules):
+                columns = slice(number * slots, (number + 1) * slots)
+                tensors[f"fp8/{module}/{direction}/amax_history"] = history.amax_history[:, columns]
+                tensors[f"fp8/{module}/{direction}/scale"] = history.scale[columns]
+        return tensors
+
+    def reset(self) -> None:
+        """As before the first forward: histories zero, scales one."""
+        self._forward.reset()
+        self._backward.reset()
+        self._forward_scales, self._backward_ran = None, False
+
+    def _expect_end_of_backward(self) -> None:
+        """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP.
+
+        The LM head runs backwards of its own, a chunk of tokens each, inside of the forward. They belong to the model's backward,
+        which follows.
+        """
+        self._backward_ran = True
+        if self._depth == 0 and not self._end_expected:
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
+            self._end_expected = True
+
+    def _finish_backward(self) -> None:
+        self._end_expected = False
+        if self._backward_ran:
+            self._backward.update()
+            self._backward_ran = False
+
+    @property
+    def _forward(self) -> AmaxHistory:
+        return self._laid_out()[0]
+
+    @property
+    def _backward(self) -> AmaxHistory:
+        return self._laid_out()[1]
+
+    def _laid_out(self) -> tuple[AmaxHistory, AmaxHistory]:
+        if self._histories is None:
+            count = len(self._modules)
+            self._histories = (
+                AmaxHistory(self._engaged, "input", count * len(FORWARD_SLOTS), self._device),
+                AmaxHistory(self._engaged, "grad_output", count * len(BACKWARD_SLOTS), self._device),
+            )
+        return self._histories
+
+
+def _forward_column(module: int, role: Role) -> int:
+    return module * len(FORWARD_SLOTS) + FORWARD_SLOTS.index(role)
+
+
+def _backward_column(module: int) -> int:
+    return module * len(BACKWARD_SLOTS)

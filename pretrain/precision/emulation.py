@@ -1,0 +1,304 @@
+"""Low-precision products on any device: operands rounded as the recipe would have them, multiplied in the precision at hand.
+
+The values that the formats hold are few, and BF16 holds every one of them, even times a block scale that is a power of two or, in
+NVFP4, an E4M3 value. So on a GPU an emulated product is a BF16 product with FP32 sums, as fast as BF16 training's, and the tensor
+scales multiply the FP32 result. What it computes differs from the real thing in the order of additions only. On a CPU, and for
+`block` with FP32 scales, which BF16 does not hold, operands are FP32.
+
+What emulation costs is the quantizing: a few kernels a product, compiled on a GPU, each of which reads a tensor and writes its
+operand. Weights are quantized once a step. Inputs are kept for backward as they came, in BF16, and quantized there once more for
+the weight gradient: linears that share an input then share what is kept of it, where each would have codes of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from pretrain.precision.delayed_state import DelayedState
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import plain_norm
+from pretrain.precision.observation import significant_bits
+from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantizer, serves_both
+from pretrain.precision.product import NormFunction, ObservedProduct, Role
+from pretrain.precision.quantizers.blocks import BlockQuantized
+from pretrain.precision.quantizers.tensor import absolute_maximum
+
+# Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
+GRAPHS = 256
+SAMPLED_ROWS = 256  # of an operand that is observed
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale` where the recipe has one."""
+
+    values: Tensor
+    scale: Tensor | None
+
+    def t(self) -> Operand:
+        return Operand(self.values.t(), self.scale)
+
+
+class EmulationBackend:
+    """Emulated products of one model, in the recipe that is engaged."""
+
+    name: Literal["emulation"] = "emulation"
+
+    def __init__(self, engaged: Engaged, device: torch.device) -> None:
+        self.engaged = engaged
+        self.device = device
+        self.delayed = DelayedState(engaged, device) if engaged.recipe.name == "delayed" else None
+        self.recomputing = False
+        self.seen: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
+        self._products: list[EmulatedProduct] = []
+        self._prepare = functools.cache(self._compiled_preparation)
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
+        """The product of the linear called `name`; its shapes are those of what it is called with."""
+        product = EmulatedProduct(self, name)
+        self._products.append(product)
+        return product
+
+    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+        """(x [..., size], weight, bias or None) -> the norm, statistics and affine in FP32, rounded once to x's dtype."""
+
+        def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return plain_norm(kind, x, weight, bias, eps)
+
+        return _compiled(norm, self.device)
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Entered around each low-precision forward of the model."""
+        return nullcontext() if self.delayed is None else self.delayed.forward()
+
+    def checkpoint(
+        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any] = noop_context_fn, **kwargs: Any
+    ) -> Any:
+        """`function(*args, **kwargs)`, computed again in backward: with the same scales and weights, bit for bit the same."""
+        scales = None if self.delayed is None else self.delayed.forward_scales
+
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            first, again = context_fn()
+            return first, self._recompute(scales, again)
+
+        return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    def state(self) -> dict[str, Tensor]:
+        """Delayed scaling's histories and scales, live (see DelayedState.state); nothing for the other recipes."""
+        return {} if self.delayed is None else self.delayed.state()
+
+    def reset(self) -> None:
+        """Forget history and quantized weights."""
+        if self.delayed is not None:
+            self.delayed.reset()
+        for product in self._products:
+            product.forget_weight()
+
+    @contextmanager
+    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
+        """While entered, fills what it yields with the products of each linear, by name. An operand is known by the significant
+        bits that its values have, of a sample of its rows; to count them is to wait for the device."""
+        self.seen = {}
+        try:
+            yield self.seen
+        finally:
+            self.seen = None
+
+    def describe(self) -> str:
+        compiled = ", quantization compiled" if self.device.type == "cuda" else ""
+        return f"emulated in {str(self.operand_dtype).removeprefix('torch.')}, torch {torch.__version__}{compiled}"
+
+    @property
+    def operand_dtype(self) -> torch.dtype:
+        """What operands are multiplied in: the smallest dtype that holds them and is not slow."""
+        exact_in_bf16 = not self.engaged.settings.use_f32_scales
+        return torch.bfloat16 if self.device.type == "cuda" and exact_in_bf16 else torch.float32
+
+    def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
+        """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
+        values, tensor_scale, amax = self._prepare(role, along)(x, scale)
+        return Operand(values, tensor_scale), amax
+
+    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+        quantize = quantizer(self.engaged, role, along)
+        scaled = self.engaged.recipe.name in SCALED_PER_TENSOR
+        noting_amax = self.delayed is not None and along == "features"
+        dtype = self.operand_dtype
+
+        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            quantized = quantize(x, scale, None)
+            in_blocks = isinstance(quantized, BlockQuantized)
+            operand = quantized.operand_in(dtype) if in_blocks else quantized.operand.to(dtype)
+            amax = absolute_maximum(x) if noting_amax else None
+            return operand, quantized.tensor_scale if scaled else None, amax
+
+        return _compiled(preparation, self.device)
+
+    @contextmanager
+    def _recompute(self, scales: Tensor | None, context: AbstractContextManager[Any]) -> Iterator[None]:
+        scaling = nullcontext() if self.delayed is None else self.delayed.recompute(scales)
+        before, self.recomputing = self.recomputing, True
+        try:
+            with context, scaling:
+                yield
+        finally:
+            self.recomputing = before
+
+
+class EmulatedProduct:
+    """y = x w^T + b of one linear."""
+
+    def __init__(self, backend: EmulationBackend, name: str) -> None:
+        self.name = name
+        self.serves_both = partial(serves_both, backend.engaged)
+        self._backend = backend
+        self._module = None if backend.delayed is None else backend.delayed.register(name)
+        self._weight: tuple[Operand, Operand] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out] -> [tokens, out] in x's dtype, differentiable in each.
+
+        The weight is quantized if this is the first microbatch, and otherwise what was kept of that one is used. Gradients have
+        their tensors' dtypes; all sums are in FP32. Raises RuntimeError where the recipe's blocks do not divide a dimension.
+        """
+        if self._weight is None or (first_microbatch and not self._backend.recomputing):
+            self._quantize_weight(weight.detach())
+        return _Products.apply(x, weight, bias, self)
+
+    def forget_weight(self) -> None:
+        self._weight = None
+
+    @property
+    def weight(self) -> tuple[Operand, Operand]:
+        """The quantized weight, for the forward product and for the gradient of the input."""
+        return self._weight
+
+    def scale(self, role: Role) -> Tensor | None:
+        """The scale in force of delayed scaling, an FP32 scalar; None for the other recipes."""
+        return None if self._module is None else self._backend.delayed.scale(self._module, role)
+
+    def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
+        """x as a factor of a product that sums `along` its features or its rows; delayed scaling notes its amax."""
+        operand, amax = self._backend.prepare(role, x, along, scale)
+        if amax is not None:
+            self._backend.delayed.record(self._module, role, amax)
+        return operand
+
+    def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+        """`multiply`, for `gemm`: forward, dgrad or wgrad."""
+        if self._backend.seen is not None:
+            samples = (operand.values[:: max(len(operand.values) // SAMPLED_ROWS, 1)] for operand in (left, right))
+            kinds = (f"{significant_bits(sample)} significant bits" for sample in samples)
+            self._backend.seen.setdefault(self.name, []).append(ObservedProduct(gemm, *kinds))
+        return multiply(left, right, dtype, bias)
+
+    @torch.no_grad()
+    def _quantize_weight(self, weight: Tensor) -> None:
+        self._weight = None  # or two of the largest would be in memory at once
+        scale = self.scale("weight")
+        forward = self.operand("weight", weight, "features", scale)
+        dgrad = forward.t() if self.serves_both("weight") else self.operand("weight", weight, "rows", scale)
+        self._weight = (forward, dgrad)
+
+
+class _Products(torch.autograd.Function):
+    """The three products of a linear."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, product: EmulatedProduct) -> Tensor:
+        quantized_weight, ctx.weight_for_dgrad = product.weight
+        ctx.input_scale = product.scale("input")
+        ctx.product = product
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        inputs = product.operand("input", x, "features", ctx.input_scale)
+        return product.multiply("forward", inputs, quantized_weight, x.dtype, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        product, grad_output = ctx.product, grad_output.contiguous()
+        scale = product.scale("grad_output")
+        grad_input = grad_weight = along_features = None
+        if needs_input or product.serves_both("grad_output"):
+            along_features = product.operand("grad_output", grad_output, "features", scale)
+        if needs_input:
+            grad_input = product.multiply("dgrad", along_features, ctx.weight_for_dgrad, grad_output.dtype)
+        if needs_weight:
+            if product.serves_both("grad_output"):
+                along_tokens = along_features.t()
+            else:
+                del along_features  # before its like is made along the other axis
+                along_tokens = product.operand("grad_output", grad_output, "rows", scale)
+            inputs = product.operand("input", x, "rows", ctx.input_scale)
+            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype)
+        grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+        return grad_input, grad_weight, grad_bias, None
+
+
+def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    """left [m, k] times right [n, k] transposed, scaled, plus `bias` [n]: all in FP32, then rounded once to `dtype`; [m, n]."""
+    product = _product_in_fp32(left.values, right.values.t())
+    scale = None if left.scale is None else (left.scale * right.scale).reshape(1)  # of one dimension, or it would be cast
+    out = torch.empty_like(product, dtype=dtype)
+    if bias is None:
+        return out.copy_(product) if scale is None else torch.mul(product, scale, out=out)
+    if scale is None:
+        return torch.add(product, bias, out=out)
+    return torch.addcmul(bias.float(), product, scale, out=out)
+
+
+def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right with FP32 sums and an FP32 result, of BF16 or FP32 matrices."""
+    if left.dtype == torch.bfloat16 and products_of_bf16_give_fp32():
+        return torch.mm(left, right, out_dtype=torch.float32)
+    with _exact_fp32():
+        return left.float() @ right.float()
+
+
+@functools.cache
+def products_of_bf16_give_fp32() -> bool:
+    """Whether this torch and GPU write a product of BF16 matrices as FP32: tried, as no version number tells."""
+    factor = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        product = torch.mm(factor, factor, out_dtype=torch.float32)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return product.dtype == torch.float32 and bool((product == 16).all())
+
+
+@contextmanager
+def _exact_fp32() -> Iterator[None]:
+    """FP32 products of FP32 factors, not of factors rounded to TF32, whatever the user set."""
+    settings = torch.backends.cuda.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
+def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """`function` compiled for each shape it meets on CUDA, where one kernel then reads and writes a tensor once; a CPU gains
+    little from it and would wait for a C++ compiler."""
+    if device.type != "cuda":
+        return function
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def call(*args: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=GRAPHS):
+            return compiled(*args)
+
+    return call

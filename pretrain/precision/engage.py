@@ -1,0 +1,110 @@
+"""Which precision a run gets on this machine, on what it computes it, and why that is not what was asked for.
+
+A recipe runs on Transformer Engine where the device has it. Where it has not, `fp8_config.on_unsupported` decides: stop and say
+which device has it, compute the same numbers slowly, or train in the nearest precision that the device does have. What comes of
+it is an `Engaged`, which everything after asks; nothing later may change its mind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from packing.errors import InputError
+from pretrain.precision.recipes import RECIPES, PrecisionRecipe
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.settings import Recipe
+
+_FALLBACK = "delayed"  # the low precision that most GPUs have; where not even that, BF16
+
+# Why a device cannot run a quantized recipe, as in "needs a GPU of ...; this is ..."; None where it can.
+Missing = Callable[[PrecisionRecipe], str | None]
+
+
+@dataclass(frozen=True)
+class Engaged:
+    """What a run computes in.
+
+    `recipe` is the effective one; it is not the `requested` one only under `on_unsupported: fallback`. `settings` are resolved
+    for it. `reason` says why this is not what was asked for, None where it is.
+    """
+
+    requested: str
+    recipe: PrecisionRecipe
+    backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
+    settings: LowPrecisionSettings
+    reason: str | None = None
+
+    @property
+    def notice(self) -> str | None:
+        """What is done in place of what was asked for, for the user to read; None where nothing is."""
+        if self.reason is None:
+            return None
+        instead = f"{self.recipe.name} is trained in its place" if self.recipe.name != self.requested else "it is emulated"
+        return f"{self.reason}: {instead}"
+
+
+def engage(recipe: Recipe, missing: Missing) -> Engaged:
+    """What `recipe`, whose precision is settled, gets on a device that lacks what `missing` says (`device.missing_on`).
+
+    Raises InputError where the device lacks the precision and `on_unsupported` is `error`.
+    """
+    wanted = RECIPES[recipe.precision]
+    settings = recipe.fp8_config.resolved(wanted.name)
+    if not wanted.quantized:
+        return Engaged(wanted.name, wanted, "torch", settings)
+    if settings.backend == "emulation":
+        return Engaged(wanted.name, wanted, "emulation", settings)
+    lacking = missing(wanted)
+    if lacking is None and settings.scale_rounding == "floor":
+        lacking = "needs emulation for `fp8_config.scale_rounding: floor`; the hardware rounds scales up"
+    if lacking is None:
+        return Engaged(wanted.name, wanted, "transformer_engine", settings)
+
+    reason = f"`precision: {wanted.name}` {lacking}"
+    if settings.on_unsupported == "emulate":
+        return Engaged(wanted.name, wanted, "emulation", settings, reason)
+    if settings.on_unsupported == "fallback":
+        low_precision = wanted.name != _FALLBACK and missing(RECIPES[_FALLBACK]) is None
+        nearest = RECIPES[_FALLBACK if low_precision else "bf16"]
+        settings = recipe.fp8_config.without_options().resolved(nearest.name)
+        return Engaged(wanted.name, nearest, "transformer_engine" if low_precision else "torch", settings, reason)
+    raise InputError(f"{reason}. {_remedies(missing)}")
+
+
+def _remedies(missing: Missing) -> str:
+    available = [name for name, recipe in RECIPES.items() if not recipe.quantized or missing(recipe) is None]
+    fallback = _FALLBACK if _FALLBACK in available else "bf16"
+    return (
+        "Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
+        f"`fp8_config.on_unsupported: fallback` to train in {fallback}, or a `precision` that runs here: {', '.join(available)}"
+    )
+
+
+def check_fit(engaged: Engaged, recipe: Recipe, layers: int) -> None:
+    """Refuse a training whose shapes or whose loss a quantized precision cannot take. `layers`: decoder layers of the model.
+
+    Linears that do not fit are kept in BF16 one by one, and the audit says so; what is refused here would leave none. Raises
+    InputError.
+    """
+    if not engaged.recipe.quantized:
+        return
+    name, multiple, length = engaged.recipe.name, engaged.recipe.multiple_of, recipe.data.length
+    if length % multiple:
+        lower, upper = length // multiple * multiple, (length // multiple + 1) * multiple
+        raise InputError(
+            f"`data.length: {length}` is not a multiple of {multiple}, in which `precision: {name}` takes tokens; the nearest "
+            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
+        )
+    kept = engaged.settings.keep_bf16_layers
+    if kept.first + kept.last >= layers:
+        raise InputError(
+            f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
+            f"keep fewer for `precision: {name}`, or set `precision: bf16`"
+        )
+    if engaged.settings.scope != "linear" and recipe.loss.kind == "cce":
+        raise InputError(
+            f"`loss.kind: cce` and `fp8_config.scope: {engaged.settings.scope}` contradict each other: cce multiplies by the "
+            "head inside its own kernel, in BF16; set `loss.kind: chunked`, or `scope: linear`"
+        )

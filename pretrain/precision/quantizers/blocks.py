@@ -1,0 +1,78 @@
+"""How a tensor divides into the blocks that share a scale, and how it is put together again.
+
+Both are arranged for a compiler to find one loop, from reading a block over its amax to writing its operand, in the order in
+which it was read. Two things would break it in two, with FP32 values written and read in between: joining the blocks before the
+last step, as what follows runs over other dimensions than the amax did; and splitting the last dimension of a transposed tensor,
+as the result is contiguous in the other order than what was read. Either can double the time that a GPU takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pretrain.precision.quantizers.grid import Grid
+from pretrain.precision.quantizers.quantized import Quantized
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of `size` values along the last dimension, or squares over the last two, in tensors [..., m, n] of one shape.
+
+    Split, these are [..., m, n / size, size], or [..., m / size, size, n / size, size] for squares. Tensors that lie in memory
+    as the transpose of a contiguous one (`transposed`) are split as that: [..., n / size, size, m].
+    """
+
+    size: int
+    two_dimensional: bool
+    transposed: bool
+
+    @classmethod
+    def of(cls, x: Tensor, size: int, *, two_dimensional: bool) -> Blocks:
+        return cls(size, two_dimensional, transposed=x.dim() > 1 and x.stride(-1) != 1)
+
+    @property
+    def within(self) -> tuple[int, ...]:
+        """The dimensions of a split tensor that lie inside a block; to reduce over, keeping them to broadcast the result."""
+        if self.two_dimensional:
+            return -3, -1
+        return (-2,) if self.transposed else (-1,)
+
+    def split(self, x: Tensor) -> Tensor:
+        """A view of x. Raises RuntimeError where `size` does not divide."""
+        rows = x.mT if self.transposed else x
+        if self.two_dimensional:
+            return rows.unflatten(-1, (-1, self.size)).unflatten(-3, (-1, self.size))
+        return rows.unflatten(self.within[0], (-1, self.size))
+
+    def join(self, split: Tensor) -> Tensor:
+        """The inverse of `split`."""
+        if self.two_dimensional:
+            split = split.flatten(-2).flatten(-3, -2)
+        else:
+            split = split.flatten(-3, -2) if self.transposed else split.flatten(-2)
+        return split.mT if self.transposed else split
+
+
+@dataclass(frozen=True)
+class BlockQuantized(Quantized):
+    """A quantized tensor that can still be had block by block."""
+
+    blocks: Blocks
+    split_codes: Tensor
+    split_scale: Tensor  # broadcasts against them
+
+    @classmethod
+    def joining(
+        cls, blocks: Blocks, codes: Tensor, scale: Tensor, grid: Grid, tensor_scale: Tensor | None = None
+    ) -> BlockQuantized:
+        """Of split codes and the scales of their blocks; without a tensor scale it is 1."""
+        if tensor_scale is None:
+            tensor_scale = torch.ones((), device=codes.device)
+        return cls(blocks.join(codes), blocks.join(scale.expand_as(codes)), tensor_scale, grid, blocks, codes, scale)
+
+    def operand_in(self, dtype: torch.dtype) -> Tensor:
+        """`operand` in another dtype, rounded before the blocks are joined."""
+        return self.blocks.join((self.split_codes * self.split_scale).to(dtype))

@@ -1,0 +1,199 @@
+"""What low precision does to each operand of a step: its range, its scale, and the share of it that is lost at either end.
+
+Two things can go wrong with a format's range. Values too small for the scale become zero (underflow), and values too large for it
+are cut to the largest code (saturation). Both are invisible in a loss until it is too late, and both can be counted beforehand:
+every so many steps, on one microbatch, each operand is quantized once more beside the product and compared with what it was.
+
+The figures come from our own quantizers, for Transformer Engine's products as for emulated ones, since the two agree bit for bit.
+Only with delayed scaling is there something to ask the backend for, the scale in force, which the tensor itself does not tell.
+
+* Each operand is measured as the product along its features takes it: input and weight in forward, `grad_output` in the gradient
+  of the data. What the weight gradient's operands lose along tokens, rotated under NVFP4, is not measured again.
+* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn for a statistic would change
+  the run. Stochastic rounding zeroes other values, and in expectation loses none.
+* The figures are this process's own, of one microbatch: a sample of the step. Ranks see data of one kind and share
+  their delayed scales, so a reduction over them would only add digits that no threshold needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.engage import Engaged
+from pretrain.precision.operands import quantize_operand
+from pretrain.precision.product import Backend, Product, Role
+from pretrain.precision.quantizers.grid import Grid
+from pretrain.precision.quantizers.quantized import Quantized
+
+SLICE_VALUES = 2**24  # quantized at once: a run that fills its memory must not end because it was watched
+SLICE_ROWS = 128  # slices begin at multiples of this, where the rows of every format's blocks begin too
+
+# What is kept of an operand: one FP64 vector on its device. Merging two takes the larger of the maxima and adds the sums; minima
+# are kept negated.
+MAXIMA = ("amax", "-tensor_scale", "scale_max", "-scale_min")
+SUMS = ("log2_scale", "scaled", "nonzero", "underflow", "finite", "saturation")
+
+# Where fp8/<name>/... of a backend's state has the scale of each role, for delayed scaling.
+SCALE_IN_FORCE = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
+
+Record = Mapping[str, Any]
+
+
+class OperandStatistics:
+    """An observer of a PrecisionContext. What it finds stays on the device, without a wait, until `records` reads it all at once.
+
+    A step that is watched quantizes everything once more and compares it, in eager kernels, a slice of an operand at a time. That
+    is slower than compiled ones would be, but every so many steps it costs less than compiling for each shape.
+    """
+
+    def __init__(self, engaged: Engaged, backend: Backend) -> None:
+        """`engaged`: in a quantized recipe. `backend`: the one that computes it."""
+        to_nearest = {"disable_stochastic_rounding": True} if engaged.recipe.name == "nvfp4" else {}
+        self.engaged = replace(engaged, settings=engaged.settings.model_copy(update=to_nearest))
+        self.backend = backend
+        self._figures: dict[tuple[str, Role], Tensor] = {}
+        self._scales: dict[tuple[str, Role], Tensor] = {}
+        self._state: dict[str, Tensor] = {}
+
+    @contextmanager
+    def watching(self, context: PrecisionContext) -> Iterator[None]:
+        """Measure every operand of the forward and backward inside, afresh. Changes nothing that training can see.
+
+        Of a step's microbatches the first is the one to look at: weights are quantized in no other, and the scale that delayed
+        scaling has for them later is already the next step's.
+        """
+        self._figures, self._scales, self._state = {}, {}, self.backend.state()
+        context.observers.append(self)
+        try:
+            yield
+        finally:
+            context.observers.remove(self)
+
+    @torch.no_grad()
+    def __call__(self, name: str, role: Role, x: Tensor, product: Product) -> None:
+        """Measure x [rows, features], the `role` of the product called `name`; a further call for both (the LM head takes its
+        tokens in chunks, gradient checkpointing computes a layer twice) adds to what is known."""
+        figures = self._measure(name, role, x)
+        known = self._figures.get((name, role))
+        self._figures[name, role] = figures if known is None else merge(known, figures)
+
+    def records(self) -> list[dict[str, Any]]:
+        """One object an operand, in the order in which they were first seen; waits for the device, once.
+
+        `layer` and `operand` name it, `amax` is its largest magnitude. `scale` is what values are multiplied by before they are
+        rounded; where blocks have scales of their own it is the geometric mean of those over the non-zero values, and `scale_min`
+        and `scale_max` are beside it; NVFP4's `tensor_scale` is a factor of all three. `underflow` is the share of the non-zero
+        values that become zero, `saturation` that of the finite values too large even to be rounded to the largest code. Where an
+        operand has only zeros, blocks have no scale, and it is None.
+        """
+        if not self._figures:
+            return []
+        table = torch.stack(list(self._figures.values())).tolist()
+        rows = (dict(zip(MAXIMA + SUMS, values, strict=True)) for values in table)
+        return [
+            {"layer": name, "operand": role, **_record(row, self.engaged.recipe.name)}
+            for (name, role), row in zip(self._figures, rows, strict=True)
+        ]
+
+    def _measure(self, name: str, role: Role, x: Tensor) -> Tensor:
+        amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
+        scale = self._scale_in_force(name, role) if self.engaged.recipe.name == "delayed" else None
+        total = None
+        for rows in x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS):
+            figures = measure(rows.float(), quantize_operand(self.engaged, role, rows, along="features", scale=scale, amax=amax))
+            total = figures if total is None else merge(total, figures)
+        return total
+
+    def _scale_in_force(self, name: str, role: Role) -> Tensor:
+        """The delayed scale that the operand is quantized by. Read at the first call: a layer that is recomputed uses the scales
+        of its forward, although by then the backend's state has newer ones."""
+        if (name, role) not in self._scales:
+            direction, slot = SCALE_IN_FORCE[role]
+            self._scales[name, role] = self._state[f"fp8/{name}/{direction}/scale"][slot].clone()
+        return self._scales[name, role]
+
+
+def measure(x: Tensor, quantized: Quantized) -> Tensor:
+    """The figures (MAXIMA, then SUMS) of x [rows, features] FP32, which was quantized to `quantized`; FP64, on x's device."""
+    magnitude, decode = x.abs(), quantized.block_scale * quantized.tensor_scale
+    nonzero, finite = magnitude > 0, magnitude < math.inf  # NaN is neither
+    scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
+    encode = decode.reciprocal()
+    largest, smallest, log2_scale = _scales(encode, scaled) if encode.dim() else (encode, encode, encode.log2() * scaled.sum())
+    maxima = (magnitude.amax(), -quantized.tensor_scale.reciprocal(), largest, -smallest)
+    sums = (
+        log2_scale,
+        scaled.sum(),
+        nonzero.sum(),
+        (nonzero & (quantized.operand == 0)).sum(),
+        finite.sum(),
+        (finite & scaled & (magnitude > largest_held(quantized.grid) * decode)).sum(),
+    )
+    return torch.stack([figure.double() for figure in maxima + sums])
+
+
+def _scales(encode: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest and smallest of the values' scales, and the sum of their logarithms, over those that `scaled` says."""
+    log2_scale = encode.log2().where(scaled, 0).sum(dtype=torch.float64)
+    return encode.where(scaled, -math.inf).amax(), encode.where(scaled, math.inf).amin(), log2_scale
+
+
+def merge(one: Tensor, other: Tensor) -> Tensor:
+    """The figures of two parts of an operand, as if it had been measured whole."""
+    split = len(MAXIMA)
+    return torch.cat([torch.maximum(one[:split], other[:split]), one[split:] + other[split:]])
+
+
+def largest_held(grid: Grid) -> float:
+    """The largest magnitude that rounding would still give the largest code: half a step above it.
+
+    What lies between the two loses no more than other values of its size do. To count it would call the largest value of every
+    second NVFP4 block saturated, because block scales are rounded too.
+    """
+    step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
+    return grid.maximum + step / 2
+
+
+def summary(records: Sequence[Record]) -> dict[str, float]:
+    """The step's part in `metrics.jsonl`, from its `records`.
+
+    `fp8/fwd_scale` and `fp8/bwd_scale` are geometric means, over the operands of the forward products (inputs and weights) and
+    over `grad_output`: scales differ by powers of two from layer to layer, and an arithmetic mean would be that of a few.
+    Operands of zeros are left out of them. `fp8/underflow` and `fp8/saturation` are the worst operand's shares.
+    """
+    result = {}
+    for key, roles in (("fp8/fwd_scale", ("input", "weight")), ("fp8/bwd_scale", ("grad_output",))):
+        scales = [r["scale"] for r in records if r["operand"] in roles and r["scale"] and r["amax"]]
+        if scales:
+            result[key] = math.exp2(math.fsum(map(math.log2, scales)) / len(scales))
+    for key in ("underflow", "saturation"):
+        result[f"fp8/{key}"] = max((r[key] for r in records), default=0.0)
+    return result
+
+
+def _record(row: Mapping[str, float], recipe: str) -> dict[str, float | None]:
+    """Scales and shares of one operand, from its row of figures."""
+    tensor_scale = -row["-tensor_scale"]
+    if recipe in ("delayed", "current"):
+        scales = {"scale": tensor_scale}
+    elif row["scaled"]:
+        mean = math.exp2(row["log2_scale"] / row["scaled"])
+        scales = {"scale": mean, "scale_min": -row["-scale_min"], "scale_max": row["scale_max"]}
+    else:
+        scales = dict.fromkeys(("scale", "scale_min", "scale_max"))
+    if recipe == "nvfp4":
+        scales["tensor_scale"] = tensor_scale if row["scaled"] else None
+    return {
+        "amax": row["amax"],
+        **scales,
+        "underflow": row["underflow"] / max(row["nonzero"], 1),
+        "saturation": row["saturation"] / max(row["finite"], 1),
+    }

@@ -1,0 +1,227 @@
+"""Low-precision products on Transformer Engine: its te.Linear as arithmetic, on parameters that are not its own.
+
+te.Linear wants to own its weight, and to write a pickled "extra state" into every state_dict. Here it is built on the meta
+device, outside of the model's module tree, and lent the Hugging Face parameter for the length of a call: names, tying, sharding
+and checkpoints know nothing of it. What it keeps to itself is the weight's quantized copy, made once a step, and for delayed
+scaling its histories and scales, which `state` hands out as plain tensors.
+
+The library is imported when it is first needed: it takes seconds, and cannot be imported without a GPU's driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from pretrain.precision.engage import Engaged
+from pretrain.precision.product import NormFunction, ObservedProduct
+from pretrain.precision.recipes import PrecisionRecipe
+from pretrain.precision.te_observation import GemmObserver
+from pretrain.precision.te_recipes import te_recipe
+
+OLDEST = (2, 20)  # the first whose recipes have every field that te_recipes sets
+_AVAILABLE = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
+}
+# Transformer Engine's name of a direction's state -> ours, in checkpoints.
+_DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+_STASH = "global_fp8_buffer_pos_fwd_recompute"
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def unavailable_because(recipe: PrecisionRecipe) -> str | None:
+    """What this process lacks for running a quantized `recipe` on Transformer Engine, worded to follow "needs"; None: nothing."""
+    if not torch.cuda.is_available():
+        return "a CUDA device"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "Transformer Engine, which is not installed (pip install --no-build-isolation -r requirements-cuda.txt)"
+    try:
+        te = _library()
+    except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
+        return f"a Transformer Engine that can be imported ({' '.join(str(error).split())})"
+    if tuple(map(int, _version().split(".")[:2])) < OLDEST:
+        return f"Transformer Engine {'.'.join(map(str, OLDEST))} or newer, and this is {_version()}"
+    available, reason = getattr(te, _AVAILABLE[recipe.name])(return_reason=True)
+    return None if available else f"what Transformer Engine misses here: {reason}"
+
+
+class TransformerEngineProduct:
+    """y = x w^T + b by a te.Linear that is lent weight and bias; a `Product`."""
+
+    def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
+        self.name = name
+        self.linear = linear
+        self._backend = backend
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out], BF16 -> [tokens, out] BF16; inside of the backend's `forward` only.
+
+        `first_microbatch` quantizes the weight, False takes what was quantized last. Without gradients the weight is quantized
+        for this call alone: evaluation neither uses nor replaces the copy that training made.
+        """
+        cached = first_microbatch if torch.is_grad_enabled() else None
+        observer = self._backend.observer
+        with observer.forward_of(self.name) if observer else nullcontext(), _lent(self.linear, weight, bias):
+            y = self.linear(x, is_first_microbatch=cached)
+        if observer:
+            observer.watch_backward(self.name, y)
+        return y
+
+
+class TransformerEngineBackend:
+    """A model's products on Transformer Engine; a `Backend`."""
+
+    name: Literal["transformer_engine"] = "transformer_engine"
+
+    def __init__(self, engaged: Engaged, device: torch.device) -> None:
+        """Raises InputError where the installed Transformer Engine does not take the recipe as asked."""
+        self._te = _library()
+        self._device = device
+        self._recipe = te_recipe(engaged.recipe.name, engaged.settings)
+        self._products: dict[str, TransformerEngineProduct] = {}
+        self.observer: GemmObserver | None = None
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
+        """The product of the linear called `name`; its delayed scales and histories exist, and are fresh, from here on."""
+        if name in self._products:
+            raise ValueError(f"{name} has a product already, and two would share one place in a checkpoint")
+        linear = self._te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
+        # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
+        with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
+            linear.init_fp8_metadata()
+        self._products[name] = TransformerEngineProduct(name, linear, self)
+        return self._products[name]
+
+    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+        """(x [..., size], weight [size], bias [size] or None), BF16 -> the norm of x, BF16, statistics in FP32."""
+        make = {"rms": self._te.RMSNorm, "layer": self._te.LayerNorm}[kind]
+        norm = make(size, eps=eps, zero_centered_gamma=False, dtype=torch.bfloat16, device="meta")
+
+        def normalize(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if kind == "layer" and bias is None:
+                bias = torch.zeros_like(weight, requires_grad=False)
+            parameters = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+            norm._parameters.update(parameters)
+            y = norm(x)
+            # Unlike te.Linear, the norm looks its weight up again in backward; detached, it keeps no graph alive until then.
+            norm._parameters.update({key: value.detach() for key, value in parameters.items()})
+            return y
+
+        return normalize
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around each low-precision forward of the whole model. Leaving it, delayed scaling agrees on the largest values over all
+        ranks, moves its histories on and makes new scales; a forward without gradients leaves no trace in either."""
+        with self._autocast():
+            yield
+        if self._recipe.delayed() and not torch.is_grad_enabled():
+            # What the kernels saw, the next training forward would take for its own.
+            for product in self._products.values():
+                product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
+
+    def checkpoint(
+        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+    ) -> Any:
+        """function(*args, **kwargs) now, and again in backward, with the scales that forward had and on the same random numbers.
+
+        `context_fn` returns two contexts, for now and for then. Arguments of `function` need not be tensors.
+        """
+
+        def contexts() -> Contexts:
+            now, then = context_fn() if context_fn else (nullcontext(), nullcontext())
+            return now, self._recomputation(then)
+
+        return self._te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
+
+    def state(self) -> dict[str, Tensor]:
+        """Delayed scaling's histories [length, slots] and scales [slots], FP32, live: copy into them to restore. Else empty.
+
+        Slots are input, weight, output in forward, grad_output, grad_input in backward. Between steps nothing else is pending:
+        the backward of each microbatch ends with the update of its own histories.
+        """
+        if not self._recipe.delayed():
+            return {}
+        return {
+            f"fp8/{name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
+            for name, product in self._products.items()
+            for theirs, direction in _DIRECTIONS.items()
+            for key in ("amax_history", "scale")
+        }
+
+    def reset(self) -> None:
+        """As before the first forward: no quantized weights kept, histories zero, scales one."""
+        for name, tensor in self.state().items():
+            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
+        stashes = self._te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
+        for product in self._products.values():
+            product.linear._fp8_workspaces.clear()
+            # Scales put aside for a recomputation that a failed step never came to; the next one would take them for its own.
+            if _STASH in product.linear.fp8_meta:
+                stashes[product.linear.fp8_meta[_STASH]].clear()
+
+    def describe(self) -> str:
+        """Library, version and recipe, for the audit."""
+        return f"Transformer Engine {_version()}, {type(self._recipe).__name__}"
+
+    @contextmanager
+    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
+        """While entered, fills what it yields with the GEMMs of each product, by name: operands as the kernel gets them."""
+        observer = GemmObserver(self._te)
+        with observer.installed():
+            self.observer = observer
+            try:
+                yield observer.seen
+            finally:
+                self.observer = None
+
+    def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
+        """No reduction group means the default one, all ranks."""
+        return self._te.autocast(enabled=enabled, recipe=self._recipe)
+
+    @contextmanager
+    def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
+        """Around te.checkpoint's own autocast, which in backward is the outermost one and would end as a forward of the model
+        does: with a reduction over all ranks, once for each layer that is recomputed, of amaxes that have been reduced already.
+        Another autocast around it, itself disabled, spares that."""
+        with entered, self._autocast(enabled=False):
+            yield
+
+
+@contextmanager
+def _lent(linear: nn.Module, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+    """`linear` with these for parameters, its own ones back afterwards: what is not a leaf of the graph must not be kept alive.
+
+    torch.func.functional_call does the same for a quarter more of the host's time, and a forward makes hundreds of calls.
+    """
+    own = dict(linear._parameters)
+    linear._parameters["weight"] = weight
+    if bias is not None:
+        linear._parameters["bias"] = bias
+    try:
+        yield
+    finally:
+        linear._parameters.update(own)
+
+
+def _library() -> ModuleType:
+    import transformer_engine.pytorch as te
+
+    return te
+
+
+def _version() -> str:
+    return importlib.metadata.version("transformer_engine")

@@ -1,0 +1,205 @@
+"""Emulated products on CUDA: compiled quantization against the CPU's, FP32 sums, graphs, memory and what it costs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
+from pretrain.precision.engage import Engaged
+from pretrain.precision.operands import Along
+from pretrain.precision.product import Role
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CASES: dict[str, dict[str, Any]] = {
+    "delayed": {},
+    "current": {},
+    "block": {},
+    "block f32": {"use_f32_scales": True},
+    "mxfp8": {},
+    "mxfp8 squares": {"enable_2d_quantization": True},
+    "nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True},
+}
+
+
+def backend(case: str, device: str, **options: Any) -> EmulationBackend:
+    recipe = case.split()[0]
+    settings = LowPrecisionSettings(**(CASES.get(case, {}) | options)).resolved(recipe)
+    return EmulationBackend(Engaged(recipe, RECIPES[recipe], "emulation", settings), torch.device(device))
+
+
+def tensors(*shapes: tuple[int, int]) -> list[Tensor]:
+    """BF16 on the CPU, of magnitudes that differ from block to block, zeros among them."""
+    torch.manual_seed(0)
+    values = [torch.randn(shape) * torch.exp2(torch.randint(-8, 9, shape).float()) for shape in shapes]
+    return [x.masked_fill(torch.rand(x.shape) < 0.1, 0).bfloat16() for x in values]
+
+
+def pass_through(product: EmulatedProduct, x: Tensor, weight: Tensor, grad: Tensor, first: bool = True) -> tuple[Tensor, ...]:
+    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    y = product(x, weight, None, first_microbatch=first)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(case: str) -> None:
+    (x,) = tensors((1024, 768))
+    scale = torch.tensor(1.7)
+    on_cpu, on_gpu = backend(case, "cpu"), backend(case, "cuda")
+    for role, along in itertools.product(get_args(Role), get_args(Along)):
+        expected, expected_amax = on_cpu.prepare(role, x, along, scale)
+        ours, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
+        assert ours.values.dtype == on_gpu.operand_dtype
+        assert torch.equal(ours.values.float().cpu(), expected.values), (role, along)
+        for one, other in ((ours.scale, expected.scale), (amax, expected_amax)):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one.cpu(), other)
+
+
+def test_the_transformed_operands_of_nvfp4_are_the_cpus_but_for_the_order_of_sixteen_additions() -> None:
+    (x,) = tensors((1024, 768))
+    options = {"disable_stochastic_rounding": True, "disable_rht": False}
+    for role in ("input", "grad_output"):
+        expected, _ = backend("nvfp4", "cpu", **options).prepare(role, x, "rows")
+        ours, _ = backend("nvfp4", "cuda", **options).prepare(role, x.cuda(), "rows")
+        assert (ours.values.float().cpu() != expected.values).float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_on_the_gpu_are_those_of_the_cpu_to_the_rounding_of_bf16(case: str) -> None:
+    x, weight, grad = tensors((1024, 256), (512, 256), (1024, 512))
+    results = []
+    for device in ("cpu", "cuda"):
+        emulation = backend(case, device)
+        product = emulation.product("layer", 256, 512, bias=False)
+        with emulation.forward():
+            results.append(pass_through(product, x.to(device), weight.to(device), grad.to(device)))
+        torch.cuda.synchronize()
+    for expected, ours in zip(*results, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.cpu().float() - expected.float()).norm() / expected.float().norm() < 2**-9
+
+
+def test_a_product_is_summed_in_fp32_and_rounded_once() -> None:
+    """A scale that BF16 does not hold, and a sum that BF16 would lose."""
+    assert products_of_bf16_give_fp32()
+    emulation = backend("current", "cuda")
+    x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
+    x[:, 0] = 5.0
+    operand, _ = emulation.prepare("input", x, "features")
+    exact = operand.values.double() @ operand.values.double().t() * operand.scale.double() ** 2
+    assert torch.equal(multiply(operand, operand, torch.bfloat16), exact.bfloat16())
+    torch.testing.assert_close(multiply(operand, operand, torch.float32).double(), exact, rtol=2**-22, atol=0)
+    bias = torch.randn(64, device="cuda").bfloat16()
+    biased = multiply(operand, operand, torch.bfloat16, bias)
+    torch.testing.assert_close(biased.double(), exact + bias.double(), rtol=2**-8, atol=0)
+
+
+def test_fp32_scales_are_multiplied_without_tf32() -> None:
+    emulation = backend("block f32", "cuda")
+    (x, weight) = tensors((512, 256), (256, 256))
+    left, _ = emulation.prepare("input", x.cuda(), "features")
+    right, _ = emulation.prepare("weight", weight.cuda(), "features")
+    exact = left.values.double() @ right.values.double().t()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        ours = multiply(left, right, torch.float32)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert (ours.double() - exact).norm() / exact.norm() < 1e-6
+
+
+def test_stochastic_rounding_follows_the_devices_seed() -> None:
+    emulation = backend("nvfp4", "cuda", disable_stochastic_rounding=False, disable_rht=False)
+    product = emulation.product("layer", 256, 512, bias=False)
+    x, weight, grad = (t.cuda() for t in tensors((1024, 256), (512, 256), (1024, 512)))
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(pass_through(product, x, weight, grad))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert torch.equal(runs[0][0], runs[2][0])
+    assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_shape_is_compiled_once(case: str) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    emulation = backend(case, "cuda")
+    shapes = [(256, 256), (256, 512), (512, 256), (128, 256), (256, 384), (384, 512)]  # more than torch's limit for one function
+    products = [emulation.product(str(shape), *shape, bias=False) for shape in shapes]
+    graphs = []
+    for microbatch in range(3):
+        for product, (in_features, out_features) in zip(products, shapes, strict=True):
+            operands = (t.cuda() for t in tensors((512, in_features), (out_features, in_features), (512, out_features)))
+            with emulation.forward():
+                pass_through(product, *operands, first=microbatch != 1)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] == graphs[2] <= 6 * len(shapes)
+
+
+def test_a_norm_is_computed_in_fp32_and_rounded_once() -> None:
+    x, weight, bias = (
+        torch.randn(512, 256, device="cuda").bfloat16(),
+        torch.rand(256, device="cuda"),
+        torch.randn(256, device="cuda"),
+    )
+    for kind, own_bias in (("rms", None), ("layer", bias)):
+        leaf, exact = x.clone().requires_grad_(), x.double().requires_grad_()
+        ours = backend("current", "cuda").norm(kind, 256, 1e-6)(leaf, weight, own_bias)
+        if kind == "rms":
+            expected = F.rms_norm(exact, (256,), weight.double(), 1e-6)
+        else:
+            expected = F.layer_norm(exact, (256,), weight.double(), bias.double(), 1e-6)
+        assert ((ours.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()
+        ours.float().square().sum().backward()
+        expected.square().sum().backward()
+        assert (leaf.grad.double() - exact.grad).norm() / exact.grad.norm() < 2**-7
+
+
+def milliseconds(run: Callable[[], object], times: int = 10) -> float:
+    for _ in range(3):
+        run()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / times
+
+
+@pytest.mark.parametrize("case", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+def test_a_linear_costs_at_most_three_times_one_in_bf16_and_keeps_no_copy_of_its_input(case: str) -> None:
+    options = {"disable_stochastic_rounding": False, "disable_rht": False} if case == "nvfp4" else {}
+    emulation = backend(case, "cuda", **options)
+    product = emulation.product("layer", 2048, 6144, bias=False)
+    x, weight, grad = (torch.randn(shape, device="cuda").bfloat16() for shape in ((32768, 2048), (6144, 2048), (32768, 6144)))
+    x.requires_grad_(), weight.requires_grad_()
+
+    def emulated() -> None:
+        with emulation.forward():
+            y = product(x, weight, None, first_microbatch=True)
+        torch.autograd.grad(y, (x, weight), grad)
+
+    bf16 = milliseconds(lambda: torch.autograd.grad(F.linear(x, weight), (x, weight), grad))
+    ours = milliseconds(emulated)
+    assert ours < 3 * bf16, f"{ours:.2f} ms against {bf16:.2f} ms in BF16"
+
+    before = torch.cuda.memory_allocated()
+    with emulation.forward():
+        y = product(x, weight, None, first_microbatch=False)
+    kept = torch.cuda.memory_allocated() - before - y.numel() * y.element_size()
+    assert kept < 2**20

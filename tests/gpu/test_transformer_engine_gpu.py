@@ -1,0 +1,399 @@
+"""Transformer Engine's products on a GPU: against the emulation, through microbatches, recomputation and restored state.
+
+That its quantized operands are the emulation's bit for bit is tested with the quantizers; here it is outputs, gradients, scales
+and who owns what. Run with -s to see the errors that were measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import LowPrecisionLinear
+from pretrain.precision.product import Backend, Product
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEVICE = torch.device("cuda")
+TOKENS, IN, OUT = 512, 256, 384
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+# Both sides round the same operands' products to BF16. Tensor cores add up in another order, which decides a rounding now and
+# then; the forward of per-tensor scaling adds up in fewer bits as well.
+SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
+
+
+def needs(name: str) -> str:
+    """`name`, or the test is skipped where this machine cannot run it."""
+    if lacking := unavailable_because(RECIPES[name]):
+        pytest.skip(f"{name} needs {lacking}")
+    return name
+
+
+@pytest.fixture(params=QUANTIZED)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return needs(request.param)
+
+
+@pytest.fixture
+def delayed() -> str:
+    return needs("delayed")
+
+
+def make(kind: type[Any], name: str, **options: Any) -> Backend:
+    engaged = Engaged(name, RECIPES[name], kind.name, LowPrecisionSettings(**options).resolved(name))
+    return kind(engaged, DEVICE)
+
+
+def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Input [TOKENS, IN] and gradient of the output [TOKENS, OUT], BF16, with the outliers that activations have."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    x, gradient = (torch.randn(TOKENS, size, device=DEVICE, generator=generator) * scale for size in (IN, OUT))
+    x[:, 3] *= 30
+    return x.bfloat16(), (gradient * 1e-3).bfloat16()
+
+
+def parameters(bias: bool = True) -> list[Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(99)
+    weight = torch.randn(OUT, IN, device=DEVICE, generator=generator) * 0.05
+    values = [weight, torch.randn(OUT, device=DEVICE, generator=generator)] if bias else [weight]
+    return [value.bfloat16().requires_grad_() for value in values]
+
+
+def microbatch(
+    backend: Backend, product: Product, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, first: bool
+) -> dict[str, Tensor]:
+    """Output and gradients of one forward and backward."""
+    x = x.clone().requires_grad_()
+    inputs = [x, weight] if bias is None else [x, weight, bias]
+    with backend.forward():
+        y = product(x, weight, bias, first_microbatch=first)
+    for tensor in inputs:
+        tensor.grad = None
+    y.backward(gradient)
+    return {"y": y.detach()} | dict(zip(("dx", "dw", "db"), [tensor.grad.clone() for tensor in inputs], strict=False))
+
+
+def snapshot(backend: Backend) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.state().items()}
+
+
+def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, str]:
+    """Names of what is not bit-equal, and by how much."""
+    assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
+    return {
+        name: f"{(actual[name].double() - other.double()).abs().max():.3e} of {other.double().abs().max():.3e}"
+        for name, other in expected.items()
+        if not torch.equal(actual[name], other)
+    }
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(recipe: str, bias: bool) -> None:
+    options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
+    weight, *rest = parameters(bias)
+    measured: dict[str, list[float]] = {}
+    backends = [make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)]
+    products = [backend.product("p", IN, OUT, bias=bias) for backend in backends]
+    for step in range(2):
+        for first in (True, False, False):
+            x, gradient = operands(step * 2 + first)
+            ours, emulated = (
+                microbatch(backend, product, x, gradient, weight, rest[0] if rest else None, first)
+                for backend, product in zip(backends, products, strict=True)
+            )
+            for key, value in ours.items():
+                measured.setdefault(key, []).append(relative_error(value, emulated[key]))
+            quantization = relative_error(ours["y"], F.linear(x, weight, *rest))
+        with torch.no_grad():
+            weight.mul_(1.1)
+    worst = {key: max(values) for key, values in measured.items()}
+    print(f"\n{recipe}, bias={bias}: worst of 6 microbatches {worst}; quantization itself: {quantization:.4f} of y")
+    forward = FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION
+    limits = dict.fromkeys(worst, SPLIT_ACCUMULATION) | {"y": forward}
+    assert all(worst[key] < limits[key] for key in worst), (worst, limits, measured)
+    assert quantization > limits["y"], f"{recipe} computes as if nothing were quantized: {quantization}"
+
+
+def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(recipe: str) -> None:
+    weight, _ = parameters()
+    # Room for a weight of twice the size: delayed scaling would clip it otherwise.
+    backend = make(TransformerEngineBackend, recipe, **({"margin": 1} if recipe == "delayed" else {}))
+    product = backend.product("p", IN, OUT, bias=False)
+    x, _ = operands(1)
+
+    def output(first: bool, grad: bool = True) -> Tensor:
+        with torch.set_grad_enabled(grad), backend.forward():
+            return product(x, weight, None, first_microbatch=first).detach()
+
+    output(True)  # makes delayed scaling's first scales
+    before = output(True)
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(output(False), before)
+    evaluated = output(True, grad=False)
+    assert relative_error(evaluated, before) > 0.5
+    assert torch.equal(output(False), before), "a forward without gradients has replaced the step's quantized weight"
+    assert relative_error(output(True), 2 * before) < 0.05
+
+
+@pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}])
+def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: str, options: dict[str, Any]) -> None:
+    weight, bias = parameters()
+    states = []
+    for kind in (TransformerEngineBackend, EmulationBackend):
+        backend = make(kind, delayed, amax_history_len=3, **options)
+        products = [backend.product(name, IN, OUT, bias=True) for name in ("p", "q")]
+        seen = []
+        for number in range(5):  # more than the history is long
+            x, gradient = operands(number, scale=2.0**-number)
+            with backend.forward():
+                y = sum(product(x, weight, bias, first_microbatch=number % 2 == 0) for product in products)
+            seen.append(snapshot(backend))
+            y.backward(gradient)
+            seen.append(snapshot(backend))
+        states.append(seen)
+    for moment, (ours, emulated) in enumerate(zip(*states, strict=True)):
+        when = f"{'backward' if moment % 2 else 'forward'} of microbatch {moment // 2}"
+        assert not differing(ours, emulated), (when, differing(ours, emulated), ours, emulated)
+
+
+def test_restored_state_continues_as_if_nothing_had_happened(delayed: str) -> None:
+    weight, bias = parameters()
+    backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
+    product = backend.product("p", IN, OUT, bias=True)
+    state = backend.state()
+    assert {name: tuple(tensor.shape) for name, tensor in state.items()} == {
+        "fp8/p/forward/amax_history": (5, 3),
+        "fp8/p/forward/scale": (3,),
+        "fp8/p/backward/amax_history": (5, 2),
+        "fp8/p/backward/scale": (2,),
+    }
+    assert all(type(tensor) is Tensor and tensor.dtype == torch.float32 for tensor in state.values())
+    for number in range(3):
+        microbatch(backend, product, *operands(number), weight, bias, True)
+    saved = snapshot(backend)
+    expected = microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend)
+    assert all(state[name] is tensor for name, tensor in backend.state().items()), "state() must stay live"
+
+    other = make(TransformerEngineBackend, delayed, amax_history_len=5)
+    other_product = other.product("p", IN, OUT, bias=True)
+    for name, tensor in other.state().items():
+        tensor.copy_(saved[name])
+    actual = microbatch(other, other_product, *operands(7), weight, bias, True) | snapshot(other)
+    assert not differing(actual, expected), differing(actual, expected)
+
+
+class Layers:
+    """Two layers of two products with something between them, checkpointed or not."""
+
+    def __init__(self, name: str, compiled: bool = False) -> None:
+        self.backend = make(TransformerEngineBackend, name, **({"amax_history_len": 3} if name == "delayed" else {}))
+        self.products = [
+            (self.backend.product(f"{i}.up", IN, OUT, bias=False), self.backend.product(f"{i}.down", OUT, IN, bias=False))
+            for i in range(2)
+        ]
+        weight, _ = parameters()
+        self.weights = [(weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_()) for _ in range(2)]
+        self.between = torch.compile(self._between) if compiled else self._between
+        self.recomputations = 0
+
+    @staticmethod
+    def _between(x: Tensor) -> Tensor:
+        return F.silu(x) * 0.5
+
+    def layer(self, x: Tensor, index: int, *, factor: float, first: bool) -> Tensor:
+        (up, down), (wide, narrow) = self.products[index], self.weights[index]
+        hidden = self.between(up(x, wide, None, first_microbatch=first))
+        return x + factor * down(hidden, narrow, None, first_microbatch=first)
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        self.recomputations += 1
+        yield
+
+    def step(self, number: int, *, checkpointed: bool) -> list[Tensor]:
+        outputs = []
+        for first in (True, False):
+            x = operands(2 * number + first)[0].requires_grad_()
+            with self.backend.forward():
+                for index in range(2):
+                    if checkpointed:
+                        x = self.backend.checkpoint(
+                            self.layer, x, index, factor=1.5, first=first, context_fn=lambda: (nullcontext(), self.recomputing())
+                        )
+                    else:
+                        x = self.layer(x, index, factor=1.5, first=first)
+            (x.float().square().sum() / TOKENS).backward()
+            outputs.append(x.detach())
+        with torch.no_grad():
+            for weight in (weight for pair in self.weights for weight in pair):
+                weight -= 1e-4 * weight.grad
+                weight.grad = None
+        return [*outputs, *(weight.detach().clone() for pair in self.weights for weight in pair)]
+
+    def run(self, *, checkpointed: bool) -> dict[str, Tensor]:
+        found = [value for number in range(3) for value in self.step(number, checkpointed=checkpointed)]
+        return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.backend)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str, compiled: bool) -> None:
+    plain = Layers(recipe, compiled).run(checkpointed=False)
+    layers = Layers(recipe, compiled)
+    checkpointed = layers.run(checkpointed=True)
+    assert layers.recomputations == 3 * 2 * 2
+    if recipe == "nvfp4":  # rounds gradients at random, so only the first step's outputs can be the same
+        plain, checkpointed = ({name: found[name] for name in ("value 0", "value 1")} for found in (plain, checkpointed))
+    assert not differing(checkpointed, plain), differing(checkpointed, plain)
+
+
+def test_a_forward_without_gradients_leaves_no_trace_in_the_histories(delayed: str) -> None:
+    layers = Layers(delayed)
+    layers.step(0, checkpointed=False)
+    before = snapshot(layers.backend)
+    with torch.no_grad(), layers.backend.forward():
+        layers.layer(operands(5, scale=100.0)[0], 0, factor=1.0, first=True)
+    assert not differing(snapshot(layers.backend), before), differing(snapshot(layers.backend), before)
+
+
+def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) -> None:
+    if recipe == "nvfp4":
+        pytest.skip("rounds gradients stochastically")
+    expected = Layers(recipe).run(checkpointed=True)
+    layers = Layers(recipe)
+    fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
+    layers.step(8, checkpointed=True)
+    with layers.backend.forward():  # as a step that runs out of memory: forward done, backward never
+        layers.backend.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, factor=1.5, first=True)
+    layers.backend.reset()
+    for pair, values in zip(layers.weights, fresh, strict=True):
+        for weight, value in zip(pair, values, strict=True):
+            weight.data.copy_(value)
+    assert not differing(layers.run(checkpointed=True), expected)
+
+
+def test_several_calls_in_one_forward_make_one_entry_of_history(delayed: str) -> None:
+    weight, _ = parameters()
+    x, gradient = operands(3)
+    found = []
+    for chunks in (1, 4):
+        backend = make(TransformerEngineBackend, delayed, amax_history_len=4)
+        product = backend.product("p", IN, OUT, bias=False)
+        for _ in range(3):
+            weight.grad = None
+            with backend.forward():
+                parts = [product(part, weight, None, first_microbatch=i == 0) for i, part in enumerate(x.chunk(chunks))]
+            y = torch.cat(parts)
+            y.backward(gradient)
+        found.append((y.detach(), weight.grad.clone(), snapshot(backend)))
+    assert not differing(found[1][2], found[0][2]), differing(found[1][2], found[0][2])
+    errors = [relative_error(found[1][i], found[0][i]) for i in range(2)]
+    assert max(errors) < 6e-3, errors  # four gradients of the weight, each rounded to BF16, in place of one
+
+
+EXPECTED = {
+    "delayed": (["e4m3 tensor-scaled"] * 2, ["e5m2 tensor-scaled", "e4m3 tensor-scaled"]),
+    "current": (["e4m3 tensor-scaled"] * 2, ["e5m2 tensor-scaled", "e4m3 tensor-scaled"]),
+    "block": (["e4m3 1x128 blocks", "e4m3 128x128 blocks"], ["e4m3 1x128 blocks", "e4m3 128x128 blocks"]),
+    "mxfp8": (["mxfp8 e4m3"] * 2, ["mxfp8 e4m3"] * 2),
+    "nvfp4": (["nvfp4"] * 2, ["nvfp4"] * 2),
+}
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: bool) -> None:
+    layers = Layers(recipe)
+    with layers.backend.observed_products() as seen:
+        layers.step(0, checkpointed=checkpointed)
+    layers.step(1, checkpointed=checkpointed)  # nobody is watching any more
+    forward, dgrad = (tuple(kinds) for kinds in EXPECTED[recipe])
+    wgrad = ("e4m3 1x128 blocks", "e4m3 1x128 blocks") if recipe == "block" else dgrad
+    one = [("forward", *forward)] * (2 if checkpointed else 1) + [("dgrad", *dgrad), ("wgrad", *wgrad)]
+    assert seen == {f"{index}.{part}": one * 2 for index in range(2) for part in ("up", "down")}
+
+
+def test_hugging_face_parameters_keep_owner_names_tying_and_dtype(recipe: str) -> None:
+    first, second = nn.Linear(IN, IN, device=DEVICE), nn.Linear(IN, IN, device=DEVICE)
+    second.weight = first.weight
+    model = nn.Sequential(first, nn.SiLU(), second)
+    names, own = sorted(model.state_dict()), dict(model.named_parameters())
+    backend = make(TransformerEngineBackend, recipe)
+    context = PrecisionContext(backend, torch.bfloat16)
+    for index in ("0", "2"):
+        product = backend.product(index, IN, IN, bias=True)
+        model.set_submodule(index, LowPrecisionLinear(model.get_submodule(index), index, product, context))
+    x, _ = operands(1)
+
+    with context.forward(training=True):
+        y = model(x)
+    (y.float().square().sum() / TOKENS).backward()
+    with context.forward(training=False):
+        evaluated = model(x)
+
+    assert sorted(model.state_dict()) == names
+    assert all(parameter is own[name] for name, parameter in model.named_parameters())
+    assert model[0].weight is model[2].weight and model[0].weight.grad.dtype == torch.float32
+
+    exact = [parameter.detach().clone().requires_grad_() for parameter in (first.weight, first.bias, second.bias)]
+    plain = F.linear(F.silu(F.linear(x, exact[0].bfloat16(), exact[1].bfloat16())), exact[0].bfloat16(), exact[2].bfloat16())
+    (plain.float().square().sum() / TOKENS).backward()
+    assert torch.equal(evaluated, plain), "evaluation must be plain BF16"
+    assert not torch.equal(y, plain)
+    errors = relative_error(y, plain), relative_error(model[0].weight.grad, exact[0].grad)
+    assert max(errors) < (0.5 if recipe == "nvfp4" else 0.15), errors
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize(("name", "option"), [("block", "use_f32_scales"), ("current", "use_power_2_scales")])
+def test_the_choice_of_scales_reaches_the_quantizers(name: str, option: str, chosen: bool) -> None:
+    backend = make(TransformerEngineBackend, needs(name), **{option: chosen})
+    product = backend.product("p", IN, OUT, bias=False)
+    quantizers = [*product.linear.quantizers["scaling_fwd"][:2], product.linear.quantizers["scaling_bwd"][0]]
+    assert [quantizer.force_pow_2_scales for quantizer in quantizers] == [chosen != (name == "block")] * 3
+    assert [quantizer.amax_epsilon for quantizer in quantizers] == [0.0] * 3
+
+
+@pytest.mark.parametrize(("kind", "bias"), [("rms", False), ("layer", True), ("layer", False)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_norm_agrees_with_its_formula_in_fp32_and_its_parameters_get_their_gradients(
+    delayed: str, kind: Literal["rms", "layer"], bias: bool, checkpointed: bool
+) -> None:
+    backend = make(TransformerEngineBackend, delayed)
+    norm = backend.norm(kind, IN, 1e-6)
+    x, _ = operands(2)
+    gradient = torch.randn(TOKENS, IN, device=DEVICE)
+    leaves = [torch.randn(IN, device=DEVICE).requires_grad_() for _ in range(2 if bias else 1)]
+
+    def through_working_copies(x: Tensor) -> Tensor:
+        copies = [leaf.bfloat16() for leaf in leaves]
+        return norm(x, copies[0], copies[1] if bias else None)
+
+    ours = x.clone().requires_grad_()
+    with backend.forward():
+        y = backend.checkpoint(through_working_copies, ours) if checkpointed else through_working_copies(ours)
+    y.backward(gradient.bfloat16())
+    exact, rounded = x.float().requires_grad_(), [leaf.detach().bfloat16().float().requires_grad_() for leaf in leaves]
+    expected = F.rms_norm(exact, (IN,), *rounded, eps=1e-6) if kind == "rms" else F.layer_norm(exact, (IN,), *rounded, eps=1e-6)
+    expected.backward(gradient.bfloat16().float())
+    errors = {"y": relative_error(y, expected), "dx": relative_error(ours.grad, exact.grad)} | {
+        f"parameter {i}": relative_error(leaf.grad, other.grad)
+        for i, (leaf, other) in enumerate(zip(leaves, rounded, strict=True))
+    }
+    assert y.dtype == torch.bfloat16 and all(leaf.grad.dtype == torch.float32 for leaf in leaves)
+    assert max(errors.values()) < 5e-3, errors

@@ -1,0 +1,123 @@
+"""Rounding to a grid against ml_dtypes' and torch's casts on millions of bit patterns, and by closed forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2, Grid, round_stochastically, round_to_grid
+
+GRIDS = [E4M3, E5M2, E2M1]
+NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
+TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+by_name = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
+
+
+def values_of(grid: Grid) -> Tensor:
+    """Every finite value that the format holds, ascending, -0.0 left out; FP32, read off ml_dtypes' bytes."""
+    bits = 4 if grid.name == "E2M1" else 8
+    values = np.arange(2**bits, dtype=np.uint8).view(NUMPY[grid.name]).astype(np.float32)
+    return torch.from_numpy(np.unique(values[np.isfinite(values)] + 0.0))
+
+
+def with_neighbours(values: Tensor) -> Tensor:
+    bits = values.view(torch.int32)
+    return torch.cat([(bits + step).view(torch.float32) for step in (-1, 0, 1)])
+
+
+@pytest.fixture(scope="module")
+def many_values(all_bf16: Tensor) -> Tensor:
+    """Every 400th FP32 bit pattern, every BF16 value, every tie of every grid and both its neighbours: 10.8 million values."""
+    patterns = torch.arange(-(2**31), 2**31, 400).to(torch.int32).view(torch.float32)
+    ties = [with_neighbours((values_of(grid)[1:] + values_of(grid)[:-1]) / 2) for grid in GRIDS]
+    on_grid = [with_neighbours(values_of(grid)) for grid in GRIDS]
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 464.0, -464.0, 61440.0, 5.0, 7.0])
+    values = torch.cat([patterns, all_bf16.float(), *ties, *on_grid, special])
+    assert values.numel() >= 10_000_000
+    return values
+
+
+@by_name
+def test_the_grid_has_the_formats_values(grid: Grid, assert_same_bits: Callable):
+    values = values_of(grid)
+    assert values.max() == grid.maximum
+    assert values[values > 0].min() == 2.0 ** (grid.min_exponent - grid.mantissa_bits)
+    assert_same_bits(round_to_grid(values, grid), values)
+
+
+@by_name
+def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(grid: Grid, many_values: Tensor, assert_same_bits: Callable):
+    values = many_values[~many_values.isnan()]
+    cast = values.clamp(-grid.maximum, grid.maximum).numpy().astype(NUMPY[grid.name]).astype(np.float32)
+    assert_same_bits(round_to_grid(values, grid), torch.from_numpy(cast))
+
+
+@pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
+def test_rounding_is_torchs_cast_of_the_clamped_value(grid: Grid, many_values: Tensor, assert_same_bits: Callable):
+    cast = many_values.clamp(-grid.maximum, grid.maximum).to(TORCH[grid.name]).float()
+    assert_same_bits(round_to_grid(many_values, grid), cast)
+
+
+@by_name
+def test_infinities_and_what_rounds_past_the_maximum_become_the_maximum(grid: Grid):
+    beyond = torch.tensor([1.0001, 1.2, 100.0, torch.inf]) * grid.maximum
+    assert (round_to_grid(beyond, grid) == grid.maximum).all()
+    assert (round_to_grid(-beyond, grid) == -grid.maximum).all()
+    assert (round_stochastically(-beyond, grid, torch.rand(4)) == -grid.maximum).all()
+
+
+@by_name
+def test_nan_stays_and_zeros_keep_their_sign(grid: Grid):
+    x = torch.tensor([torch.nan, 0.0, -0.0, 1e-40, -1e-40])
+    for rounded in (round_to_grid(x, grid), round_stochastically(x, grid, torch.full((5,), 0.5))):
+        assert rounded[0].isnan()
+        assert rounded[1:].tolist() == [0, 0, 0, 0] and rounded[1:].signbit().tolist() == [False, True, False, True]
+
+
+@by_name
+def test_stochastic_rounding_goes_up_as_often_as_the_way_is_far(grid: Grid):
+    """All of 16 equally spaced chances, tried on every sixteenth of the way between all neighbours: counted, not estimated."""
+    values = values_of(grid)
+    lower, upper = values[:-1, None, None], values[1:, None, None]
+    sixteenths = torch.arange(16)[None, :, None]
+    x = (lower + (upper - lower) * sixteenths / 16).expand(-1, -1, 16)
+    uniform = (torch.arange(16) / 16).expand_as(x)
+    rounded = round_stochastically(x.contiguous(), grid, uniform)
+    assert ((rounded == lower) | (rounded == upper)).all()
+    went_up = (rounded == upper).sum(dim=2, keepdim=True)
+    assert torch.equal(went_up, sixteenths.expand_as(went_up))
+
+
+@by_name
+def test_stochastic_rounding_has_the_value_as_its_mean(grid: Grid):
+    generator = torch.Generator().manual_seed(1)
+    x = (torch.rand(100, 1, generator=generator) * 2 - 1) * grid.maximum
+    draws = 100_000
+    rounded = round_stochastically(x.expand(-1, draws).contiguous(), grid, torch.rand(100, draws, generator=generator))
+    standard_error = rounded.double().std(dim=1) / draws**0.5
+    assert ((rounded.double().mean(dim=1) - x[:, 0]).abs() <= 5 * standard_error + 1e-9).all()
+
+
+@settings(deadline=None)
+@given(st.sampled_from(GRIDS), st.floats(width=32, allow_nan=False), st.floats(0, 1, width=32, exclude_max=True))
+def test_stochastic_rounding_takes_a_neighbour_and_the_nearest_is_one_of_them(grid: Grid, x: float, uniform: float):
+    values = values_of(grid)
+    clamped = torch.tensor(x).clamp(-grid.maximum, grid.maximum)
+    neighbours = {values[values <= clamped].max().item(), values[values >= clamped].min().item()}
+    assert round_stochastically(torch.tensor(x), grid, torch.tensor(uniform)).item() in neighbours
+    assert round_to_grid(torch.tensor(x), grid).item() in neighbours
+
+
+def test_compiled_rounding_has_the_same_bits(all_bf16: Tensor, assert_same_bits: Callable, grid: Grid = E2M1):
+    x = torch.cat([all_bf16.float(), torch.randn(10_000, generator=torch.Generator().manual_seed(2))])
+    uniform = torch.rand(x.shape, generator=torch.Generator().manual_seed(3))
+    nearest, stochastic = (torch.compile(function, fullgraph=True) for function in (round_to_grid, round_stochastically))
+    assert_same_bits(nearest(x, grid), round_to_grid(x, grid))
+    assert_same_bits(stochastic(x, grid, uniform), round_stochastically(x, grid, uniform))

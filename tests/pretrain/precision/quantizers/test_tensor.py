@@ -1,0 +1,190 @@
+"""Per-tensor FP8 against the rules that TE publishes, written in NumPy, and against TE's own reference where it is at hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.precision.quantizers import tensor
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+
+FP32_MAX = np.finfo(np.float32).max
+NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
+by_grid = pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
+by_power_of_two = pytest.mark.parametrize("power_of_two", [False, True])
+AMAX = st.one_of(st.floats(0, width=32), st.sampled_from([0.0, 1e-45, 1e-37, 1.0, math.inf]))
+
+
+@pytest.fixture(scope="module")
+def every_amax() -> Tensor:
+    """Every 199th FP32 bit pattern from zero through subnormals to infinity and NaN: 10.8 million."""
+    patterns = torch.arange(0, 2**31, 199).to(torch.int32).view(torch.float32)
+    return torch.cat([patterns, torch.tensor([torch.inf, torch.nan, 448.0, 57344.0, 1.3165537e-36])])
+
+
+@by_grid
+@by_power_of_two
+def test_the_scale_is_the_rule_in_fp32_arithmetic(grid: Grid, power_of_two: bool, every_amax: Tensor, assert_same_bits: Callable):
+    amax = every_amax.numpy()
+    with np.errstate(all="ignore"):
+        scale = np.float32(grid.maximum) / amax
+    scale[np.isinf(scale)] = FP32_MAX
+    if power_of_two:
+        scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
+    scale[(amax == 0) | ~np.isfinite(amax)] = 1
+    assert_same_bits(tensor.scale_from_amax(every_amax, grid.maximum, power_of_two=power_of_two), torch.from_numpy(scale))
+
+
+def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(every_amax: Tensor, assert_same_bits: Callable):
+    scales = every_amax[every_amax > 0]
+    with np.errstate(over="ignore"):
+        reciprocals = np.float32(1) / scales.numpy()
+    assert_same_bits(tensor.decode_scale(scales), torch.from_numpy(reciprocals))
+    assert 0 < tensor.decode_scale(torch.tensor(float(FP32_MAX))) < torch.finfo(torch.float32).tiny
+
+
+@by_grid
+@by_power_of_two
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_current_scaling_is_what_numpy_and_ml_dtypes_make_of_it(
+    grid: Grid, power_of_two: bool, dtype: torch.dtype, finite_bf16: Tensor, assert_same_bits: Callable
+):
+    x = (finite_bf16 if dtype == torch.bfloat16 else finite_bf16.float() * 1.0009765625)[: 2**10].clone()
+    x[7, 7] = torch.nan  # says nothing of the others
+    scale = tensor.scale_from_amax(tensor.absolute_maximum(x), grid.maximum, power_of_two=power_of_two)
+    values = x.float().numpy()
+    plain_scale = np.float32(grid.maximum) / np.nanmax(np.abs(values))
+    if power_of_two:
+        plain_scale = np.float32(2.0 ** math.floor(math.log2(plain_scale)))
+    codes = np.clip(values * plain_scale, -grid.maximum, grid.maximum).astype(NUMPY[grid.name]).astype(np.float32)
+
+    quantized = tensor.quantize(x, scale, grid)
+
+    assert_same_bits(quantized.codes, torch.from_numpy(codes))
+    assert quantized.codes[7, 7].isnan()
+    assert quantized.tensor_scale == 1 / plain_scale and quantized.block_scale == 1
+    assert_same_bits(quantized.dequantize(), torch.from_numpy(codes * (np.float32(1) / plain_scale)))
+
+
+@by_grid
+@by_power_of_two
+def test_current_scaling_is_transformer_engines_reference(
+    grid: Grid, power_of_two: bool, finite_bf16: Tensor, te_reference: Callable, assert_same_bits: Callable
+):
+    """The reference leaves infinities and an overflowing scale of BF16 to the kernels, so neither is among these values."""
+    reference = te_reference("reference_current_scaling").CurrentScalingQuantizerRef(TORCH[grid.name], pow_2_scales=power_of_two)
+    theirs = reference.quantize(finite_bf16)
+    scale = tensor.scale_from_amax(tensor.absolute_maximum(finite_bf16), grid.maximum, power_of_two=power_of_two)
+    ours = tensor.quantize(finite_bf16, scale, grid)
+    assert_same_bits(ours.codes, theirs.data.float())
+    assert_same_bits(ours.codes.t(), theirs.data_t.float())
+    assert_same_bits(ours.tensor_scale.reshape(1), theirs.scale)
+
+
+@by_power_of_two
+def test_scales_are_those_of_transformer_engines_reference(
+    power_of_two: bool, every_amax: Tensor, te_reference: Callable, assert_same_bits: Callable
+):
+    amax = every_amax[every_amax.isfinite()]
+    scale_of = te_reference("reference_current_scaling")._scale_from_amax_tensor
+    theirs, _, _ = scale_of(torch.float32, amax, torch.float8_e4m3fn, eps=0.0, pow_2_scales=power_of_two)
+    assert_same_bits(tensor.scale_from_amax(amax, 448.0, power_of_two=power_of_two), theirs)
+
+
+@pytest.mark.parametrize(
+    ("values", "scale"),
+    [([0.0, -0.0], 1.0), ([1.0, -torch.inf], 1.0), ([1e-40, 0.0], FP32_MAX), ([torch.nan, -2.0], 224.0), ([torch.nan], 1.0)],
+)
+def test_the_scale_of_tensors_out_of_the_ordinary(values: list[float], scale: float):
+    assert tensor.scale_from_amax(tensor.absolute_maximum(torch.tensor([values])), 448.0) == scale
+
+
+def test_a_stale_scale_saturates_what_has_grown():
+    quantized = tensor.quantize(torch.tensor([[1.0, -300.0, torch.inf]]), torch.tensor([2.0]), E4M3)
+    assert quantized.codes.tolist() == [[2.0, -448.0, 448.0]]
+    assert quantized.dequantize().tolist() == [[1.0, -224.0, 224.0]]
+
+
+# Delayed scaling's history
+
+
+def one_column(history: list[float], scale: float, maximum: float, margin: int, algorithm: str) -> tuple[list[float], float]:
+    """TE's fused kernel for one scale, in scalar steps."""
+    newest = history[0]
+    if newest == 0:
+        return history, scale
+    largest = max((value for value in history if not math.isnan(value)), default=0.0) if algorithm == "max" else newest
+    if math.isfinite(largest) and largest > 0:
+        with np.errstate(over="ignore"):
+            scale = min(float(np.float32(maximum * 2.0**-margin) / np.float32(largest)), float(FP32_MAX))
+    return [0.0, *history[2:], newest][: len(history)], scale
+
+
+@st.composite
+def histories(draw: st.DrawFn, amax: st.SearchStrategy[float] = AMAX) -> Tensor:
+    length, columns = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    return torch.tensor([[draw(amax) for _ in range(columns)] for _ in range(length)])
+
+
+@settings(deadline=None)
+@given(
+    histories(AMAX | st.just(math.nan)),
+    st.sampled_from([448.0, 57344.0]),
+    st.integers(-2, 4),
+    st.sampled_from(["max", "most_recent"]),
+)
+def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(
+    history: Tensor, maximum: float, margin: int, algorithm: tensor.AmaxAlgorithm
+):
+    scale = torch.arange(1, history.shape[1] + 1).float()
+    moved, updated = tensor.update_scale(history, scale, maximum, margin, algorithm)
+    columns = zip(history.t().tolist(), scale.tolist(), strict=True)
+    expected = [one_column(column, old, maximum, margin, algorithm) for column, old in columns]
+    torch.testing.assert_close(moved.t(), torch.tensor([column for column, _ in expected]), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(updated, torch.tensor([new for _, new in expected]))
+
+
+PYTHON_UPDATE = ("_amax_and_scale_update", "_compute_amax_and_update_history", "_default_get_amax_and_update_history")
+PYTHON_UPDATE += ("_update_amax_history", "_compute_scaling_factor", "_default_sf_compute")
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_a_step_is_that_of_transformer_engines_update_in_python(algorithm: tensor.AmaxAlgorithm, te_functions: Callable):
+    """On tensors that each step quantized, and but for the scale's last bit: there it differs from the fused update itself."""
+    update = te_functions("pytorch/quantization.py", *PYTHON_UPDATE)["_amax_and_scale_update"]
+    recipe = SimpleNamespace(amax_compute_algo=algorithm, margin=1, scaling_factor_compute_algo=None)
+
+    @settings(deadline=None)
+    @given(histories(st.floats(2.0**-60, 2.0**60, width=32) | st.just(math.inf)))
+    def agree(history: Tensor) -> None:
+        ours = (history, torch.ones(history.shape[1]))
+        theirs = (history.clone(), torch.ones(history.shape[1]))
+        for amax in (3.0, 0.25, 1e20):
+            ours = tensor.update_scale(*ours, 448.0, 1, algorithm)
+            update(*theirs, 448.0, recipe)
+            assert torch.equal(ours[0], theirs[0])
+            torch.testing.assert_close(ours[1], theirs[1], rtol=2**-23, atol=0)
+            for history_after, _ in (ours, theirs):
+                history_after[0] = amax
+
+    agree()
+
+
+def test_an_outlier_holds_the_scale_down_for_as_long_as_the_history():
+    history, scale = torch.zeros(4, 1), torch.ones(1)
+    scales = []
+    for amax in (1.0, 100.0, 1.0, 1.0, 1.0, 1.0):
+        history[0] = amax
+        history, scale = tensor.update_scale(history, scale, 448.0, 0, "max")
+        scales.append(scale.item())
+    assert scales == pytest.approx([448, 4.48, 4.48, 4.48, 4.48, 448])

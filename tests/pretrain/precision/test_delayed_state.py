@@ -1,0 +1,209 @@
+"""Delayed scaling's histories and scales against a plain loop of Transformer Engine's rule, over steps and ranks."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.quantizers import tensor
+from pretrain.precision.quantizers.grid import E4M3, E5M2
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
+TOKENS, SIZE = 32, 16
+FP32_MAX = torch.finfo(torch.float32).max
+
+
+def backend(**options: Any) -> EmulationBackend:
+    settings = LowPrecisionSettings(**options).resolved("delayed")
+    return EmulationBackend(Engaged("delayed", RECIPES["delayed"], "emulation", settings), torch.device("cpu"))
+
+
+class PlainHistory:
+    """One tensor's amaxes, newest noted in `[0]`, and its scale: the rule of delayed_scaling.cu, one number at a time."""
+
+    def __init__(self, length: int, maximum: float, margin: int, algorithm: str) -> None:
+        self.amaxes, self.scale = [0.0] * length, 1.0
+        self.maximum, self.margin, self.algorithm = maximum, margin, algorithm
+
+    def note(self, values: Tensor) -> None:
+        self.amaxes[0] = max(self.amaxes[0], values.abs().max().item())
+
+    def update(self) -> None:
+        if self.amaxes[0] == 0:  # not quantized since the last update
+            return
+        amax = max(self.amaxes) if self.algorithm == "max" else self.amaxes[0]
+        if math.isfinite(amax):
+            self.scale = torch.tensor(self.maximum / 2**self.margin).div(amax).clamp(max=FP32_MAX).item()
+        self.amaxes = [0.0, *self.amaxes[2:], self.amaxes[0]] if len(self.amaxes) > 1 else [0.0]
+
+
+def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[float], float]]:
+    """Of input, weight and grad_output of the product called `name`: the history and the scale."""
+    state = emulation.state()
+    columns = [(f"fp8/{name}/forward", 0), (f"fp8/{name}/forward", 1), (f"fp8/{name}/backward", 0)]
+    return [(state[f"{key}/amax_history"][:, slot].tolist(), state[f"{key}/scale"][slot].item()) for key, slot in columns]
+
+
+@pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
+@pytest.mark.parametrize(("length", "margin", "algorithm"), [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")])
+def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length: int, margin: int, algorithm: str) -> None:
+    emulation = backend(fp8_format=fp8_format, margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    emulation.product("idle", SIZE, SIZE, bias=False)
+    gradient_grid = E5M2 if fp8_format == "HYBRID" else E4M3
+    plain_x, plain_w = (PlainHistory(length, 448.0, margin, algorithm) for _ in range(2))
+    plain_g = PlainHistory(length, gradient_grid.maximum, margin, algorithm)
+
+    torch.manual_seed(0)
+    weight = torch.randn(SIZE, SIZE).bfloat16()
+    for microbatch in range(12):  # steps of three
+        first = microbatch % 3 == 0
+        if first:
+            weight = weight * 1.5
+            kept = tensor.quantize(weight, torch.tensor(plain_w.scale), E4M3).dequantize()
+            plain_w.note(weight)
+        x = (torch.randn(TOKENS, SIZE) * 3.0 ** (microbatch % 5)).bfloat16().requires_grad_()
+        grad = (torch.randn(TOKENS, SIZE) * 0.1 ** (microbatch % 4)).bfloat16()
+        if microbatch == 7:
+            grad[0, 0] = math.inf
+        with emulation.forward():
+            y = product(x, weight, None, first_microbatch=first)
+        y.backward(grad)
+
+        quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
+        quantized_g = tensor.quantize(grad, torch.tensor(plain_g.scale), gradient_grid).dequantize()
+        torch.testing.assert_close(y.detach(), (quantized_x @ kept.t()).bfloat16(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(x.grad, (quantized_g @ kept).bfloat16(), rtol=2**-7, atol=1e-3)
+
+        plain_x.note(x.detach())
+        plain_g.note(grad)
+        for history in (plain_x, plain_w, plain_g):
+            history.update()
+        expected = [(history.amaxes, history.scale) for history in (plain_x, plain_w, plain_g)]
+        assert amax_histories(emulation, "layer") == expected
+    assert amax_histories(emulation, "idle") == [([0.0] * length, 1.0)] * 3
+
+
+def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() -> None:
+    """As the LM head is called: a chunk of tokens at a time, each chunk's backward run inside of the forward."""
+    emulation = backend(amax_history_len=3)
+    head, layer = (emulation.product(name, SIZE, SIZE, bias=False) for name in ("head", "layer"))
+    weight = torch.eye(SIZE).bfloat16()
+    x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
+    for _ in range(2):
+        with emulation.forward():
+            y = layer(x, weight, None, first_microbatch=True)
+            for number, size in enumerate((2.0, 4.0, 3.0)):
+                chunk = (size * y.detach()).requires_grad_()
+                with emulation.forward():  # nested: the outermost one counts
+                    logits = head(chunk, weight, None, first_microbatch=number == 0)
+                logits.backward(torch.full_like(logits, size / 2))
+        assert amax_histories(emulation, "head")[2][0][0] == 2.0  # noted; the model's own backward is still to come
+        y.backward(torch.ones_like(y))
+    assert amax_histories(emulation, "head")[0] == ([0.0, 4.0, 4.0], 448 / 4)
+    assert amax_histories(emulation, "head")[2] == ([0.0, 2.0, 2.0], 57344 / 2)
+    assert amax_histories(emulation, "layer")[2] == ([0.0, 1.0, 1.0], 57344.0)
+
+
+def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None:
+    emulation = backend()
+    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    seen = []
+    x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
+    x.register_hook(lambda _: seen.append(amax_histories(emulation, "layer")[2][1]))
+    with emulation.forward():
+        y = product(product(x, torch.eye(SIZE).bfloat16(), None, first_microbatch=True), x[:SIZE], None, first_microbatch=False)
+    y.sum().backward()
+    assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
+
+
+def test_a_forward_without_gradients_moves_no_scale_and_neither_does_one_that_fails() -> None:
+    emulation = backend(amax_history_len=2)
+    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    x, weight = torch.full((TOKENS, SIZE), 2.0).bfloat16(), torch.eye(SIZE).bfloat16()
+    with torch.no_grad(), emulation.forward():
+        product(x, weight, None, first_microbatch=True)
+    with pytest.raises(ZeroDivisionError), emulation.forward():
+        raise ZeroDivisionError
+    assert amax_histories(emulation, "layer")[0] == ([2.0, 0.0], 1.0)  # noted, as Transformer Engine does, but not acted upon
+
+
+def test_a_run_goes_on_exactly_from_the_state_it_left() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(SIZE, SIZE).bfloat16()
+    batches = [(torch.randn(TOKENS, SIZE) * 2.0**n).bfloat16() for n in range(6)]
+
+    def train(emulation: EmulationBackend, product: Any, batches: list[Tensor]) -> list[Tensor]:
+        figures = []
+        for batch in batches:
+            x = batch.clone().requires_grad_()
+            with emulation.forward():
+                y = product(x, weight, None, first_microbatch=True)
+            y.backward(batch / 16)
+            figures += [y.detach(), x.grad]
+        return figures + [tensor.clone() for tensor in emulation.state().values()]
+
+    unbroken, broken, resumed = (backend(amax_history_len=3) for _ in range(3))
+    whole = train(unbroken, unbroken.product("layer", SIZE, SIZE, bias=False), batches)
+    train(broken, broken.product("layer", SIZE, SIZE, bias=False), batches[:3])
+    product = resumed.product("layer", SIZE, SIZE, bias=False)
+    saved = {name: tensor.clone() for name, tensor in broken.state().items()}
+    for name, live in resumed.state().items():
+        live.copy_(saved[name])
+    rest = train(resumed, product, batches[3:])
+    assert all(torch.equal(a, b) for a, b in zip(whole[-len(rest) :], rest, strict=True))
+
+
+def test_the_state_has_transformer_engines_slots() -> None:
+    emulation = backend(amax_history_len=7)
+    for name in ("a", "b.c"):
+        emulation.product(name, SIZE, SIZE, bias=False)
+    shapes = {name: tuple(tensor.shape) for name, tensor in emulation.state().items()}
+    assert shapes == {
+        f"fp8/{name}/{direction}/{key}": shape
+        for name in ("a", "b.c")
+        for direction, slots in (("forward", 3), ("backward", 2))
+        for key, shape in (("amax_history", (7, slots)), ("scale", (slots,)))
+    }
+
+
+def test_modules_come_before_the_first_forward_and_products_inside_of_one() -> None:
+    emulation = backend()
+    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    with pytest.raises(RuntimeError, match="before the backend's first forward"):
+        product(torch.ones(TOKENS, SIZE).bfloat16(), torch.eye(SIZE).bfloat16(), None, first_microbatch=True)
+    with emulation.forward(), pytest.raises(RuntimeError, match="late: delayed scaling takes no further modules"):
+        emulation.product("late", SIZE, SIZE, bias=False)
+
+
+def _train_on_a_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    emulation = backend(amax_history_len=3)
+    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    for step in range(2):
+        x = torch.full((TOKENS, SIZE), (2.0, 3.0)[(rank + step) % 2]).bfloat16().requires_grad_()
+        with emulation.forward():
+            y = product(x, torch.eye(SIZE).bfloat16(), None, first_microbatch=step == 0)
+        y.backward(torch.full_like(y, (0.5, 4.0)[rank]))
+    torch.save(emulation.state(), folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.multi
+def test_ranks_agree_on_the_largest_amax(tmp_path: Path) -> None:
+    multiprocessing.spawn(_train_on_a_rank, (tmp_path,), nprocs=2)
+    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert states[0]["fp8/layer/forward/amax_history"][:, 0].tolist() == [0.0, 3.0, 3.0]
+    assert states[0]["fp8/layer/backward/amax_history"][:, 0].tolist() == [0.0, 4.0, 4.0]
+    assert states[0]["fp8/layer/backward/scale"][0] == 57344 / 4

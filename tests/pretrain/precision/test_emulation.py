@@ -1,0 +1,315 @@
+"""Emulated products against plain ones of separately quantized operands, in FP64; weights kept over a step; recomputed layers."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
+from pretrain.precision.quantizers.grid import E4M3, E5M2
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+TOKENS, IN, OUT = 256, 128, 384
+
+
+def backend(recipe: str, **options: Any) -> EmulationBackend:
+    settings = LowPrecisionSettings(**options).resolved(recipe)
+    return EmulationBackend(Engaged(recipe, RECIPES[recipe], "emulation", settings), torch.device("cpu"))
+
+
+def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:
+    """x, weight, bias, and the gradient of the product, of magnitudes that differ from block to block."""
+    torch.manual_seed(0)
+    x, weight, grad = (
+        torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape).float())
+        for shape in ((tokens, in_features), (out_features, in_features), (tokens, out_features))
+    )
+    return x.bfloat16(), (0.1 * weight).bfloat16(), torch.randn(out_features).bfloat16(), (0.01 * grad).bfloat16()
+
+
+def run(
+    product: EmulatedProduct, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, first_microbatch: bool = True
+) -> tuple[Tensor, ...]:
+    """The output, and the gradients of x, weight and bias."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
+    y = product(leaves[0], leaves[1], leaves[2] if bias is not None else None, first_microbatch=first_microbatch)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+
+def fp8(recipe: str, format: Any, **options: Any) -> Any:
+    """x -> its values after quantization along its last dimension, of a recipe whose operands are all treated alike."""
+    if recipe == "delayed":  # the first forward and backward have scales of one
+        return lambda x: tensor.quantize(x, torch.ones(()), format).dequantize()
+    if recipe == "current":
+        return lambda x: tensor.quantize(
+            x, tensor.scale_from_amax(x.abs().max().float(), format.maximum, **options), format
+        ).dequantize()
+    if recipe == "block":
+        return lambda x: block.quantize(x, format, **{"two_dimensional": False, "power_of_two": True, **options}).dequantize()
+    return lambda x: mxfp8.quantize(x, format, **{"rounding": "rceil", **options}).dequantize()
+
+
+def fp4(transform: bool = False, square: bool = False) -> Any:
+    return lambda x: nvfp4.quantize(hadamard.transform(x) if transform else x, two_dimensional=square).dequantize()
+
+
+# What forward, dgrad and wgrad multiply: six functions, each along the last dimension of what it is given.
+CASES = {
+    "delayed": ({}, [fp8("delayed", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
+    "delayed E4M3": ({"fp8_format": "E4M3"}, [fp8("delayed", E4M3)] * 6),
+    "current": ({}, [fp8("current", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
+    "current powers": ({"use_power_2_scales": True, "fp8_format": "E4M3"}, [fp8("current", E4M3, power_of_two=True)] * 6),
+    "block": ({}, [fp8("block", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)]),
+    "block f32": (
+        {"use_f32_scales": True},
+        [fp8("block", E4M3, two_dimensional=square, power_of_two=False) for square in (0, 1, 0, 1, 0, 0)],
+    ),
+    "mxfp8": ({}, [fp8("mxfp8", E4M3)] * 6),
+    "mxfp8 hybrid": ({"fp8_format": "HYBRID"}, [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
+    "mxfp8 squares": (
+        {"enable_2d_quantization": True, "scale_rounding": "floor"},
+        [fp8("mxfp8", E4M3, rounding="floor", two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)],
+    ),
+    "nvfp4": (
+        {"disable_stochastic_rounding": True},
+        [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(transform=True), fp4(transform=True)],
+    ),
+    "nvfp4 plain": (
+        {"disable_stochastic_rounding": True, "disable_rht": True, "disable_2d_quantization": True},
+        [fp4()] * 6,
+    ),
+}
+
+
+def close(ours: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    """Whether `ours` is left right^T + bias rounded to BF16, give or take the order in which FP32 adds."""
+    left, right = left.double(), right.double()
+    exact, magnitude = left @ right.t(), left.abs() @ right.abs().t()
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    return bool(((ours.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-21 * magnitude).all())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_output_and_gradients_are_products_of_the_dequantized_operands(case: str, with_bias: bool) -> None:
+    options, (x_out, w_out, g_in, w_in, g_w, x_w) = CASES[case]
+    emulation = backend(case.split()[0], **options)
+    product = emulation.product("layer", IN, OUT, bias=with_bias)
+    x, weight, bias, grad = operands()
+    bias = bias if with_bias else None
+    with emulation.forward():
+        y, grad_x, grad_weight, *grad_bias = run(product, x, weight, bias, grad)
+    assert y.dtype == grad_x.dtype == grad_weight.dtype == torch.bfloat16
+    assert close(y, x_out(x), w_out(weight), bias)
+    assert close(grad_x, g_in(grad), w_in(weight.t()))
+    assert close(grad_weight, g_w(grad.t()), x_w(x.t()))
+    if with_bias:  # of the gradient as it came
+        assert torch.equal(grad_bias[0], grad.float().sum(0).bfloat16())
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_values_that_the_formats_hold_multiply_exactly(recipe: str) -> None:
+    torch.manual_seed(0)
+    choices = torch.tensor([0.0, 1.0, -1.0, 2.0, 3.0, -4.0, 6.0])
+    x, weight, grad = (choices[torch.randint(7, shape)] for shape in ((TOKENS, IN), (OUT, IN), (TOKENS, OUT)))
+    if recipe == "nvfp4":  # every block has the code 6, the tensor scale is 1
+        for operand in (x, weight, grad):
+            operand[(torch.arange(len(operand))[:, None] + torch.arange(operand.shape[1])) % 16 == 0] = 6
+            operand *= 448
+    elif recipe == "current":  # a scale that is a power of two
+        for operand in (x, weight, grad):
+            operand[0, 0] = 7
+    options = {"disable_stochastic_rounding": True, "disable_rht": True} if recipe == "nvfp4" else {}
+    emulation = backend(recipe, **options)
+    x, weight, grad = x.bfloat16(), weight.bfloat16(), grad.bfloat16()
+    product = emulation.product("layer", IN, OUT, bias=False)
+    with emulation.forward():
+        y, grad_x, grad_weight = run(product, x, weight, None, grad)
+    assert torch.equal(y, (x.double() @ weight.double().t()).bfloat16())
+    assert torch.equal(grad_x, (grad.double() @ weight.double()).bfloat16())
+    assert torch.equal(grad_weight, (grad.double().t() @ x.double()).bfloat16())
+
+
+def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> None:
+    emulation = backend("nvfp4")
+    product = emulation.product("layer", IN, OUT, bias=False)
+    x, weight, _, grad = operands()
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        runs.append(run(product, x, weight, None, grad))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
+    assert torch.equal(runs[0][0], runs[2][0])
+    assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])
+    torch.manual_seed(1)
+    (along_features, along_tokens) = torch.rand(grad.shape), torch.rand_like(grad.t(), dtype=torch.float32)
+    quantized = nvfp4.quantize(grad, two_dimensional=False, uniform=along_features).dequantize()
+    assert close(runs[0][1], quantized, fp4(square=True)(weight.t()))
+    quantized = nvfp4.quantize(hadamard.transform(grad.t()), two_dimensional=False, uniform=along_tokens).dequantize()
+    assert close(runs[0][2], quantized, fp4(transform=True)(x.t()))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_weight_is_quantized_in_the_first_microbatch_and_kept(recipe: str) -> None:
+    emulation = backend(recipe)
+    product = emulation.product("layer", IN, OUT, bias=False)
+    x, weight, _, grad = operands()
+    results = []
+    for factor, first_microbatch in ((1.0, True), (0.5, False), (0.5, True)):
+        torch.manual_seed(0)
+        if emulation.delayed is not None:  # the scales must not be what differs
+            emulation.delayed.reset()
+        with emulation.forward():
+            results.append(run(product, x, factor * weight, None, grad, first_microbatch))
+    (y, grad_x, _), (y_kept, grad_x_kept, _), (y_new, grad_x_new, _) = results
+    assert torch.equal(y, y_kept) and torch.equal(grad_x, grad_x_kept)
+    assert not torch.equal(y, y_new) and not torch.equal(grad_x, grad_x_new)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_strided_operands_multiply_like_their_copies(recipe: str) -> None:
+    emulation = backend(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}))
+    product = emulation.product("layer", IN, OUT, bias=False)
+    x, weight, _, _ = operands()
+    transposed = weight.t().contiguous().t()  # GPT-2 keeps its weights [in, out]
+    one_gradient = torch.tensor(0.5).bfloat16().expand(TOKENS, OUT)
+    wide = torch.cat([x, x], dim=1)[:, :IN]
+    results = []
+    for arguments in ((x, weight, None, one_gradient.contiguous()), (wide, transposed, None, one_gradient)):
+        emulation.reset()
+        with emulation.forward():
+            results.append(run(product, *arguments))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_only_the_gradients_that_are_needed_are_computed(recipe: str) -> None:
+    emulation = backend(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}))
+    product = emulation.product("layer", IN, OUT, bias=True)
+    x, weight, bias, grad = operands()
+    with emulation.forward():
+        everything = run(product, x, weight, bias, grad)
+    for needed in ((False, True, False), (True, False, False), (False, False, True)):
+        emulation.reset()
+        leaves = [t.detach().requires_grad_(n) for t, n in zip((x, weight, bias), needed, strict=True)]
+        with emulation.forward():
+            y = product(*leaves, first_microbatch=True)
+        y.backward(grad)
+        for leaf, wanted, expected in zip(leaves, needed, everything[1:], strict=True):
+            assert torch.equal(leaf.grad, expected) if wanted else leaf.grad is None
+    with torch.no_grad(), emulation.forward():
+        assert not product(x, weight, bias, first_microbatch=True).requires_grad
+
+
+def test_linears_that_share_an_input_share_what_is_kept_of_it_for_backward() -> None:
+    emulation = backend("mxfp8")
+    products = [emulation.product(name, IN, OUT, bias=False) for name in "qkv"]
+    x, weight, _, _ = operands()
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        for product in products:
+            product(x, weight.requires_grad_(), None, first_microbatch=True)
+    assert [t.data_ptr() for t in kept] == [x.data_ptr()] * 3
+
+
+class TwoLayers(nn.Module):
+    """Two emulated linears with a non-linearity between them, as a layer that can be recomputed."""
+
+    def __init__(self, emulation: EmulationBackend) -> None:
+        super().__init__()
+        self.emulation = emulation
+        torch.manual_seed(3)
+        self.up, self.down = (nn.Parameter(torch.randn(shape).bfloat16() / 8) for shape in ((OUT, IN), (IN, OUT)))
+        self.products = [emulation.product("up", IN, OUT, bias=False), emulation.product("down", OUT, IN, bias=False)]
+        self.first_microbatch = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = self.products
+        hidden = F.silu(up(x, self.up, None, first_microbatch=self.first_microbatch))
+        return x + down(hidden, self.down, None, first_microbatch=self.first_microbatch)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(recipe: str) -> None:
+    entered = []
+
+    @contextmanager
+    def again() -> Any:
+        entered.append(torch.is_grad_enabled())
+        yield
+
+    results = []
+    for recompute in (False, True):
+        emulation = backend(recipe)
+        layer = TwoLayers(emulation)
+        x = operands()[0].requires_grad_()
+        figures = []
+        for microbatch in range(5):  # two steps of two, and one more
+            layer.first_microbatch = microbatch % 2 == 0
+            torch.manual_seed(microbatch)
+            scaled = x * 2.0**microbatch  # so that scales change from one to the next
+            with emulation.forward():
+                if recompute:
+                    contexts = lambda: (again(), again())  # noqa: E731
+                    y = emulation.checkpoint(layer, scaled, context_fn=contexts)
+                    y = emulation.checkpoint(layer, y, context_fn=contexts)
+                else:
+                    y = layer(layer(scaled))
+            y.float().square().mean().backward()
+            figures += [y.detach(), x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
+            figures += [tensor.clone() for tensor in emulation.state().values()]
+        results.append(figures)
+    assert len(entered) == 5 * 2 * 2  # the caller's own contexts, in forward and in backward
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_reset_leaves_nothing_of_what_was(recipe: str) -> None:
+    emulation = backend(recipe)
+    product = emulation.product("layer", IN, OUT, bias=False)
+    x, weight, _, grad = operands()
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(0)
+        with emulation.forward():
+            result = run(product, x, weight, None, grad)
+        return [*result, *(tensor.clone() for tensor in emulation.state().values())]
+
+    first = step()
+    step()
+    emulation.reset()
+    assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+def test_only_delayed_scaling_has_a_state() -> None:
+    for recipe in QUANTIZED:
+        emulation = backend(recipe)
+        emulation.product("layer", IN, OUT, bias=False)
+        assert bool(emulation.state()) == (recipe == "delayed")
+        assert torch.__version__ in emulation.describe() and emulation.name == "emulation"
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_a_norm_is_computed_in_fp32_and_rounded_once(kind: str) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(4, 7, IN).bfloat16(), torch.rand(IN).bfloat16(), torch.randn(IN).bfloat16()
+    norm = backend("current").norm(kind, IN, 1e-5)
+    wide = x.double()
+    if kind == "rms":
+        ours, expected = norm(x, weight, None), wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    else:
+        centred = wide - wide.mean(-1, keepdim=True)
+        expected = centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double() + bias.double()
+        ours = norm(x, weight, bias)
+    assert ours.dtype == torch.bfloat16
+    assert ((ours.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all()

@@ -1,0 +1,336 @@
+"""What is counted, against closed forms, torch's float8 casts and a plain loop over blocks; and that counting changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from pretrain.precision import statistics
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import LowPrecisionLinear
+from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.statistics import OperandStatistics, largest_held, summary
+
+CPU = torch.device("cpu")
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+ROLES = ("input", "weight", "grad_output")
+
+
+def engaged(recipe: str, **options) -> Engaged:
+    return Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
+
+
+class Watched:
+    """Two linears, 256 -> 128 -> 256, in low precision for real."""
+
+    def __init__(self, recipe: str, **options) -> None:
+        torch.manual_seed(0)
+        self.backend = EmulationBackend(engaged(recipe, **options), CPU)
+        self.context = PrecisionContext(self.backend, torch.bfloat16)
+        self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
+        self.statistics = OperandStatistics(engaged(recipe, **options), self.backend)
+        self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
+
+    def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
+        product = self.backend.product(name, inputs, outputs, bias=False)
+        return LowPrecisionLinear(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16), name, product, self.context)
+
+    def step(self, *, recompute: bool = False) -> list[Tensor]:
+        """Forward and backward; the output and the gradients of the two weights."""
+        self.layers.zero_grad()
+        with self.context.forward(training=True):
+            y = self.context.checkpoint(self.layers, self.x) if recompute else self.layers(self.x)
+        (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+        return [y.detach(), *(weight.grad.clone() for weight in self.layers.parameters())]
+
+    def records(self, **how) -> dict[tuple[str, str], dict]:
+        with self.statistics.watching(self.context):
+            self.step(**how)
+        return {(record["layer"], record["operand"]): record for record in self.statistics.records()}
+
+
+class DelayedScales:
+    """A backend's state, and nothing else of one: what statistics ask a backend for."""
+
+    def __init__(self, **scales: float) -> None:
+        forward = torch.tensor([scales.get("input", 1.0), scales.get("weight", 1.0), 1.0])
+        self.scales = {
+            "fp8/l/forward/scale": forward,
+            "fp8/l/backward/scale": torch.tensor([scales.get("grad_output", 1.0), 1.0]),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        return self.scales
+
+
+def close_to(record: dict) -> object:
+    """The figures of `record`, but for the last bits of sums that were added in another order."""
+    return pytest.approx(figures(record), rel=1e-12)
+
+
+def figures(record: dict) -> dict[str, float]:
+    return {key: value for key, value in record.items() if key not in ("layer", "operand")}
+
+
+def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options) -> dict:
+    """The record of x, shown to the statistics in so many parts."""
+    watching = OperandStatistics(engaged(recipe, **options), DelayedScales(**{role: scale}))
+    context = PrecisionContext(watching.backend, torch.bfloat16)
+    with watching.watching(context):
+        for part in x.chunk(parts):
+            for observer in context.observers:
+                observer("l", role, part, None)
+    (record,) = watching.records()
+    return record
+
+
+@contextmanager
+def slices_of(values: int) -> Iterator[None]:
+    before, statistics.SLICE_VALUES = statistics.SLICE_VALUES, values
+    try:
+        yield
+    finally:
+        statistics.SLICE_VALUES = before
+
+
+# ── What is counted ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_planted_values_are_counted_where_delayed_scaling_loses_them():
+    x = torch.ones(128, 128)
+    x[0, :10] = 2.0**-12  # below half of E4M3's smallest value, 2**-9, at any scale up to 2
+    x[1, :20] = 0.0
+    x[2, :5] = -500.0
+    assert record_of("delayed", x, scale=1.0) == {
+        "layer": "l",
+        "operand": "input",
+        "amax": 500.0,
+        "scale": 1.0,
+        "underflow": 10 / (128 * 128 - 20),
+        "saturation": 5 / (128 * 128),
+    }
+    assert record_of("delayed", x, scale=8.0)["underflow"] == 0
+    assert record_of("delayed", x, scale=2.0**-12)["underflow"] == 1 - 5 / (128 * 128 - 20)
+    assert record_of("delayed", x, scale=0.5)["saturation"] == 0
+
+
+def test_gradients_are_held_against_the_format_and_the_scale_of_gradients():
+    x = torch.full((16, 16), 1000.0)
+    x[0, 0] = 2.0**-14
+    assert record_of("delayed", x, "grad_output", scale=1.0)["saturation"] == 0
+    assert record_of("delayed", x, "grad_output", scale=1.0)["underflow"] == 0
+    assert record_of("delayed", x, "grad_output", scale=64.0)["saturation"] == 255 / 256
+    e4m3 = record_of("delayed", x, "grad_output", scale=1.0, fp8_format="E4M3")
+    assert e4m3["saturation"] == 255 / 256 and e4m3["underflow"] == 1 / 256
+
+
+def test_current_scaling_loses_no_large_value_and_all_that_are_small_beside_it():
+    x = torch.full((32, 64), 1e-6)
+    x[0, 0] = 3.0
+    record = record_of("current", x)
+    assert record["amax"] == 3.0 and record["scale"] == pytest.approx(448 / 3, rel=1e-6)
+    assert record["underflow"] == pytest.approx((32 * 64 - 1) / (32 * 64)) and record["saturation"] == 0
+    assert record_of("current", x, use_power_2_scales=True)["scale"] == 128.0
+
+
+@pytest.mark.parametrize("recipe", ["block", "mxfp8"])
+def test_block_scales_lose_small_values_only_beside_large_ones_of_their_block(recipe):
+    width = {"block": 128, "mxfp8": 32}[recipe]
+    x = torch.full((128, 256), 1e-6)
+    x[5, 0] = 3.0
+    record = record_of(recipe, x)
+    assert record["underflow"] == pytest.approx((width - 1) / x.numel()) and record["saturation"] == 0
+    assert record["scale_min"] == 128.0 and record["scale_max"] == 2.0 ** math.floor(math.log2(448 / 1e-6))
+    blocks = x.numel() // width
+    mean = (math.log2(record["scale_max"]) * (blocks - 1) + 7) / blocks
+    assert math.log2(record["scale"]) == pytest.approx(mean)
+
+
+def test_ocps_floored_scales_saturate_what_lies_beyond_the_last_half_step():
+    x = torch.ones(32, 32)
+    x[:8, 3] = 1.9  # 1.9 * 256 = 486 > 464; the scale of a block with amax in [1, 2) is 256
+    x[8:16, 3] = 1.8  # 461 still rounds to 448
+    assert record_of("mxfp8", x, scale_rounding="floor")["saturation"] == 8 / 1024
+    assert record_of("mxfp8", x)["saturation"] == 0
+
+
+def test_nvfp4_has_a_tensor_scale_and_loses_blocks_whose_own_scale_is_zero():
+    x = torch.full((16, 32), 6.0)
+    x[:, 16:] = 6.0 * 2.0**-20
+    record = record_of("nvfp4", x)
+    assert record["tensor_scale"] == pytest.approx(448.0) and record["underflow"] == 0.5 and record["saturation"] == 0
+    assert record["scale_min"] == record["scale_max"] == pytest.approx(1.0) and record["scale"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("grid", "float8"), [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_the_largest_value_held_is_the_last_before_which_nothing_but_the_maximum_is_nearer(grid, float8):
+    step = grid.maximum - torch.tensor(grid.maximum * 0.9).to(float8).float().item()
+    assert largest_held(grid) == grid.maximum + step / 2
+    assert largest_held(E2M1) == 7.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 6), scale=st.integers(-8, 8), sparse=st.floats(0, 0.9))
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("role", ["input", "grad_output"])
+def test_any_tensor_loses_what_torchs_float8_casts_lose(recipe, role, seed, spread, scale, sparse):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(48, 32, generator=generator) * (torch.randn(48, 1, generator=generator) * spread).exp()
+    x = (x * (torch.rand(48, 32, generator=generator) >= sparse)).bfloat16()
+    record = record_of(recipe, x, role, scale=2.0**scale)
+    float8, maximum = (torch.float8_e5m2, 57344) if role == "grad_output" else (torch.float8_e4m3fn, 448)
+    amax = x.abs().max().float()
+    used = 2.0**scale if recipe == "delayed" else (maximum / amax if amax else torch.tensor(1.0)).item()
+    scaled = x.float() * used
+    zeros = (scaled.clamp(-maximum, maximum).to(float8).float() == 0) & (x != 0)
+    cut = scaled.abs() > maximum * (1 + 2.0**-4 / (1.75 if maximum == 448 else 0.875))
+    assert record["amax"] == amax and record["scale"] == pytest.approx(used, rel=1e-6)
+    assert record["underflow"] == zeros.sum().item() / max((x != 0).sum().item(), 1)
+    assert record["saturation"] == cut.sum().item() / x.numel()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**31), spread=st.floats(0, 8))
+def test_any_tensor_loses_what_a_loop_over_mx_blocks_loses(seed, spread):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(4, 64)) * np.exp(spread * rng.normal(size=(4, 64)))
+    x = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    lost = 0
+    for block in x.reshape(-1, 32):
+        exponent = math.ceil(math.log2(np.abs(block).max() / 448))
+        lost += ((block * 2.0**-exponent).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) == 0).sum()
+    assert record_of("mxfp8", torch.from_numpy(x).bfloat16())["underflow"] == lost / x.size
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_an_operand_of_zeros_loses_nothing_and_has_no_block_scale(recipe):
+    record = record_of(recipe, torch.zeros(128, 128), scale=4.0)
+    assert record["amax"] == record["underflow"] == record["saturation"] == 0
+    assert record["scale"] == {"delayed": 4.0, "current": 1.0}.get(recipe)
+    assert "fp8/fwd_scale" not in summary([record])
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_not_finite_is_not_called_saturated_and_breaks_nothing(recipe, role):
+    x = torch.ones(128, 128)
+    x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
+    record = record_of(recipe, x, role)
+    assert record["saturation"] == 0 and not math.isfinite(record["amax"])
+
+
+# ── Parts of one operand ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def uneven(rows: int = 512, features: int = 256) -> Tensor:
+    """Sizes from row to row as tokens' gradients have them, the largest in the first quarter."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, features, generator=generator) * (2 * torch.randn(rows, 1, generator=generator)).exp()
+    x[3, 3] = 4 * x.abs().max()
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("recipe", ["delayed", "block", "mxfp8"])
+def test_an_operand_in_chunks_is_measured_as_if_it_were_whole(recipe, role):
+    whole, chunks = (record_of(recipe, uneven(), role, parts=parts, scale=0.25) for parts in (1, 4))
+    assert figures(chunks) == close_to(whole)
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_chunks_that_are_scaled_one_by_one_show_the_scale_of_the_largest_and_lose_no_more(recipe):
+    whole, chunks = (record_of(recipe, uneven(), parts=parts) for parts in (1, 4))
+    key = "scale" if recipe == "current" else "tensor_scale"
+    assert chunks["amax"] == whole["amax"] and chunks[key] == whole[key]
+    assert chunks["underflow"] < whole["underflow"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_slices_of_a_large_operand_share_its_scale_and_give_its_figures(recipe, role):
+    whole = record_of(recipe, uneven(), role, scale=0.25)
+    with slices_of(2**15):
+        assert figures(record_of(recipe, uneven(), role, scale=0.25)) == close_to(whole)
+
+
+# ── In a forward and a backward ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_a_watched_step_is_bit_for_bit_the_step_and_its_random_numbers_are_the_same(recipe, recompute):
+    plain, watched = Watched(recipe), Watched(recipe)
+    for _ in range(3):
+        torch.manual_seed(5)
+        expected = plain.step(recompute=recompute)
+        state = torch.get_rng_state()
+        torch.manual_seed(5)
+        with watched.statistics.watching(watched.context):
+            found = watched.step(recompute=recompute)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        assert torch.equal(state, torch.get_rng_state())
+        states = zip(plain.backend.state().values(), watched.backend.state().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in states)
+    assert not watched.context.observers
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_every_operand_of_every_product_has_a_record_and_recomputing_changes_none(recipe):
+    kept, recomputed = Watched(recipe).records(), Watched(recipe).records(recompute=True)
+    assert set(kept) == {(layer, role) for layer in ("up", "down") for role in ROLES}
+    for operand, record in kept.items():
+        assert figures(recomputed[operand]) == close_to(record)
+
+
+def test_delayed_scales_are_those_in_force_and_current_ones_those_of_the_tensor():
+    delayed, current = Watched("delayed"), Watched("current")
+    first = delayed.records()
+    assert all(record["scale"] == 1.0 for record in first.values())  # no step has been seen yet
+    delayed.x = delayed.x * 4
+    second = delayed.records()
+    tensors = current.records()
+    assert second["up", "input"]["scale"] == tensors["up", "input"]["scale"]  # of the step before, in which x was smaller
+    assert second["up", "input"]["amax"] == 4 * tensors["up", "input"]["amax"]
+    assert second["up", "input"]["saturation"] > 0 == tensors["up", "input"]["saturation"]
+    assert second["down", "grad_output"]["scale"] == pytest.approx(57344 / second["down", "grad_output"]["amax"])
+
+
+def test_each_watch_begins_afresh_and_without_one_there_is_nothing_to_say():
+    watched = Watched("mxfp8")
+    assert watched.statistics.records() == []
+    watched.records()
+    watched.x = watched.x * 2
+    assert watched.records()["up", "input"]["amax"] == watched.x.abs().max().item()
+
+
+def test_an_exception_inside_leaves_no_observer_behind():
+    watched = Watched("current")
+    with pytest.raises(RuntimeError, match="out of memory"), watched.statistics.watching(watched.context):
+        raise RuntimeError("out of memory")
+    assert not watched.context.observers
+
+
+# ── In one line ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_summary_has_geometric_means_of_the_scales_and_the_worst_shares():
+    def record(role, scale, underflow=0.0, saturation=0.0, amax=1.0):
+        return {"operand": role, "amax": amax, "scale": scale, "underflow": underflow, "saturation": saturation}
+
+    records = [record("input", 2.0, 0.25), record("weight", 32.0, saturation=0.5), record("grad_output", 1024.0, 0.125)]
+    dead = [record("input", 1.0, amax=0.0), record("weight", None, amax=0.0)]
+    expected = {"fp8/fwd_scale": 8.0, "fp8/bwd_scale": 1024.0, "fp8/underflow": 0.25, "fp8/saturation": 0.5}
+    assert summary([*records, *dead]) == pytest.approx(expected)

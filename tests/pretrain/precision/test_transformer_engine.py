@@ -1,0 +1,291 @@
+"""Transformer Engine without a GPU: which recipe object it gets, lent parameters, whose GEMM is whose, and why it is unavailable.
+
+Recipes are built by Transformer Engine's own file. What needs its kernels is in tests/gpu.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from packing.errors import InputError
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.te_observation import GemmObserver
+from pretrain.precision.te_recipes import te_recipe
+from pretrain.precision.transformer_engine import _lent, unavailable_because
+
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+CLASSES = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "block": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+# Each turns a default of Transformer Engine's recipes into its opposite.
+ADVERSE = {
+    "NVTE_BACKWARD_OVERRIDE": "dequantized",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1",
+    "NVTE_FP8_BLOCK_SCALING_FP32_SCALES": "1",
+    "NVTE_NVFP4_DISABLE_RHT": "1",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1",
+    "NVTE_NVFP4_4OVER6": "weights",
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": "none",
+    "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
+}
+FP8_QUANTIZATION = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+
+Install = Callable[..., ModuleType]
+
+
+@pytest.fixture
+def te_recipes(monkeypatch: pytest.MonkeyPatch, references: Path) -> Install:
+    """Puts Transformer Engine's recipe module where it is imported from, imported under `environ`, its text `changed`."""
+
+    def install(environ: dict[str, str] | None = None, changed: tuple[str, str] | None = None) -> ModuleType:
+        for key in ADVERSE:
+            monkeypatch.delenv(key, raising=False)
+        for key, value in (environ or {}).items():
+            monkeypatch.setenv(key, value)
+        source = references / "transformer_engine" / "common" / "recipe" / "__init__.py"
+        module = ModuleType("transformer_engine.common.recipe")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        text = source.read_text(encoding="utf-8")
+        if changed:
+            assert changed[0] in text
+            text = text.replace(*changed)
+        exec(compile(text, source, "exec"), module.__dict__)
+        return module
+
+    return install
+
+
+def resolved(name: str, **options: Any) -> LowPrecisionSettings:
+    return LowPrecisionSettings(**options).resolved(name)
+
+
+@pytest.mark.parametrize("environ", [{}, ADVERSE], ids=["no variables set", "variables set"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_without_options_a_recipe_is_transformer_engines_default_whatever_the_environment_says(
+    te_recipes: Install, name: str, environ: dict[str, str]
+) -> None:
+    default = getattr(te_recipes(), CLASSES[name])()
+    ours = (te_recipes(environ), te_recipe(name, resolved(name)))[1]
+    assert type(ours).__name__ == CLASSES[name]
+    assert repr(ours) == repr(default)
+    assert {key: repr(value) for key, value in vars(ours).items() if key not in ("_cached_repr", *FP8_QUANTIZATION)} == {
+        key: repr(value) for key, value in vars(default).items() if key != "_cached_repr"
+    }
+
+
+@pytest.mark.parametrize("environ", [{}, ADVERSE], ids=["no variables set", "variables set"])
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        (
+            "delayed",
+            {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
+            {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
+        ),
+        ("delayed", {}, {"reduce_amax": True, "scaling_factor_compute_algo": None, "backward_override": None}),
+        ("current", {"fp8_format": "E4M3"}, {"fp8_format.name": "E4M3"}),
+        (
+            "current",
+            {"use_power_2_scales": True},
+            {"use_power_2_scales": True} | {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION},
+        ),
+        ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
+        ("block", {"use_f32_scales": True}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
+        ("block", {}, {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False}),
+        ("block", {}, {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}),
+        (
+            "mxfp8",
+            {"fp8_format": "HYBRID", "enable_2d_quantization": True},
+            {"fp8_format.name": "HYBRID", "enable_2d_quantization": True},
+        ),
+        (
+            "nvfp4",
+            {"disable_rht": True},
+            {
+                "fp4_quant_fwd_inp.random_hadamard_transform": False,
+                "fp4_quant_bwd_grad.random_hadamard_transform": False,
+                "fp4_quant_bwd_grad.stochastic_rounding": True,
+                "fp4_quant_fwd_weight.fp4_2d_quantization": True,
+            },
+        ),
+        (
+            "nvfp4",
+            {"disable_stochastic_rounding": True, "disable_2d_quantization": True},
+            {
+                "fp4_quant_bwd_grad.stochastic_rounding": False,
+                "fp4_quant_bwd_grad.random_hadamard_transform": True,
+                "fp4_quant_fwd_inp.stochastic_rounding": False,
+                "fp4_quant_fwd_weight.fp4_2d_quantization": False,
+                "nvfp4_4over6": "none",
+                "row_scaled_activation": False,
+            },
+        ),
+    ],
+)
+def test_an_option_reaches_what_the_quantizers_read(
+    te_recipes: Install, environ: dict[str, str], name: str, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    te_recipes(environ)
+    recipe = te_recipe(name, resolved(name, **options))
+    for path, value in expected.items():
+        found: Any = recipe
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert found == value, path
+
+
+def test_every_option_of_the_registry_changes_the_recipe_object(te_recipes: Install) -> None:
+    te_recipes()
+    other = {
+        "fp8_format": {"HYBRID": "E4M3", "E4M3": "HYBRID"},
+        "margin": {0: 1},
+        "amax_history_len": {1024: 16},
+        "amax_compute_algo": {"max": "most_recent"},
+    }
+    for name in QUANTIZED:
+        for key, option in RECIPES[name].options.items():
+            if key == "scale_rounding" or (option.allowed and len(option.allowed) == 1):
+                continue  # emulation's alone; no other value to choose
+            value = other[key][option.default] if key in other else not option.default
+            assert te_recipe(name, resolved(name, **{key: value})) != te_recipe(name, resolved(name)), (name, key)
+
+
+def test_a_rounding_that_the_hardware_lacks_is_refused(te_recipes: Install) -> None:
+    te_recipes()
+    with pytest.raises(InputError, match=r"scale_rounding: floor exists in emulation only.*fp8_config.backend: emulation"):
+        te_recipe("mxfp8", resolved("mxfp8", scale_rounding="floor"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "named"),
+    [
+        ("block", ("use_f32_scales", "use_fp32_scales"), "use_f32_scales, use_fp32_scales"),  # renamed: dropped without a word
+        ("current", ("    fp8_dpa: bool", "    rounds_to_zero: bool = True\n    fp8_dpa: bool"), "rounds_to_zero"),  # new
+        ("nvfp4", ("row_scaled_activation", "row_scaled_input"), "row_scaled_activation, row_scaled_input"),
+    ],
+)
+def test_a_transformer_engine_with_other_recipe_fields_is_refused_by_their_names(
+    te_recipes: Install, name: str, changed: tuple[str, str], named: str
+) -> None:
+    te_recipes(changed=changed)
+    with pytest.raises(InputError, match=rf"differs in {named}\)"):
+        te_recipe(name, resolved(name))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_without_a_gpu_the_reason_is_the_gpu_and_the_library_is_not_touched(name: str) -> None:
+    loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
+    assert unavailable_because(RECIPES[name]) == "a CUDA device"
+    assert {module for module in sys.modules if module.startswith("transformer_engine")} == loaded
+
+
+def test_the_backend_imports_where_transformer_engine_cannot_be_imported() -> None:
+    program = "import sys; sys.modules['transformer_engine'] = None; import pretrain.precision.transformer_engine"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3], timeout=120)
+
+
+def test_a_lent_parameter_gets_the_gradient_and_the_module_its_own_back() -> None:
+    linear = nn.Linear(4, 3, device="meta")
+    own = dict(linear.named_parameters())
+    weight, bias = torch.randn(3, 4, requires_grad=True), torch.randn(3, requires_grad=True)
+    x = torch.randn(2, 4)
+    with _lent(linear, weight * 2, bias):
+        y = linear(x)
+    y.sum().backward()
+    assert torch.allclose(y, x @ weight.T * 2 + bias)
+    assert torch.allclose(weight.grad, 2 * x.sum(0).expand(3, 4)) and bias.grad.tolist() == [2, 2, 2]
+    with pytest.raises(ZeroDivisionError), _lent(linear, weight, None):
+        raise ZeroDivisionError
+    assert all(parameter is own[name] for name, parameter in linear.named_parameters())
+
+
+class StandInLinear(torch.autograd.Function):
+    """te.Linear's three GEMMs, called as te.Linear calls them: in cuBLAS's order of operands and by way of its module."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return sys.modules[MODULE].general_gemm(weight.double(), x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        multiply = sys.modules[MODULE].general_gemm
+        return (
+            multiply(weight.double(), gradient, layout="NN", grad=True),
+            multiply(x, gradient.half(), layout="NT", grad=True),
+        )
+
+
+MODULE = "transformer_engine.pytorch.module.linear"
+
+
+def general_gemm(left: Tensor, right: Tensor, layout: str = "TN", grad: bool = False) -> Tensor:
+    left, right = left.float(), right.float()
+    return {"TN": lambda: right @ left.T, "NN": lambda: right @ left, "NT": lambda: right.T @ left}[layout]()
+
+
+@pytest.fixture
+def observer(monkeypatch: pytest.MonkeyPatch) -> GemmObserver:
+    module = ModuleType(MODULE)
+    module.general_gemm = general_gemm
+    monkeypatch.setitem(sys.modules, MODULE, module)
+    storages = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage")
+    return GemmObserver(SimpleNamespace(**{name: type(name, (), {}) for name in storages}))
+
+
+def multiply(observer: GemmObserver, name: str, x: Tensor, weight: Tensor) -> Tensor:
+    with observer.forward_of(name):
+        y = StandInLinear.apply(x, weight)
+    observer.watch_backward(name, y)
+    return y
+
+
+FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", "float64"), ("wgrad", "float16", "float32")
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_every_gemm_is_attributed_to_its_product_and_its_operands_named_in_the_order_of_the_formula(
+    observer: GemmObserver, recomputed: bool
+) -> None:
+    x = torch.randn(5, 4, requires_grad=True)
+    weights = {name: torch.randn(4, 4, requires_grad=True) for name in ("first", "second", "third")}
+
+    def block(x: Tensor, *names: str) -> Tensor:
+        for name in names:
+            x = multiply(observer, name, x, weights[name]).relu()
+        return x
+
+    run = partial(checkpoint, use_reentrant=False, early_stop=False) if recomputed else (lambda function, *args: function(*args))
+    with observer.installed():
+        y = run(block, x, "first", "second") + run(block, x, "third")
+        StandInLinear.apply(x, weights["first"])  # nobody's
+        y.sum().backward()
+    assert observer.seen == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
+    assert sys.modules[MODULE].general_gemm is general_gemm
+
+    exact = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
+    plain = x.detach()
+    expected = ((plain @ exact["first"].T).relu() @ exact["second"].T).relu() + (plain @ exact["third"].T).relu()
+    expected.sum().backward()
+    for name, weight in weights.items():
+        assert torch.allclose(weight.grad, exact[name].grad, atol=1e-2)  # observing has changed no gradient

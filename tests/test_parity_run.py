@@ -1,0 +1,115 @@
+"""`parity: true` end to end: the launcher holds its step 0 against plain transformers, writes it down, and trains or stops."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train_accelerate
+
+# Plain under eager attention; under any other, one layer's output is half as large again. So would a wrong kernel be.
+BROKEN_UNLESS_PLAIN = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+class OwnConfig(Qwen3Config):
+    model_type = "own"
+
+class OwnForCausalLM(Qwen3ForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        if config._attn_implementation != "eager":
+            self.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+"""
+
+
+@pytest.fixture
+def short_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
+    return small_recipe | {"train": {"steps": 2}, "schedule": {}, "evaluate": {}, "checkpoint": {"at_end": False}}
+
+
+@pytest.fixture
+def launch(
+    short_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[str, Path]]:
+    """The launcher inside this process, which spares it the imports; what it printed, and the run folder, `name`."""
+
+    def run(name: str, *arguments: str, status: int = 0) -> tuple[str, Path]:
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(short_recipe | {"run_dir": str(tmp_path / name)}))
+        monkeypatch.setattr(sys, "argv", ["train_accelerate.py", str(path), *arguments])
+        found = train_accelerate.main()
+        printed = "".join(capfd.readouterr())
+        assert found == status, printed
+        return printed, tmp_path / name
+
+    return run
+
+
+def parity_of(run_dir: Path) -> dict[str, Any]:
+    return json.loads((run_dir / "audit.json").read_text())["parity"]
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines() if '"loss"' in line]
+
+
+def test_a_run_that_agrees_writes_it_down_and_trains_as_it_would_have_unchecked(launch: Callable) -> None:
+    (said_nothing, unchecked), (said, checked) = launch("unchecked"), launch("checked", "parity=true")
+    assert "parity with plain FP32" in said and "parity with plain FP32" not in said_nothing
+    found = parity_of(checked)
+    assert found["failures"] == []
+    assert abs(found["loss"] - found["plain_loss"]) < 1e-5 and found["least_cosine"] > 1 - 1e-6
+    assert len(losses_of(checked)) == 2 and losses_of(checked) == losses_of(unchecked)
+
+
+def test_an_emulated_precision_is_held_to_its_own_tolerance_and_keeps_its_scales(launch: Callable) -> None:
+    emulated = ["precision=delayed", "fp8_config.on_unsupported=emulate"]
+    (_, unchecked), (_, checked) = launch("unchecked", *emulated), launch("checked", *emulated, "parity=true")
+    found = parity_of(checked)
+    assert found["failures"] == []
+    assert found["least_cosine"] < 0.9999, "products of quantized operands do not agree as FP32 ones do"
+    assert losses_of(checked) == losses_of(unchecked), "the check leaves no trace in scales and history"
+
+
+def test_a_run_that_would_train_something_else_stops_before_its_first_step(
+    launch: Callable, short_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "with_code"
+    shape = dict(short_recipe["model"]["config"])
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.pop("model_type"), **shape)).save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(BROKEN_UNLESS_PLAIN)
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    short_recipe["model"] = {"source": str(folder), "trust_remote_code": True}
+
+    said, run_dir = launch("broken", "parity=true", status=3)
+    assert "halted: step 0: parity" in said
+    assert "model.layers.1.mlp." in said, "the table names what lies in the broken layer"
+    assert parity_of(run_dir)["failures"], "and the audit keeps it"
+    metrics = run_dir / "metrics.jsonl"
+    assert not metrics.exists() or metrics.read_text() == ""
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
+def test_gradients_summed_over_two_processes_are_those_of_all_their_documents(
+    topology: str, train: Callable, short_recipe: dict[str, Any]
+) -> None:
+    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
+    finished = train("parity=true", recipe=short_recipe, launch=launch, ACCELERATE_USE_CPU="true")
+    assert finished.status == 0, finished.output
+    assert finished.output.count("parity with plain FP32") == 1
+    found = parity_of(finished.run_dir)
+    assert found["failures"] == [] and found["least_cosine"] > 1 - 1e-6
+    assert found["gradient_norm"] == pytest.approx(found["plain_gradient_norm"], rel=1e-5)
