@@ -27,6 +27,9 @@ from pretrain.precision.convert import Decision, convert, decide, low_precision_
 from pretrain.precision.engage import Engaged
 from pretrain.preflight import Job
 
+# A layer's products stand at most two deep behind its residual stream (gate and up behind down); then one with all scales right.
+REHEARSALS = 3
+
 
 @dataclass(frozen=True)
 class Assembly:
@@ -142,7 +145,8 @@ def rehearse(
     """Run the first pack through the model under observation, and return what ran in which precision.
 
     The loss is scaled as in training, so delayed scaling begins with the history of one real pack. From a scale of one, which is
-    what it has before it has seen anything, the gradients of the first microbatch would all round to zero.
+    what it has before it has seen anything, gradients round to zero: those of a layer's last products in a first backward, those
+    behind them, which then get nothing else, in a second. After REHEARSALS all have been seen as they are.
     """
     audit.check_trained(packed.hf, adamw)
     inputs = model.inputs_of(job.data.first_batch(job.model_config.vocab_size), accelerator.device)
@@ -151,6 +155,10 @@ def rehearse(
     low_precision = packed.precision is not None
     run = prepared if low_precision else packed  # gradients are looked at in low precision only: all ranks take part
     entries = audit.observe(packed.hf, lambda: run(**inputs) * scale, job.engaged, decisions, packed.precision)
+    if packed.precision and packed.precision.backend.state():
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(REHEARSALS - 1):
+                (run(**inputs) * scale).backward()
     if isinstance(prepared, DistributedDataParallel):
         with packed.precision.preserving_state() if packed.precision else nullcontext():
             lay_gradients_into_buckets(prepared, adamw, inputs)

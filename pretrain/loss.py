@@ -255,7 +255,8 @@ def _low_precision_logits(
 ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor | None]]]:
     """Logits whose backward is the low-precision product's own, and the function from their gradient to the operands'.
 
-    The product keeps its quantized operands and nothing of the logits, so these may be overwritten.
+    The product keeps its quantized operands and nothing of the logits, so these may be overwritten: as `data`, whose versions
+    autograd does not count. Transformer Engine returns a view, and a view that has been written to cannot be differentiated.
     """
     leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
     with torch.enable_grad():
@@ -266,7 +267,7 @@ def _low_precision_logits(
         found = torch.autograd.grad(logits, needed, gradient)
         return found[0], found[1], found[2] if bias is not None else None
 
-    return logits.detach(), differentiate
+    return logits.data, differentiate
 
 
 def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:

@@ -67,6 +67,16 @@ def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     assert history.shape == (1024, 3) and history[-1, 0] > 0 and history[-1, 1] > 0
 
 
+def test_delayed_scaling_knows_all_gradients_before_the_first_step(train: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    """With a step of so many tokens, each gradient is so small that all would be zero at the scale that history begins with."""
+    recipe = low_precision_recipe | {"batch": {"tokens": 96 * 128, "microbatch": 8}, "parity": True, "train": {"steps": 1}}
+    run = train("precision=delayed", "schedule.warmup=0", recipe=recipe)
+    assert run.status == 0, run.output
+    parity = json_of(run.run_dir / "audit.json")["parity"]
+    assert not parity["failures"] and parity["least_cosine"] > 0.9
+    assert abs(parity["gradient_norm"] / parity["plain_gradient_norm"] - 1) < 0.05
+
+
 def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(train: Callable, low_precision_recipe: dict[str, Any]) -> None:
     recipe = low_precision_recipe | {"precision": "delayed"}
     assert train("train.steps=4", "schedule.warmup=0", recipe=recipe).status == 0
