@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from packing.batch import Microbatch
 from pretrain import model, optimizer
 from pretrain.distributed import prepare, sharded_like
 from pretrain.exact_adamw import ExactAdamW
@@ -27,8 +28,9 @@ from pretrain.precision.convert import Decision, convert, decide, low_precision_
 from pretrain.precision.engage import Engaged
 from pretrain.preflight import Job
 
-# A layer's products stand at most two deep behind its residual stream (gate and up behind down); then one with all scales right.
-REHEARSALS = 3
+# Packs that delayed scaling sees before the first step. The first two teach it a layer's gradients, and the largest values of all
+# are those of a microbatch: with one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
+REHEARSALS = 8
 
 
 @dataclass(frozen=True)
@@ -142,31 +144,34 @@ def rehearse(
     adamw: ExactAdamW,
     decisions: Mapping[str, Decision],
 ) -> list[audit.Entry]:
-    """Run the first pack through the model under observation, and return what ran in which precision.
+    """Run a pack through the model under observation, and return what ran in which precision.
 
-    The loss is scaled as in training, so delayed scaling begins with the history of one real pack. From a scale of one, which is
-    what it has before it has seen anything, gradients round to zero: those of a layer's last products in a first backward, those
-    behind them, which then get nothing else, in a second. After REHEARSALS all have been seen as they are.
+    The loss is scaled as in training, so delayed scaling begins with a history of real packs. From a scale of one, which it has
+    before it has seen anything, gradients round to zero: those of a layer's last products in a first backward, those behind them,
+    which then get nothing else, in a second.
     """
     audit.check_trained(packed.hf, adamw)
-    inputs = model.inputs_of(job.data.first_batch(job.model_config.vocab_size), accelerator.device)
     scale = accelerator.num_processes / job.plan.tokens_per_step
     prepared.train()
-    low_precision = packed.precision is not None
-    run = prepared if low_precision else packed  # gradients are looked at in low precision only: all ranks take part
-    entries = audit.observe(packed.hf, lambda: run(**inputs) * scale, job.engaged, decisions, packed.precision)
+    run = prepared if packed.precision else packed  # gradients are looked at in low precision only: then all ranks take part
+
+    def loss_of(pack: int) -> Tensor:
+        batch = job.data.one_pack(pack, job.model_config.vocab_size)
+        return run(**model.inputs_of(batch, accelerator.device)) * scale
+
+    entries = audit.observe(packed.hf, lambda: loss_of(0), job.engaged, decisions, packed.precision)
     if packed.precision and packed.precision.backend.state():
         with torch.compiler.set_stance("force_eager"):
-            for _ in range(REHEARSALS - 1):
-                (run(**inputs) * scale).backward()
+            for pack in range(1, REHEARSALS):
+                loss_of(pack).backward()
     if isinstance(prepared, DistributedDataParallel):
         with packed.precision.preserving_state() if packed.precision else nullcontext():
-            lay_gradients_into_buckets(prepared, adamw, inputs)
+            lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
     optimizer.clear_gradients(adamw, prepared)
     return entries
 
 
-def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, inputs: dict[str, Any]) -> None:
+def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
     """Let every gradient be a view into the communication buckets before the first step, and these be the final ones.
 
     DistributedDataParallel lays its buckets out anew after the first backward that it has seen, and a gradient becomes a view at
@@ -175,7 +180,7 @@ def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.
     """
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):
-            ddp(**inputs).backward()
+            ddp(**model.inputs_of(batch, ddp.device)).backward()
     optimizer.clear_gradients(adamw, ddp)
 
 

@@ -46,11 +46,10 @@ class Data:
         squares = [sum_of_squares(self.train.lengths(index)) for index in sampled]
         return float(np.mean(squares)) / self.train.length
 
-    def first_batch(self, vocab_size: int) -> Microbatch:
-        """A microbatch of the first pack, real text, to observe the model on; InputError for a token that the model does not
-        have.
-        """
-        return build_microbatch([read_pack(self.train, 0, vocab_size)], mask_boundaries=True)
+    def one_pack(self, index: int, vocab_size: int) -> Microbatch:
+        """A microbatch of one training pack, counted round: real text, to observe the model on. InputError for a token that the
+        model does not have."""
+        return build_microbatch([read_pack(self.train, index % len(self.train), vocab_size)], mask_boundaries=True)
 
     def trial_batch(self, packs: int) -> Microbatch:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.

@@ -88,9 +88,11 @@ class PrecisionRecipe:
 
 
 _FP8 = Hardware((8, 9), "L40S, H100, H200, B200")
-# Measured at the start of 28 layers from scratch, where rounding adds up most: at worst, FP8 is 0.021 nats off, 4.1 % of the norm
-# and at a cosine of 0.87; NVFP4 0.028, 13 % and 0.13 (benchmarks/results/h200_parity_*.json). What is broken is far beyond.
+# Measured at the start of 28 layers from scratch, where rounding adds up most (benchmarks/results/h200_parity_*.json): FP8 is at
+# worst 0.022 nats off, 4 % of the norm and at a cosine of 0.86; NVFP4 0.028, 13 % and 0.13. What is broken is far beyond.
 _FP8_TOLERANCE = Tolerance(loss=0.05, gradient_norm=0.1, cosine=0.75)
+# Scales from the past cut what is larger now: 18 % of the norm at the start, with the history of one pack.
+_DELAYED_TOLERANCE = Tolerance(loss=0.05, gradient_norm=0.3, cosine=0.75)
 _HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
 
 # Defaults are Transformer Engine's own, so that a recipe's name means the same here as there.
@@ -116,7 +118,7 @@ RECIPES = {
             "bfloat16",
             "fp8",
             "FP8 products; a scale a tensor, from the largest values of past steps",
-            _FP8_TOLERANCE,
+            _DELAYED_TOLERANCE,
             multiple_of=16,
             options={
                 "fp8_format": Option("HYBRID", _HYBRID_OR_E4M3),
