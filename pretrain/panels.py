@@ -33,6 +33,7 @@ from pretrain.variants import Variants
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
 
 STYLES = ("-", "--", ":", "-.")
 LABEL_GAP = 0.042  # of a panel's height, between two labels at its right edge
@@ -76,7 +77,7 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     panels[1, 0].set_ylabel(f"loss minus that of\n{runs[0].name}")
     panels[2, 0].set_ylabel("frozen\nupdates")
     above.align_ylabels(panels[:, 0])
-    _draw_bars(below.subplots(1, 2, sharey=True), lines)
+    _draw_bars(below, lines)
     save(figure, path)
 
 
@@ -191,10 +192,13 @@ def _draw_frozen(panel: Axes, column: Sequence[Line]) -> None:
     panel.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
 
 
-def _draw_bars(panels: Sequence[Axes], lines: Sequence[Line]) -> None:
+def _draw_bars(figure: SubFigure, lines: Sequence[Line]) -> None:
     """Speed and memory. A speed that is not the hardware's is hollow and says so; one that was shared is not shown."""
     places = np.arange(len(lines))[::-1]
-    for panel, key in zip(panels, ("tokens_per_second", "memory_gib"), strict=True):
+    any_speed = not all(line.run.side_by_side for line in lines)
+    keys = ["tokens_per_second", "memory_gib"] if any_speed else ["memory_gib"]
+    panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    for panel, key in zip(panels, keys, strict=True):
         figures = [line.run.summary.get(key, np.nan) for line in lines]
         speeds = key == "tokens_per_second"
         for place, line, figure in zip(places, lines, figures, strict=True):

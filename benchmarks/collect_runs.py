@@ -1,0 +1,65 @@
+"""What a comparison is remembered by: of each run its settings that differ, its losses by step, its summary; once, the machine.
+
+    python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/h200_comparison.json
+
+Run folders hold far more and are not kept. Tables and pictures come from `pretrain.report`, and can be checked against this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import flatten
+from pretrain.metrics.summary import is_evaluation
+from pretrain.run_files import read_metrics, read_run
+
+# Where a run is kept, what it is called: different in each, and no part of what is compared.
+_NAMES = ("run_dir", "name")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    settings = {path: flatten(read_run(path).config) for path in arguments.runs}
+    shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
+        "environment": json.loads((arguments.runs[0] / "environment.json").read_text()),
+        "settings": shared,
+        "runs": {
+            path.name: figures(path, {key: v for key, v in settings[path].items() if key not in shared})
+            for path in arguments.runs
+        },
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"{len(settings)} runs in {arguments.out}")
+
+
+def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
+    return len({json.dumps(each.get(key)) for each in settings.values()}) == 1
+
+
+def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """`settings`: those in which it differs from other runs."""
+    audit = json.loads((path / "audit.json").read_text())
+    steps = [record for record in read_metrics(path) if not is_evaluation(record)]
+    return {
+        "settings": {key: value for key, value in settings.items() if key not in _NAMES},
+        "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")},
+        "summary": json.loads((path / "summary.json").read_text()),
+        "losses": [record["loss"] for record in steps],
+        "gradient_norms": [record["gradient_norm"] for record in steps],
+        "frozen_updates": [record["frozen_updates"] for record in steps],
+    }
+
+
+if __name__ == "__main__":
+    main()
