@@ -18,7 +18,6 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -34,6 +33,7 @@ from pretrain import config, model, optimizer, schedule
 from pretrain.assembly import Assembly, assemble
 from pretrain.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.closing import last_screen
+from pretrain.command_line import parse_arguments, say_once
 from pretrain.curves import plot_losses
 from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
 from pretrain.evaluate import held_out_loss, sample
@@ -79,7 +79,7 @@ class Run:
 
 
 def main() -> int:
-    arguments = parse_arguments()
+    arguments = parse_arguments(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         return launch(arguments)
@@ -173,13 +173,7 @@ def check_against_plain(run: Run) -> Parity:
     """Step 0 beside plain FP32 transformers on the same text; the comparison goes into audit.json, whatever it says."""
     parts, tolerance = run.assembly, run.job.precision.tolerance
     parity = check_parity(
-        parts.model,
-        parts.hf,
-        parts.optimizer,
-        batches_of(run).step(0),
-        tolerance,
-        run.accelerator,
-        parts.preserving_precision(),
+        parts.model, parts.hf, parts.optimizer, batches_of(run).step(0), tolerance, run.accelerator, parts.preserving_precision()
     )
     parts.audit["parity"] = parity.record()
     return parity
@@ -220,6 +214,8 @@ def train(run: Run) -> int | None:
             with run.recorder.step():
                 figures = train_step(run, next(steps))
             log(run, figures, data_wait_ms=steps.data_wait_ms)
+            if state.step == run.resumed_step + 1 and accelerator.is_main_process:
+                run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
 
             # ── Between steps ─────────────────────────────────────────────────────────────────────────────────────────────────
             if due(state.step, recipe.evaluate.every) and not state.finished:
@@ -257,7 +253,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
 
     # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
-    with run.assembly.confirming_audit() if state.step == run.resumed_step else nullcontext():
+    with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = optimizer.gradient_norm(run.assembly.model.parameters())
     loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
@@ -270,6 +266,8 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         run.console.warning(warning)
     if verdict.proceed:
         adamw.step(clip_coefficient=optimizer.clip_coefficient(norm, settings.clip))
+    else:
+        run.assembly.forget_overflow()
     frozen_updates = frozen_share(adamw, run.accelerator) if verdict.proceed else 0.0
     optimizer.clear_gradients(adamw, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
@@ -357,39 +355,6 @@ def was_evaluated(run: Run) -> bool:
 
 def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def say_once(text: str) -> None:
-    """One message, not one from each process.
-
-    The first process of a machine speaks at once. The others hold back: if the first has the same to say, the launcher ends them
-    meanwhile, and if it has not, what only they have met must not stay unsaid.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3)
-        text = f"rank {os.environ.get('RANK')}: {text}"
-    print(text, file=sys.stderr)
-
-
-def positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
-    )
-    parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
-    parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
-    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    return parser.parse_intermixed_args()  # so that key=value may follow an option
 
 
 if __name__ == "__main__":

@@ -68,6 +68,11 @@ class Assembly:
         """Around forwards that are not training's: they leave no trace in history and scales."""
         return self.precision.preserving_state() if self.precision else nullcontext()
 
+    def forget_overflow(self) -> None:
+        """After a step that was skipped: what overflowed in it holds back no later scale."""
+        if self.precision:
+            self.precision.forget_overflow()
+
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
         fastest = peak(device_name, self.engaged.recipe.peak)
@@ -81,9 +86,9 @@ class Assembly:
             return None
         return PrecisionWatch(self.precision, self.engaged, every, folder, resumed_step=step, main_process=main_process)
 
-    def confirming_audit(self) -> AbstractContextManager[None]:
-        """Around the first step: InputError where its low-precision products are not those of the audit."""
-        return audit.confirming(self.precision, self.engaged, self.audit["products"]) if self.precision else nullcontext()
+    def confirming_audit(self, step: int) -> AbstractContextManager[None]:
+        """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
+        return audit.confirming(self.precision, self.engaged, self.audit, step) if self.precision else nullcontext()
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:

@@ -8,8 +8,10 @@ Activations are counted from what a compiled decoder layer keeps for backward, i
 
 For Qwen3-1.7B that is 71,680 bytes a token and layer. On one H200 (8 packs of 4,096 tokens, chunked loss, no checkpointing) the
 estimate is within 1 % of the measured peaks: 77.0 GiB with BF16 weights, 86.6 with exact ones, 93.0 with FP32 weights
-(benchmarks/results/h200_bf16.json). Layers that are not compiled keep FP32 intermediates of their norms as well and take more; so
-does masked `sdpa` attention. `batch.microbatch: auto` therefore tries on the device, and only begins where this estimate says.
+(benchmarks/results/h200_bf16.json). Around low-precision products a layer is compiled in pieces, which keep what a whole layer
+would compute again: 98.0 to 98.5 GiB in FP8, 99.7 to 102.4 emulated (h200_low_precision.json, h200_emulated.json), met to 5 %.
+Layers that are not compiled keep FP32 intermediates of their norms as well and take more; so does masked `sdpa` attention.
+`batch.microbatch: auto` therefore tries on the device, and only begins where this estimate says.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pretrain.metrics.flops import ModelFlops
+from pretrain.precision.recipes import RECIPES
 from pretrain.settings import Recipe
 
+# What a layer in pieces keeps for backward, over what a whole one does: measured, see above.
+IN_PIECES = 1.15
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
 
@@ -31,9 +36,10 @@ class MemoryEstimate:
 
     parameters: int
     gradients: int  # under DDP views into its buckets, so no second copy
-    moments: int  # AdamW's two; BF16 where the parameters are plain BF16, else FP32
+    moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # BF16 casts of FP32 parameters that backward needs again
+    quantized_weights: int  # of low-precision linears, for forward and backward; made once a step, kept between microbatches
     head_gradient: int  # the LM head's, summed over chunks in FP32
     activations_by_pack: int
     layer_by_pack: int  # backward's workspace: the gradients of one layer's activations
@@ -49,7 +55,8 @@ class MemoryEstimate:
         values = math.ceil(flops.parameters / shards)
         weights = values * stored
         recomputed = _recomputed_layers(recipe, shape.layers)
-        layer = _layer_elements(flops) * computed * length
+        quantized = RECIPES[precision].quantized
+        layer = int(_layer_elements(flops) * computed * length * (IN_PIECES if quantized else 1))
         kept = shape.layers - recomputed
         # A recomputed layer keeps its input; one at a time is whole again while its backward runs.
         activations = kept * layer + recomputed * shape.hidden * computed * length + (layer if recomputed else 0)
@@ -62,9 +69,10 @@ class MemoryEstimate:
         return cls(
             parameters=weights,
             gradients=weights,
-            moments=2 * values * (2 if recipe.weights == "bf16" else 4),
+            moments=2 * values * _moment_bytes(recipe),
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=_working_copies(flops, kept) if stored > computed else 0,
+            quantized_weights=2 * _linear_weights(flops) if quantized else 0,
             head_gradient=shape.vocabulary * shape.hidden * (4 if chunked else computed),
             activations_by_pack=activations + final,
             layer_by_pack=layer,
@@ -82,6 +90,7 @@ class MemoryEstimate:
             "optimizer moments": self.moments,
             "remainder bits": self.remainders,
             "BF16 working copies": self.working_copies,
+            "quantized weights": self.quantized_weights,
             "head gradient": self.head_gradient,
             "activations": self.activations_by_pack * microbatch,
             # The logits are gone when the layers' backward begins, so only the larger of the two counts.
@@ -120,9 +129,17 @@ def divisors_of(number: int) -> list[int]:
 def _layer_elements(flops: ModelFlops) -> int:
     """Numbers that one layer keeps for each token."""
     shape = flops.shape
-    matrices = sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
-    return 4 * shape.hidden + matrices // shape.layers // shape.hidden + rotated
+    return 4 * shape.hidden + _linear_weights(flops) // shape.layers // shape.hidden + rotated
+
+
+def _linear_weights(flops: ModelFlops) -> int:
+    return sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
+
+
+def _moment_bytes(recipe: Recipe) -> int:
+    moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
+    return {"fp32": 4, "bf16": 2}[moments]
 
 
 def _recomputed_layers(recipe: Recipe, layers: int) -> int:
@@ -135,6 +152,5 @@ def _recomputed_layers(recipe: Recipe, layers: int) -> int:
 def _working_copies(flops: ModelFlops, kept_layers: int) -> int:
     """Bytes of BF16 copies alive at once: the head's, all kept layers' and one recomputed layer's; embeddings are cast by row."""
     head = sum(m.inputs * m.outputs for m in flops.matrices if m.part == "head")
-    layers = sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
     alive = min(kept_layers + 1, flops.shape.layers)
-    return 2 * (head + layers * alive // flops.shape.layers)
+    return 2 * (head + _linear_weights(flops) * alive // flops.shape.layers)

@@ -18,7 +18,7 @@ from torch import nn
 
 from packing.batch import Microbatch
 from packing.errors import InputError
-from pretrain.distributed import accumulating
+from pretrain.distributed import accumulating, unwrapped
 from pretrain.model import inputs_of
 from pretrain.preflight import Job
 from pretrain.step import largest_over_ranks
@@ -38,11 +38,17 @@ def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
     if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
         return resumed["microbatch"]
-    candidates = job.plan.microbatch_candidates
-    if accelerator.is_fsdp2:
-        # A rank that runs out of memory leaves the others waiting for its shards, so a trial that may fail cannot be taken back.
-        candidates = [job.plan.expected_microbatch]
+    # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting: a trial that may fail
+    # cannot be taken back.
+    together = trials_are_collective(model, accelerator)
+    candidates = [job.plan.expected_microbatch] if together else job.plan.microbatch_candidates
     return largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+
+
+def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Whether ranks exchange something within a forward and backward: shards of weights, or the amaxes of delayed scaling."""
+    precision = getattr(unwrapped(model), "precision", None)
+    return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and precision is not None and bool(precision.backend.state()))
 
 
 def largest_that_fits(
@@ -57,7 +63,7 @@ def largest_that_fits(
     model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
     for candidate in candidates:
         fits = _fits(model, accelerator, make_batch(candidate))
-        if accelerator.is_fsdp2 and not fits:
+        if not fits and trials_are_collective(model, accelerator):
             break
         if not largest_over_ranks(accelerator, int(not fits)):
             return candidate

@@ -31,6 +31,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
         betas=settings.betas,
         eps=settings.eps,
         exact=exact,
+        moments={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.moments],
     )
 
 

@@ -20,6 +20,7 @@ from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
 from pretrain.plan import Plan, check_model, check_settings
+from pretrain.precision.convert import check_shapes
 from pretrain.precision.device import missing_on
 from pretrain.precision.engage import Engaged, check_fit, engage
 from pretrain.precision.recipes import WEIGHT_DTYPES, PrecisionRecipe
@@ -77,6 +78,7 @@ def prepare_job(
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, engaged.recipe.compute_dtype)
     check_fit(engaged, recipe, shape.layers)
+    check_shapes(shapes, engaged)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, shape.head_dim, compute_dtype)
     check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)

@@ -93,7 +93,7 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
     """Where the delayed scaling's history and scales that the checkpoint holds go: into `wanted`, or, where this run does not
     have them or has them in another shape, into tensors that nobody keeps. And what the user should know of it.
 
-    A run that finds none keeps what one pack of its data has taught it, as every run begins.
+    A run that finds none keeps what a few packs of its data have taught it, as every run begins.
     """
     saved = {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
     fits = {name: tensor for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)}

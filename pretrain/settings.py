@@ -51,6 +51,7 @@ class OptimizerSettings(Settings):
     eps: float = Field(1.0e-8, gt=0)
     weight_decay: float = Field(0.1, ge=0)
     decay: Literal["matrices", "all"] = "matrices"  # all: norms and biases too, torch's default
+    moments: Literal["fp32", "bf16"] | None = None  # none: FP32, but BF16 under `weights: bf16`, as in torch
     clip: float | None = Field(1.0, gt=0)
 
 

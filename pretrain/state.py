@@ -51,12 +51,15 @@ class TrainState:
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """One line for each key whose value differs between two identities: flat mappings of dotted settings and fingerprints."""
+    """One line for each key whose value differs between two identities: flat mappings of dotted settings and fingerprints.
+
+    A key that is not set is one that is none: settings that came after a checkpoint was made, and are not used, do not differ.
+    """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
     return [
         f"{key}: saved {_value(saved, key)}, now {_value(current, key)}"
         for key in sorted(saved.keys() | current.keys())
-        if key not in saved or key not in current or saved[key] != current[key]
+        if saved.get(key) != current.get(key)
     ]
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,9 +71,15 @@ def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dic
 
 
 @pytest.fixture
-def small_recipe(small_packs: Path, tmp_path: Path) -> dict[str, Any]:
+def small_recipe(recipe_for: Callable[[Path], dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
     """A recipe that trains in seconds; a step is 8 packs."""
-    return {
+    return recipe_for(tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
+    """`small_recipe` for any run folder, for runs that several tests look at."""
+    return lambda run_dir: {
         "name": "small",
         "model": {
             "config": {
@@ -93,7 +102,7 @@ def small_recipe(small_packs: Path, tmp_path: Path) -> dict[str, Any]:
         "train": {"steps": 12},
         "evaluate": {"every": 5},
         "checkpoint": {"every": 4},
-        "run_dir": str(tmp_path / "run"),
+        "run_dir": str(run_dir),
     }
 
 
@@ -109,11 +118,24 @@ def references() -> Path:
 
 @dataclass(frozen=True)
 class Finished:
-    """A launcher process that has ended."""
+    """What one start of the launcher came to."""
 
     status: int
-    output: str
+    out: str
+    err: str
     run_dir: Path
+
+    @property
+    def output(self) -> str:
+        return self.out + self.err
+
+    @property
+    def refusal(self) -> str:
+        """The message with which it refused, after checking that it refused as it should: status 2 and one message, on stderr."""
+        assert self.status == 2, self
+        assert self.err.count("error: ") == 1 and "Traceback" not in self.output, self
+        assert self.out == "", self
+        return self.err.partition("error: ")[2].rstrip("\n")
 
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -122,30 +144,85 @@ class Finished:
         return [record["loss"] for record in self.records() if "loss" in record]
 
 
-def command_of(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str] | None = None) -> list[str]:
-    """The command line that trains `recipe`, under `accelerate launch` with the options `launch` where given."""
+def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    launcher = (
-        [sys.executable] if launch is None else [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *launch]
-    )
-    return [*launcher, "train_accelerate.py", str(path), *arguments]
+    return path
+
+
+def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
+    named = (argument.removeprefix("run_dir=") for argument in arguments if argument.startswith("run_dir="))
+    return Path(next(named, recipe["run_dir"]))
+
+
+@pytest.fixture(scope="session")
+def start_in_processes() -> Callable[..., Finished]:
+    """Train `recipe`, written into `folder`, in processes of its own, which `accelerate launch` starts with the options `launch`
+    where these are given; further keywords are environment variables."""
+
+    def run(
+        recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str] | None = None, **environment: str
+    ) -> Finished:
+        accelerate = [] if launch is None else ["-m", "accelerate.commands.accelerate_cli", "launch", *launch]
+        command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
+        clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+        environment = clean | {"OMP_NUM_THREADS": "1"} | environment
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launcher_here() -> Callable[..., tuple[int, str, str]]:
+    """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr.
+
+    Of a small run in a process of its own, nine tenths are the import of torch.
+    """
+    import torch  # not above: tests of packing do without
+    from accelerate.state import AcceleratorState
+
+    import train_accelerate
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+        warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+            patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
+            patch.setenv("ACCELERATE_USE_CPU", "true")
+            AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
+            torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
+            logging.getLogger().addHandler(warnings)
+            try:
+                status = train_accelerate.main()
+            finally:
+                logging.getLogger().removeHandler(warnings)
+                torch.set_num_threads(threads)
+                AcceleratorState._reset_state(reset_partial_state=True)
+        return status, out.getvalue(), err.getvalue()
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def start_here(launcher_here: Callable[..., tuple[int, str, str]]) -> Callable[..., Finished]:
+    """As `start_in_processes`, in this process."""
+
+    def run(recipe: dict[str, Any], folder: Path, *arguments: str) -> Finished:
+        said = launcher_here(str(write_recipe(recipe, folder)), *arguments)
+        return Finished(*said, run_dir_of(recipe, arguments))
+
+    return run
 
 
 @pytest.fixture
-def train(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
-    """Run the launcher on a recipe and wait for it."""
+def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+    """Run the launcher on a recipe, `small_recipe` if none is given, as a user starts it, and wait for its end."""
+    return lambda *arguments, recipe=None, **options: start_in_processes(recipe or small_recipe, tmp_path, *arguments, **options)
 
-    def run(
-        *arguments: str, recipe: dict[str, Any] | None = None, launch: list[str] | None = None, **environment: str
-    ) -> Finished:
-        recipe = recipe or small_recipe
-        command = command_of(recipe, tmp_path, *arguments, launch=launch)
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-        done = subprocess.run(
-            command, cwd=ROOT, env=clean | {"OMP_NUM_THREADS": "1"} | environment, capture_output=True, text=True, timeout=240
-        )
-        run_dir = next((Path(a.removeprefix("run_dir=")) for a in arguments if a.startswith("run_dir=")), Path(recipe["run_dir"]))
-        return Finished(done.returncode, done.stdout + done.stderr, run_dir)
 
-    return run
+@pytest.fixture
+def train_here(start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+    """As `train`, in this process."""
+    return lambda *arguments, recipe=None: start_here(recipe or small_recipe, tmp_path, *arguments)

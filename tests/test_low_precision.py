@@ -30,9 +30,9 @@ def json_of(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("precision", QUANTIZED)
-def test_every_recipe_trains_and_leaves_proof(precision: str, train: Callable, low_precision_recipe: dict[str, Any]) -> None:
+def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
     recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact"}
-    finished = train("fp8_config.scope=linear+head+norm", recipe=recipe)
+    finished = train_here("fp8_config.scope=linear+head+norm", recipe=recipe)
     assert finished.status == 0, finished.output
     summary = json_of(finished.run_dir / "summary.json")
     assert summary["held_out_loss"] < 0.6 * finished.losses()[0]
@@ -40,6 +40,7 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train: Callable, l
     found = json_of(finished.run_dir / "audit.json")
     assert (found["precision"], found["effective"], found["backend"]) == (precision, precision, "emulation")
     assert "needs a GPU of compute capability" in found["reason"]
+    assert found["confirmed_in_step"] == 1
     assert len(found["products"]) == 15 + 9 and {each["effective"] for each in found["products"]} == {precision}
 
     due = [json.loads(line) for line in (finished.run_dir / "fp8_statistics.jsonl").read_text().splitlines()]
@@ -50,14 +51,14 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train: Callable, l
 
 @pytest.mark.parametrize("weights", ["fp32", "bf16_exact"])
 def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
-    weights: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+    weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = low_precision_recipe | {"precision": "delayed", "weights": weights}
-    whole = train(recipe=recipe | {"run_dir": str(tmp_path / "whole")})
+    whole = train_here(recipe=recipe | {"run_dir": str(tmp_path / "whole")})
     assert whole.status == 0, whole.output
     halves = str(tmp_path / "halves")
-    assert train(recipe=recipe | {"run_dir": halves}).status == 0
-    again = train("--resume", f"{halves}/checkpoints/step-00000004", recipe=recipe | {"run_dir": halves})
+    assert train_here(recipe=recipe | {"run_dir": halves}).status == 0
+    again = train_here("--resume", f"{halves}/checkpoints/step-00000004", recipe=recipe | {"run_dir": halves})
     assert again.status == 0, again.output
     assert "resumed from" in again.output
     assert again.losses() == whole.losses()
@@ -92,33 +93,35 @@ def test_delayed_scaling_knows_all_gradients_before_the_first_step(low_precision
     assert abs(parity["gradient_norm"] / parity["plain_gradient_norm"] - 1) < 0.05
 
 
-def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(train: Callable, low_precision_recipe: dict[str, Any]) -> None:
+def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(
+    train_here: Callable, low_precision_recipe: dict[str, Any]
+) -> None:
     recipe = low_precision_recipe | {"precision": "delayed"}
-    assert train("train.steps=4", "schedule.warmup=0", recipe=recipe).status == 0
-    refused = train("precision=mxfp8", recipe=recipe)
+    assert train_here("train.steps=4", "schedule.warmup=0", recipe=recipe).status == 0
+    refused = train_here("precision=mxfp8", recipe=recipe)
     assert refused.status == 2 and 'precision: saved "delayed", now "mxfp8"' in refused.output
-    to_mxfp8 = train("precision=mxfp8", "train.steps=8", "--accept-changes", recipe=recipe)
+    to_mxfp8 = train_here("precision=mxfp8", "train.steps=8", "--accept-changes", recipe=recipe)
     assert to_mxfp8.status == 0 and "tensors of delayed scaling in the checkpoint have no place in this run" in to_mxfp8.output
-    back = train("--accept-changes", recipe=recipe)
+    back = train_here("--accept-changes", recipe=recipe)
     assert back.status == 0 and "tensors of delayed scaling are not in the checkpoint: begun anew" in back.output
     assert back.losses()[-1] < 0.5 * back.losses()[0]
 
 
 def test_evaluation_is_in_bf16_unless_it_is_asked_for(
-    train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+    train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = low_precision_recipe | {"precision": "nvfp4", "train": {"steps": 2}, "schedule": {}}
     losses = {}
     for low in (False, True):
-        run = train(f"fp8_config.use_autocast_during_eval={low}", recipe=recipe | {"run_dir": str(tmp_path / str(low))})
+        run = train_here(f"fp8_config.use_autocast_during_eval={low}", recipe=recipe | {"run_dir": str(tmp_path / str(low))})
         assert run.status == 0, run.output
         losses[low] = (run.losses(), json_of(run.run_dir / "summary.json")["held_out_loss"])
     assert losses[False][0] == losses[True][0], "how a run is evaluated does not touch its training"
     assert losses[False][1] != losses[True][1] and abs(losses[False][1] - losses[True][1]) < 0.1
 
 
-def test_a_fallback_is_said_and_written_down(train: Callable, low_precision_recipe: dict[str, Any]) -> None:
-    run = train("precision=nvfp4", "fp8_config.on_unsupported=fallback", "train.steps=3", recipe=low_precision_recipe)
+def test_a_fallback_is_said_and_written_down(train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    run = train_here("precision=nvfp4", "fp8_config.on_unsupported=fallback", "train.steps=3", recipe=low_precision_recipe)
     assert run.status == 0, run.output
     found = json_of(run.run_dir / "audit.json")
     assert (found["precision"], found["effective"], found["backend"]) == ("nvfp4", "bf16", "torch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -106,13 +107,15 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file
     assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
 
 
-def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path):
+def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path, launcher_here):
     status, output = run(matrix_file(), "--dry-run", "--only", "precision=bf16", "train.steps=5")
     assert status == 0 and not (tmp_path / "precisions").exists()
     heading, command = output.splitlines()
     assert heading == "# bf16" and "train.steps=5 precision=bf16 run_dir=" in command
-    planned = subprocess.run(f"{command} --plan", shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert planned.returncode == 0 and "5" in planned.stdout, planned.stderr
+    accelerate, _, arguments = command.partition(" train_accelerate.py ")
+    assert "accelerate.commands.launch" in accelerate and accelerate.endswith("--config_file accelerate_configs/cpu.yaml")
+    status, planned, said = launcher_here(*shlex.split(arguments), "--plan")
+    assert status == 0 and "5 steps" in planned, said
 
 
 def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file):

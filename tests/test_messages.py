@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from train_accelerate import say_once
+from pretrain.command_line import say_once
 
 
 @pytest.fixture

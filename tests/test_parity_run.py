@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
-
-import train_accelerate
 
 # Plain under eager attention; under any other, one layer's output is half as large again. So would a wrong kernel be.
 BROKEN_UNLESS_PLAIN = """
@@ -37,19 +33,13 @@ def short_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def launch(
-    short_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[str, Path]]:
-    """The launcher inside this process, which spares it the imports; what it printed, and the run folder, `name`."""
+def launch(train_here: Callable, short_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., tuple[str, Path]]:
+    """Run the launcher in the run folder `name`; what it printed, and that folder."""
 
     def run(name: str, *arguments: str, status: int = 0) -> tuple[str, Path]:
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(short_recipe | {"run_dir": str(tmp_path / name)}))
-        monkeypatch.setattr(sys, "argv", ["train_accelerate.py", str(path), *arguments])
-        found = train_accelerate.main()
-        printed = "".join(capfd.readouterr())
-        assert found == status, printed
-        return printed, tmp_path / name
+        finished = train_here(*arguments, recipe=short_recipe | {"run_dir": str(tmp_path / name)})
+        assert finished.status == status, finished.output
+        return finished.output, finished.run_dir
 
     return run
 
@@ -99,17 +89,3 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     assert parity_of(run_dir)["failures"], "and the audit keeps it"
     metrics = run_dir / "metrics.jsonl"
     assert not metrics.exists() or metrics.read_text() == ""
-
-
-@pytest.mark.multi
-@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
-def test_gradients_summed_over_two_processes_are_those_of_all_their_documents(
-    topology: str, train: Callable, short_recipe: dict[str, Any]
-) -> None:
-    launch = ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
-    finished = train("parity=true", recipe=short_recipe, launch=launch, ACCELERATE_USE_CPU="true")
-    assert finished.status == 0, finished.output
-    assert finished.output.count("parity with plain FP32") == 1
-    found = parity_of(finished.run_dir)
-    assert found["failures"] == [] and found["least_cosine"] > 1 - 1e-6
-    assert found["gradient_norm"] == pytest.approx(found["plain_gradient_norm"], rel=1e-5)

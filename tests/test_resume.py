@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ class Training:
 
     recipe: Path
     folder: Path
+    launcher_here: Callable[..., tuple[int, str, str]]
 
     def command(self, run_dir: Path, *arguments: str) -> list[str]:
         return [sys.executable, "train_accelerate.py", str(self.recipe), f"run_dir={run_dir}", *SETTINGS, *arguments]
@@ -41,10 +43,9 @@ class Training:
         return start(self.command(run_dir, *arguments), self.log(run_dir), ONE_THREAD)
 
     def run(self, run_dir: Path, *arguments: str) -> tuple[int, str]:
-        """Exit status and output of the launcher, this time's alone."""
-        self.log(run_dir).unlink(missing_ok=True)
-        status = self.start(run_dir, *arguments).wait(timeout=240)
-        return status, self.log(run_dir).read_text()
+        """Exit status and output of the launcher, run to its end in this process."""
+        status, out, err = self.launcher_here(*self.command(run_dir, *arguments)[2:])
+        return status, out + err
 
     def log(self, run_dir: Path) -> Path:
         return self.folder / f"{run_dir.name}.log"
@@ -60,19 +61,19 @@ class Training:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt2_with_dropout"])
-def either(request: pytest.FixtureRequest, folder: Path) -> Training:
-    return Training(write_recipe(folder, request.param, folder / "packs"), folder)
+def either(request: pytest.FixtureRequest, folder: Path, launcher_here: Callable) -> Training:
+    return Training(write_recipe(folder, request.param, folder / "packs"), folder, launcher_here)
 
 
 @pytest.fixture(scope="module")
-def gpt2(folder: Path) -> Training:
+def gpt2(folder: Path, launcher_here: Callable) -> Training:
     """With dropout: a run that goes on with other random numbers is another run."""
-    return Training(write_recipe(folder, "gpt2_with_dropout", folder / "packs"), folder)
+    return Training(write_recipe(folder, "gpt2_with_dropout", folder / "packs"), folder, launcher_here)
 
 
 @pytest.fixture(scope="module")
-def qwen3(folder: Path) -> Training:
-    return Training(write_recipe(folder, "qwen3", folder / "packs"), folder)
+def qwen3(folder: Path, launcher_here: Callable) -> Training:
+    return Training(write_recipe(folder, "qwen3", folder / "packs"), folder, launcher_here)
 
 
 @pytest.fixture(scope="module")
@@ -229,9 +230,8 @@ def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_
     first = qwen3.start(run_dir, "train.steps=1000000", "checkpoint.every=null", "evaluate.every=null")
     try:
         wait_for_steps(first, run_dir)
-        second = subprocess.run(qwen3.command(run_dir), cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert second.returncode == 2
-        assert f"in use by process {first.pid}" in second.stderr and "Traceback" not in second.stderr
+        status, output = qwen3.run(run_dir)
+        assert status == 2 and f"in use by process {first.pid}" in output and "Traceback" not in output
         wait_for_steps(first, run_dir, beyond=last_step(run_dir))
         first.terminate()
         assert first.wait(timeout=60) == 143

@@ -32,9 +32,9 @@ def masters(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def runs(train: Callable, tmp_path: Path) -> Callable:
+def runs(train_here: Callable, tmp_path: Path) -> Callable:
     def run(weights: str, *arguments: str, run_dir: str | None = None):
-        finished = train(*SLOW, f"weights={weights}", f"run_dir={tmp_path / (run_dir or weights)}", *arguments)
+        finished = train_here(*SLOW, f"weights={weights}", f"run_dir={tmp_path / (run_dir or weights)}", *arguments)
         assert finished.status == 0, finished.output
         return finished
 
@@ -67,11 +67,11 @@ def test_exact_bf16_weights_keep_what_plain_bf16_weights_lose(runs: Callable) ->
 
 @pytest.mark.parametrize(("first", "then"), [("fp32", "bf16_exact"), ("bf16_exact", "fp32"), ("bf16", "bf16_exact")])
 def test_a_checkpoint_of_one_mode_is_continued_in_another_and_says_so(
-    runs: Callable, train: Callable, tmp_path: Path, first: str, then: str
+    runs: Callable, train_here: Callable, tmp_path: Path, first: str, then: str
 ) -> None:
     begun = runs(first, "train.steps=4", run_dir="moved")
     before = masters(begun.run_dir)
-    refused = train(*SLOW, f"weights={then}", f"run_dir={begun.run_dir}", "train.steps=4")
+    refused = train_here(*SLOW, f"weights={then}", f"run_dir={begun.run_dir}", "train.steps=4")
     assert refused.status == 2
     assert f'weights: saved "{first}", now "{then}"' in refused.output
 

@@ -22,7 +22,7 @@ from pretrain.precision.context import PrecisionContext
 from pretrain.precision.convert import LINEARS, Decision
 from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
-from pretrain.precision.observation import BITS, DtypesOfLinears, dtype_name
+from pretrain.precision.observation import BITS, DtypesOfLinears, dtype_name, matrices_of
 from pretrain.precision.product import ObservedProduct
 
 Entry = dict[str, Any]
@@ -36,8 +36,8 @@ def observe(
     decisions: Mapping[str, Decision] | None = None,
     context: PrecisionContext | None = None,
 ) -> list[Entry]:
-    """One entry for each linear (and low-precision norm) of `hf`: what was asked of it, what it did, and in which dtype it is
-    stored.
+    """One entry for each linear, low-precision norm and other module with matrices of `hf`: what was asked of it, what it did,
+    and in which dtype it is stored.
 
     `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
     multiplies in low precision. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. Raises
@@ -45,9 +45,10 @@ def observe(
     not reached.
     """
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
-    stored = {name: dtype_name(module.weight.dtype) for name, module in linears.items()}
+    others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
+    stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
     observed: Observed = {}
-    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears) as dtypes:
+    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes:
         if context is None:
             with torch.no_grad():
                 run()
@@ -80,25 +81,27 @@ def observe(
         )
     entries += [_norm_entry(name, module, engaged) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
     _refuse(entries, engaged)
-    return entries
+    dtypes_seen = {name: " x ".join(sorted(dtypes.seen.get(name, {"not run"}))) for name in others}
+    return entries + [_other_entry(n, m, _plain_name(dtypes_seen[n]), stored[n], engaged) for n, m in others.items()]
 
 
 @contextmanager
-def confirming(context: PrecisionContext, engaged: Engaged, entries: Sequence[Entry]) -> Iterator[None]:
+def confirming(context: PrecisionContext, engaged: Engaged, found: dict[str, Any], step: int) -> Iterator[None]:
     """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
 
-    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. InputError
-    otherwise.
+    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. Notes in `found`
+    in which step it was confirmed; InputError otherwise.
     """
     context.plain_calls.clear()
     with context.backend.observed_products() as observed:
         yield
     checked = []
-    for entry in (entry for entry in entries if entry["products"]):
+    for entry in (entry for entry in found["products"] if entry["products"]):
         name = entry["name"]
         effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], engaged)
         checked.append(entry | {"effective": effective})
     _refuse(checked, engaged)
+    found["confirmed_in_step"] = step
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -128,48 +131,57 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | {"compiled": found["compiled"]}
 
 
-def expected_operands(engaged: Engaged) -> dict[str, tuple[str, str]]:
-    """The formats that each product of a linear multiplies under this recipe, of either operand; they come in either order."""
-    if engaged.settings.use_f32_scales and engaged.backend == "emulation":  # codes times FP32 scales look like any FP32 values
-        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("float32", "float32"))
-    if engaged.recipe.name == "nvfp4":
-        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
-    gradient = "e5m2" if engaged.settings.fp8_format == "HYBRID" else "e4m3"
-    return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
-
-
 def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, engaged: Engaged) -> str:
     """The recipe's name if every product that ran multiplied operands of its formats, and all three ran; else what ran instead.
 
     `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
     layer that is recomputed after it was left.
     """
-    expected = expected_operands(engaged)
     if not observed:
         return _plain_name(plain)
     if outside:
         return f"{outside} calls outside the low-precision context"
-    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _fits((p.left, p.right), expected[p.gemm])})
-    missing = sorted(f"{gemm} not run" for gemm in expected.keys() - {p.gemm for p in observed} - _optional(observed))
+    formats = expected_formats(engaged)
+    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, formats[p.gemm], engaged)})
+    missing = sorted(f"{gemm} not run" for gemm in formats.keys() - {product.gemm for product in observed})
     return ", ".join([*wrong, *missing]) or engaged.recipe.name
 
 
-def _optional(observed: Sequence[ObservedProduct]) -> set[str]:
-    """The first linear of a model whose embedding is not trained has nobody to hand a gradient to."""
-    return set() if any(product.gemm == "dgrad" for product in observed) or len(observed) < 2 else {"dgrad"}
+def expected_formats(engaged: Engaged) -> dict[str, tuple[str, str]]:
+    """The formats that each product of a linear multiplies under this recipe: x w^T, g w and g^T x."""
+    if engaged.recipe.name == "nvfp4":
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
+    gradient = "e5m2" if engaged.settings.fp8_format == "HYBRID" else "e4m3"
+    return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
 
 
-def _fits(operands: tuple[str, str], expected: tuple[str, str]) -> bool:
-    """Whether the operands, in either order, have no more significant bits than the formats expected."""
-    return all(bits <= most for bits, most in zip(sorted(map(_bits, operands)), sorted(map(_bits, expected)), strict=True))
+def _is_expected(product: ObservedProduct, formats: tuple[str, str], engaged: Engaged) -> bool:
+    """Whether both operands are what the recipe makes of them: by their kind on Transformer Engine, which says what a tensor is,
+    and by their significant bits in emulation, where it is an ordinary tensor of few values."""
+    if engaged.backend == "emulation":
+        most = {name: BITS["float32"] for name in BITS} if engaged.settings.use_f32_scales else BITS  # FP32 scales have all bits
+        return all(_bits(kind) <= most[name] for kind, name in zip((product.left, product.right), formats, strict=True))
+    weights = (False, product.gemm != "wgrad")  # the right-hand operand of forward and dgrad
+    expected = [_kinds(engaged.recipe.name, name, weight) for name, weight in zip(formats, weights, strict=True)]
+    return product.left in expected[0] and product.right in expected[1]
+
+
+def _kinds(recipe: str, name: str, weight: bool) -> set[str]:
+    """What Transformer Engine's operands of this format are called (pretrain.precision.te_observation)."""
+    match recipe:
+        case "delayed" | "current":
+            return {f"{name} tensor-scaled"}
+        case "block":  # a Blackwell computes it as MXFP8
+            return {f"{name} {'128x128' if weight else '1x128'} blocks", f"mxfp8 {name}"}
+        case "mxfp8":
+            return {f"mxfp8 {name}"}
+        case _:
+            return {name}
 
 
 def _bits(kind: str) -> int:
-    """Significant bits of an operand described as "e4m3 1x128 blocks" or "4 significant bits"."""
-    number, _, rest = kind.partition(" ")
-    if rest == "significant bits":
-        return int(number)
-    return next((bits for format_, bits in BITS.items() if format_ in kind), 24)
+    """Of an operand that the emulation describes, "4 significant bits"."""
+    return int(kind.split()[0])
 
 
 def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
@@ -192,6 +204,21 @@ def _norm_entry(name: str, norm: LowPrecisionNorm, engaged: Engaged) -> Entry:
         "backend": engaged.backend,
         "stored": dtype_name(norm.weight.dtype),
         "reason": None,
+    }
+
+
+def _other_entry(name: str, module: nn.Module, effective: str, stored: str, engaged: Engaged) -> Entry:
+    """Of a module whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
+    it, so nothing is refused: it computes as transformers wrote it, and a router may do so in FP32."""
+    return {
+        "name": name,
+        "module": type(module).__name__,
+        "requested": effective,
+        "effective": effective,
+        "products": {},
+        "backend": "torch",
+        "stored": stored,
+        "reason": "no linear, which is what low precision takes" if engaged.recipe.quantized else None,
     }
 
 

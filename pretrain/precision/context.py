@@ -77,13 +77,27 @@ class PrecisionContext:
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Around passes that are not training's: history and scales are afterwards what they were before."""
+        """Around passes that are not training's: history and scales are afterwards what they were before.
+
+        Whatever else the backend holds is forgotten. A pass that ran out of memory leaves behind what its backward would have
+        taken up, such as the scales put aside for recomputing a layer, and the next backward would take them for its own.
+        """
         before = {name: tensor.clone() for name, tensor in self.backend.state().items()}
         try:
             yield
         finally:
+            self.backend.reset()
             for name, tensor in self.backend.state().items():
                 tensor.copy_(before[name])
+
+    def forget_overflow(self) -> None:
+        """Take what is not finite out of delayed scaling's histories, after a step that was skipped for it.
+
+        A scale stays as it is while its history holds an infinity, which with a history of 1,024 steps is for 1,024 steps.
+        """
+        for name, tensor in self.backend.state().items():
+            if name.endswith("/amax_history"):
+                tensor.nan_to_num_(nan=0.0, posinf=0.0)
 
     @contextmanager
     def _engaged(self) -> Iterator[None]:

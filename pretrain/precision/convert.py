@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from packing.errors import InputError
 from pretrain.loss import LossHead
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.engage import Engaged
@@ -23,6 +24,19 @@ LINEARS = (nn.Linear, Conv1D)
 # How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 weights and inputs, rounded
 # twice.
 _SAME_NORM = 0.02
+
+
+def check_shapes(hf: PreTrainedModel, engaged: Engaged) -> None:
+    """InputError where `engaged` could take no linear of `hf`, which would train in BF16 under another name. Shapes are enough:
+    `hf` may be on the meta device."""
+    outside = hf.get_output_embeddings() if engaged.settings.scope == "linear" else None
+    linears = [module for module in hf.modules() if isinstance(module, LINEARS) and module is not outside]
+    if engaged.recipe.quantized and all(_misfit(module, engaged) for module in linears):
+        name, multiple = engaged.recipe.name, engaged.recipe.multiple_of
+        raise InputError(
+            f"`precision: {name}` takes linears whose features are multiples of {multiple}, and {type(hf).__name__} has none; "
+            "change its sizes in `model.config`, or set `precision: bf16`"
+        )
 
 
 @dataclass(frozen=True)

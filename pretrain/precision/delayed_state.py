@@ -145,7 +145,7 @@ class DelayedState:
         """As before the first forward: histories zero, scales one."""
         self._forward.reset()
         self._backward.reset()
-        self._forward_scales, self._backward_ran = None, False
+        self._forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _expect_end_of_backward(self) -> None:
         """Update the gradients' scales when the backward under way ends: the engine calls back, as it does for FSDP.

@@ -26,13 +26,15 @@ _FACTORS = {
     torch.ops.aten.linear: slice(0, 2),
     torch.ops.aten.addmm: slice(1, 3),
     torch.ops.aten.baddbmm: slice(1, 3),
+    torch.ops.aten._grouped_mm: slice(0, 2),
 }
 # Significant bits, the leading one included, of a format's values; NVFP4's two, times its E4M3 block scale's four.
 BITS = {"e5m2": 3, "e4m3": 4, "nvfp4": 6, "bfloat16": 8, "float32": 24}
 
 
 class DtypesOfLinears(TorchDispatchMode):
-    """While entered, collects in `seen` the dtypes of the operands of each linear of `linears` that runs, by its name.
+    """While entered, collects in `seen` the dtypes of the operands of each of `linears` that runs, by its name: of linears, and
+    of other modules that hold matrices, such as stacked experts.
 
     Products inside of a linear's forward count as its own, so a cast that somebody put into a forward is seen as well.
     """
@@ -58,8 +60,9 @@ class DtypesOfLinears(TorchDispatchMode):
     def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         self._running.append(name)
         # The LM head casts its weight to its input's dtype inside its own forward; every other linear takes it as it finds it.
-        operands = args[:1] if isinstance(module, LossHead) else (args[0], module.weight)
-        self.seen.setdefault(name, set()).update(dtype_name(operand.dtype) for operand in operands)
+        operands = args[:1] if isinstance(module, LossHead) else (*args[:1], *matrices_of(module))
+        floats = (each for each in operands if isinstance(each, Tensor) and each.is_floating_point())
+        self.seen.setdefault(name, set()).update(dtype_name(each.dtype) for each in floats)
 
     def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
         self._running.pop()
@@ -70,6 +73,11 @@ class DtypesOfLinears(TorchDispatchMode):
         if self._running and (factors := _FACTORS.get(function.overloadpacket)):
             self.seen[self._running[-1]].update(dtype_name(factor.dtype) for factor in args[factors])
         return function(*args, **(kwargs or {}))
+
+
+def matrices_of(module: nn.Module) -> list[Tensor]:
+    """The parameters of `module` itself, not of what it consists of, that have two dimensions or more."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() > 1]
 
 
 def significant_bits(tensor: Tensor) -> int:

@@ -117,7 +117,7 @@ RECIPES = {
             "delayed",
             "bfloat16",
             "fp8",
-            "FP8 products; a scale a tensor, from the largest values of past steps",
+            "FP8 products; a scale a tensor, from the largest values of past microbatches",
             _DELAYED_TOLERANCE,
             multiple_of=16,
             options={

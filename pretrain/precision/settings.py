@@ -42,7 +42,7 @@ class LowPrecisionSettings(Settings):
     fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
     # delayed
     margin: Count | None = None  # each one halves the scale, for room above the largest value seen
-    amax_history_len: PositiveCount | None = None  # steps whose largest values are remembered
+    amax_history_len: PositiveCount | None = None  # microbatches whose largest values are remembered
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
     # current
     use_power_2_scales: bool | None = None

@@ -1,34 +1,14 @@
-"""The launcher inside this process: dozens of refusals are tested, and importing torch anew for each would take minutes."""
+"""Refusals of the launcher, dozens of them, in this process: importing torch anew for each would take minutes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import train_accelerate
-
-
-@dataclass(frozen=True)
-class Said:
-    """What one start of the launcher came to."""
-
-    status: int
-    out: str
-    err: str
-
-    @property
-    def refusal(self) -> str:
-        """The message with which it refused, after checking that it refused as it should: status 2 and one message, on stderr."""
-        assert self.status == 2, self
-        assert self.err.count("error: ") == 1 and "Traceback" not in self.out + self.err, self
-        assert self.out == "", self
-        return self.err.partition("error: ")[2].rstrip("\n")
 
 
 @pytest.fixture(autouse=True)
@@ -38,24 +18,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def launch(
-    small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., Said]:
+def launch(train_here: Callable[..., Any]) -> Callable[..., Any]:
     """Start the launcher on `small_recipe` as it is by then, with more arguments, and wait for its end."""
-
-    def run(*arguments: str) -> Said:
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(small_recipe))
-        monkeypatch.setattr(sys, "argv", ["train_accelerate.py", str(path), *arguments])
-        capfd.readouterr()
-        status = train_accelerate.main()
-        return Said(status, *capfd.readouterr())
-
-    return run
+    return train_here
 
 
 @pytest.fixture
-def refusal(launch: Callable[..., Said], small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def refusal(launch: Callable[..., Any], small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """As `launch`, for what must be refused before a model is built or a run folder changed; returns the message."""
 
     def never(*arguments: object, **options: object) -> None:

@@ -133,15 +133,16 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
     assert metrics.path.read_text() == '{"step": 1, "loss": 2.0}\n'
 
 
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(small_disk, small_recipe, tmp_path):
+def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
+    small_disk, small_recipe, tmp_path, launcher_here
+):
     steps, run_dir = 100, small_disk / "run"
     changes = {"run_dir": str(run_dir), "train": {"steps": steps}, "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small_recipe | changes))
     command = [sys.executable, "train_accelerate.py", str(path)]
 
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while process.poll() is None and not list(run_dir.glob("checkpoints/step-*")):
         time.sleep(0.01)
     fill(small_disk / "ballast")
@@ -153,7 +154,6 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     saved = Checkpoints(run_dir / "checkpoints", keep=1).newest()
     assert saved is not None
     (small_disk / "ballast").unlink()
-    resumed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"resumed from {saved}" in resumed.stdout
+    status, printed, said = launcher_here(str(path))
+    assert status == 0 and f"resumed from {saved}" in printed, said
     assert (run_dir / "checkpoints" / f"step-{steps:08d}").is_dir() and (run_dir / "final" / "model.safetensors").is_file()

@@ -1,9 +1,12 @@
-"""One recipe under every topology: real processes, joined by gloo, on the CPU."""
+"""One recipe under every topology: real processes, joined by gloo, on the CPU, beside one process."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 CPU = {"ACCELERATE_USE_CPU": "true"}  # the YAMLs are for GPUs; this is accelerate's own way to run them on CPUs
 TOPOLOGIES = {
-    "one process": ["--config_file", "accelerate_configs/cpu.yaml"],
     "ddp": ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"],
     "fsdp2": ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"],
 }
@@ -19,21 +21,40 @@ TOPOLOGIES = {
 pytestmark = pytest.mark.multi
 
 
-@pytest.fixture
-def train_under(train: Callable, tmp_path: Path) -> Callable:
-    def run(topology: str, *arguments: str):
-        environment = {} if topology == "one process" else CPU
-        finished = train(*arguments, launch=TOPOLOGIES[topology], **environment)
-        assert finished.status == 0, finished.output
-        return finished
-
-    return run
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("topologies")
 
 
-@pytest.mark.parametrize("topology", ["ddp", "fsdp2"])
-def test_two_processes_have_the_loss_curve_of_one(train_under: Callable, topology: str, tmp_path: Path) -> None:
-    one = train_under("one process", f"run_dir={tmp_path / 'one'}")
-    two = train_under(topology, f"run_dir={tmp_path / 'two'}")
+@pytest.fixture(scope="module")
+def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Any:
+    """The finished run of one process."""
+    finished = start_here(recipe_for(folder / "one"), folder)
+    assert finished.status == 0, finished.output
+    return finished
+
+
+@pytest.fixture(scope="module", params=TOPOLOGIES)
+def two(request: pytest.FixtureRequest, start_in_processes: Callable, recipe_for: Callable, folder: Path) -> Any:
+    """The finished run of two processes, held against plain transformers before its first step."""
+    recipe = recipe_for(folder / request.param)
+    finished = start_in_processes(recipe, folder, "parity=true", launch=TOPOLOGIES[request.param], **CPU)
+    assert finished.status == 0, finished.output
+    return finished
+
+
+def sent_back(run_dir: Path, copy: Path) -> str:
+    """A copy of the run as it was after step 4, as the argument `run_dir`.
+
+    It is not a run of 4 steps, because the schedule belongs to the horizon of 12.
+    """
+    shutil.copytree(run_dir, copy)
+    for step in ("00000008", "00000012"):
+        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    return f"run_dir={copy}"
+
+
+def test_two_processes_have_the_loss_curve_of_one(one: Any, two: Any) -> None:
     assert two.losses() == pytest.approx(one.losses(), abs=1e-6)
     assert one.losses()[-1] < 0.8 * one.losses()[0]
     keys = ("step", "tokens", "epoch", "learning_rate", "gradient_norm", "held_out_loss", "held_out_tokens")
@@ -44,26 +65,32 @@ def test_two_processes_have_the_loss_curve_of_one(train_under: Callable, topolog
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_exact_weights_are_sharded_with_their_remainders(train_under: Callable, tmp_path: Path) -> None:
+def test_gradients_summed_over_two_processes_are_those_of_all_their_documents(two: Any) -> None:
+    assert two.output.count("parity with plain FP32") == 1
+    found = json.loads((two.run_dir / "audit.json").read_text())["parity"]
+    assert found["failures"] == [] and found["least_cosine"] > 1 - 1e-6
+    assert found["gradient_norm"] == pytest.approx(found["plain_gradient_norm"], rel=1e-5)
+
+
+def test_a_run_of_two_processes_resumes_in_one(one: Any, two: Any, train_here: Callable, tmp_path: Path) -> None:
+    resumed = train_here(sent_back(two.run_dir, tmp_path / "moved"), "parity=true")
+    assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
+    assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
+
+
+def test_a_run_of_one_process_resumes_in_two(one: Any, train: Callable, tmp_path: Path) -> None:
+    resumed = train(sent_back(one.run_dir, tmp_path / "moved"), launch=TOPOLOGIES["ddp"], **CPU)
+    assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
+    assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
+
+
+def test_exact_weights_are_sharded_with_their_remainders(train: Callable, train_here: Callable, tmp_path: Path) -> None:
     exact = ["precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-3"]
-    one = train_under("one process", f"run_dir={tmp_path / 'one'}", *exact)
-    two = train_under("fsdp2", f"run_dir={tmp_path / 'two'}", *exact)
+    one = train_here(f"run_dir={tmp_path / 'one'}", *exact)
+    two = train(f"run_dir={tmp_path / 'two'}", *exact, launch=TOPOLOGIES["fsdp2"], **CPU)
+    assert one.status == two.status == 0, one.output + two.output
     assert two.losses() == pytest.approx(one.losses(), abs=5e-3)  # BF16 gradients, summed in another order
     assert max(record["frozen_updates"] for record in two.records() if "loss" in record) < 0.01
-
-
-@pytest.mark.parametrize(("first", "then"), [("one process", "ddp"), ("fsdp2", "one process")])
-def test_a_run_resumes_under_another_topology(train_under: Callable, first: str, then: str, tmp_path: Path) -> None:
-    whole = train_under("one process", f"run_dir={tmp_path / 'whole'}")
-    run_dir = f"run_dir={tmp_path / 'moved'}"
-    # The schedule belongs to the horizon of 12 steps, so the first part is ended by removing what came after step 4.
-    train_under(first, run_dir)
-    moved = tmp_path / "moved"
-    for step in ("00000008", "00000012"):
-        (moved / "checkpoints" / f"step-{step}").rename(tmp_path / f"{step}-set-aside")
-    resumed = train_under(then, run_dir)
-    assert "step 4" in resumed.output
-    assert resumed.losses() == pytest.approx(whole.losses(), abs=1e-5)
 
 
 def test_processes_that_would_train_separate_copies_are_refused(train: Callable, tmp_path: Path) -> None:

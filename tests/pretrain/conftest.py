@@ -27,6 +27,7 @@ _SHAPES = {
         "num_key_value_heads": 1,
     }
     | {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
+    "qwen3_moe": {"initializer_range": 0.2},
     "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "initializer_range": 0.2},
 }
 

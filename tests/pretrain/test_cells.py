@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packing.errors import InputError
@@ -73,6 +73,7 @@ def test_the_launcher_reads_a_cells_command_line_back_to_the_recipe_that_was_che
         assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
 
 
+@settings(max_examples=30)  # each reads its recipe up to 192 times
 @given(
     st.dictionaries(
         st.sampled_from(["precision", "weights", "seed", "optimizer.clip"]),

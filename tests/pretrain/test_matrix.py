@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -118,8 +117,3 @@ def test_cells_that_were_trained_differently_are_left_out_of_the_report_by_name(
     table = said.partition("\n\n")[0]
     assert "learning_rate=0.01-bf16 " in table and "learning_rate=0.02" not in table
     assert "learning_rate=0.02-fp32 is left out: it differs from learning_rate=0.01-fp32 in `optimizer.learning_rate`" in said
-
-
-def test_a_matrix_needs_no_torch_itself():
-    program = "import sys, pretrain.matrix; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60).returncode == 0

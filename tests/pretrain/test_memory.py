@@ -40,10 +40,26 @@ def test_peaks_measured_on_an_h200_are_met_within_two_percent(qwen3: ModelFlops,
     assert estimate(qwen3, weights=weights, loss={"kind": loss}).total(8) / GIB == pytest.approx(gib, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    ("precision", "gib"), [("delayed", 98.0), ("current", 98.0), ("block", 98.5), ("nvfp4", 99.7), ("mxfp8", 102.4)]
+)
+def test_peaks_in_low_precision_are_met_within_five_percent(qwen3: ModelFlops, precision: str, gib: float) -> None:
+    found = estimate(qwen3, precision=precision, weights="bf16_exact")
+    assert found.total(8) / GIB == pytest.approx(gib, rel=0.05)
+    assert found.parts(8)["quantized weights"] == 2 * 1_409_286_144
+
+
 def test_weights_gradients_and_moments_are_exact(qwen3: ModelFlops) -> None:
     for weights, size in (("fp32", 4), ("bf16", 2)):
         parts = estimate(qwen3, weights=weights).parts(1)
         assert parts["parameters"] == parts["gradients"] == parts["optimizer moments"] // 2 == size * 1_720_574_976
+
+
+def test_moments_are_as_many_bytes_as_the_recipe_says(qwen3: ModelFlops) -> None:
+    for weights in ("fp32", "bf16", "bf16_exact"):
+        for moments, size in (("fp32", 4), ("bf16", 2)):
+            parts = estimate(qwen3, weights=weights, optimizer={"moments": moments}).parts(1)
+            assert parts["optimizer moments"] == 2 * size * 1_720_574_976
 
 
 def test_working_copies_exist_only_beside_fp32_weights_in_bf16_compute(qwen3: ModelFlops) -> None:

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
 from packing.errors import InputError
-from pretrain.microbatch import largest_that_fits
+from pretrain.microbatch import largest_that_fits, trials_are_collective
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
 
 LENGTH = 8
 
@@ -102,3 +107,22 @@ def test_more_sizes_may_be_tried_than_the_compiler_takes_of_one_function(
     small = SmallDevice(packed, packs=1, fails_in="backward")
     with torch._dynamo.config.patch(recompile_limit=2):
         assert largest_that_fits(small, accelerator, [5, 4, 3, 2, 1], make_batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "processes", "expected"), [("delayed", 2, True), ("delayed", 1, False), ("current", 2, False)]
+)
+def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory(
+    precision: str,
+    processes: int,
+    expected: bool,
+    accelerator: Accelerator,
+    build_model: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = build_model()
+    engaged = Engaged(precision, RECIPES[precision], "emulation", LowPrecisionSettings().resolved(precision))
+    packed.precision = PrecisionContext(EmulationBackend(engaged, torch.device("cpu")), torch.bfloat16)
+    packed.precision.backend.product("linear", 16, 16, bias=False)
+    monkeypatch.setattr(type(accelerator), "num_processes", processes)
+    assert trials_are_collective(packed, accelerator) == expected

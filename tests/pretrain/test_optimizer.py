@@ -138,3 +138,17 @@ def test_allocating_state_early_changes_no_update() -> None:
         draw_gradients(model, 1)
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("moments", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), (None, None)],
+    ids=["fp32", "bf16", "by the weights"],
+)
+def test_moments_have_the_dtype_that_the_recipe_names(moments: str | None, dtype: torch.dtype | None, exact: bool) -> None:
+    layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    adamw = build_optimizer(layer, OptimizerSettings(moments=moments), exact=exact)
+    adamw.materialise()
+    expected = dtype or (torch.float32 if exact else torch.bfloat16)
+    assert {adamw.state[layer.weight][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {expected}

@@ -18,11 +18,13 @@ from pretrain import model
 from pretrain.model import PackedLanguageModel, decoder_layers, inputs_of
 from pretrain.precision import audit
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.convert import LINEARS, Decision, convert, decide
+from pretrain.precision.convert import LINEARS, Decision, check_shapes, convert, decide
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
+from pretrain.precision.product import ObservedProduct
 from pretrain.precision.recipes import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.settings import ModelSettings
 
 CPU = torch.device("cpu")
 WIDE = {
@@ -159,15 +161,36 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
     trained = converted()
-    entries = trained.audit()
-    with audit.confirming(trained.context, trained.engaged, entries):
+    found = {"products": trained.audit()}
+    with audit.confirming(trained.context, trained.engaged, found, step=1):
         trained.packed(**trained.inputs).backward()
     with (
         pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
-        audit.confirming(trained.context, trained.engaged, entries),
+        audit.confirming(trained.context, trained.engaged, found, step=2),
     ):
         trained.context.forward = lambda **_: nullcontext()
         trained.packed(**trained.inputs).backward()
+    assert found["confirmed_in_step"] == 1
+
+
+def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() -> None:
+    def found(recipe: str, *products: tuple[str, str, str]) -> str:
+        engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+        return audit._effective([ObservedProduct(*product) for product in products], "not run", 0, engaged)
+
+    e4m3, e5m2, rows, squares = "e4m3 tensor-scaled", "e5m2 tensor-scaled", "e4m3 1x128 blocks", "e4m3 128x128 blocks"
+    assert found("current", ("forward", e4m3, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == "current"
+    assert found("block", ("forward", rows, squares), ("dgrad", rows, squares), ("wgrad", rows, rows)) == "block"
+    assert found("nvfp4", *((gemm, "nvfp4", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))) == "nvfp4"
+    assert found("nvfp4", *((gemm, "mxfp8 e4m3", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))).startswith(
+        "dgrad mxfp8 e4m3"
+    )
+    assert (
+        found("block", ("forward", e4m3, squares), ("dgrad", rows, squares), ("wgrad", rows, rows))
+        == f"forward {e4m3} x {squares}"
+    )
+    assert found("current", ("forward", e5m2, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == f"forward {e5m2} x {e4m3}"
+    assert found("current", ("forward", e4m3, e4m3), ("wgrad", e5m2, e4m3)) == "dgrad not run"
 
 
 # ── What is decided
@@ -243,3 +266,26 @@ def test_converting_changes_no_parameter_and_no_name(build_model: Callable, inpu
     assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
     assert not [module for module in trained.hf.modules() if type(module) in LINEARS]
     assert trained.hf.state_dict().keys() == build_model("gpt2").hf.state_dict().keys()
+
+
+def test_matrices_that_are_no_linear_s_are_listed_as_what_they_are(build_model: Callable, inputs: dict) -> None:
+    """The stacked experts of a mixture hold most of its weights, and no recipe converts them."""
+    sizes = {key: value for key, value in WIDE.items() if key != "head_dim"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    packed = build_model("qwen3_moe", weights=torch.bfloat16, **sizes, **experts)
+    entries = {entry["name"]: entry for entry in Converted(packed, inputs).audit()}
+    expert, query = (entries[f"model.layers.1.{name}"] for name in ("mlp.experts", "self_attn.q_proj"))
+    assert (expert["effective"], expert["backend"], expert["stored"]) == ("bf16", "torch", "bfloat16")
+    assert expert["module"] == "Qwen3MoeExperts" and "no linear" in expert["reason"]
+    assert query["effective"] == "current" and entries["model.layers.1.mlp.gate"]["effective"] == "bf16"
+
+
+@pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
+def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, refused: bool) -> None:
+    """It would train in BF16 from beginning to end, under the name of a low precision."""
+    odd = {"hidden_size": 128, "intermediate_size": 100, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 36}
+    settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
+    shapes = model.build_on_meta(model.load_config(settings))
+    engaged = Engaged("block", RECIPES["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
+    with pytest.raises(InputError, match="multiples of 128, and Qwen3ForCausalLM has none") if refused else nullcontext():
+        check_shapes(shapes, engaged)

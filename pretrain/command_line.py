@@ -1,0 +1,43 @@
+"""What a user types, and what the launcher answers where it ends early: one message, however many processes have it to say."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """`description`: what the launcher is, for --help."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
+    parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
+    parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
+    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
+    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
+    return parser.parse_intermixed_args()  # so that key=value may follow an option
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise ValueError
+    return value
+
+
+def say_once(text: str) -> None:
+    """One message, not one from each process.
+
+    The first process of a machine speaks at once. The others hold back: if the first has the same to say, the launcher ends them
+    meanwhile, and if it has not, what only they have met must not stay unsaid.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(3)
+        text = f"rank {os.environ.get('RANK')}: {text}"
+    print(text, file=sys.stderr)

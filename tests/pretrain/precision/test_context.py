@@ -1,0 +1,78 @@
+"""What a model's precision remembers of passes that are not training's, and of steps that were skipped."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
+SIZE = 32
+
+
+class OneLinear:
+    """A linear under delayed scaling, and what a step of it does."""
+
+    def __init__(self) -> None:
+        settings = LowPrecisionSettings(amax_history_len=8).resolved("delayed")
+        backend = EmulationBackend(Engaged("delayed", RECIPES["delayed"], "emulation", settings), torch.device("cpu"))
+        self.context = PrecisionContext(backend, torch.bfloat16)
+        self.product = backend.product("linear", SIZE, SIZE, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        self.weight, self.x = (torch.randn(SIZE, SIZE, generator=generator).bfloat16() for _ in range(2))
+
+    def step(self, factor: float = 1.0, *, fails: bool = False) -> Tensor:
+        """Forward and backward; the gradient of the input."""
+        x, weight = (self.x * factor).requires_grad_(), nn.Parameter(self.weight)
+        with self.context.forward(training=True):
+            y = self.context.multiply("linear", self.product, x, weight, None)
+        if fails:
+            x.register_hook(run_out_of_memory)
+        y.sum().backward()
+        return x.grad
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.context.backend.state().items()}
+
+
+def run_out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.fixture
+def linear() -> OneLinear:
+    return OneLinear()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_pass_that_is_not_training_s_leaves_no_trace_even_if_it_is_broken_off(linear: OneLinear, fails: bool) -> None:
+    untouched = OneLinear()
+    for each in (linear, untouched):
+        each.step()
+    with suppress(torch.OutOfMemoryError), linear.context.preserving_state():
+        linear.step(1000.0, fails=fails)
+    for _ in range(2):
+        assert torch.equal(linear.step(), untouched.step())
+        after, expected = linear.state(), untouched.state()
+        assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def test_an_overflow_in_a_skipped_step_does_not_hold_back_the_scales_after_it(linear: OneLinear) -> None:
+    scale = "fp8/linear/forward/scale"
+    linear.step()
+    before = linear.state()[scale][0]
+    linear.x[0, 0] = torch.inf
+    linear.step()
+    assert linear.state()[scale][0] == before, "as Transformer Engine has it: an infinity says nothing of a scale"
+    linear.context.forget_overflow()
+    assert all(tensor.isfinite().all() for tensor in linear.state().values())
+    linear.x[0, 0] = 0
+    linear.step(4.0)
+    assert linear.state()[scale][0] < before
