@@ -126,7 +126,8 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     for (kind, module, stored, effective, backend, reason), count in groups.items():
         on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
         why = f" ({reason})" if reason else ""
-        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, products {effective}{on}{why}")
+        what = "FP32 inside" if module == LowPrecisionNorm.__name__ else f"products {effective}"
+        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, {what}{on}{why}")
     backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | {"compiled": found["compiled"]}
 
