@@ -34,7 +34,6 @@ from pretrain.assembly import Assembly, assemble
 from pretrain.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.closing import last_screen
 from pretrain.command_line import parse_arguments, say_once
-from pretrain.curves import plot_losses
 from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
 from pretrain.evaluate import held_out_loss, sample
 from pretrain.metrics.console import Console
@@ -51,6 +50,7 @@ from pretrain.plan import Plan
 from pretrain.precision import audit
 from pretrain.precision.launch_environment import with_precision
 from pretrain.preflight import Job, prepare_job
+from pretrain.reporting.curves import plot_losses
 from pretrain.resume import find_source, restore
 from pretrain.run_files import read_metrics, read_run
 from pretrain.run_folder import RunFolder, check_free, describe_environment

@@ -35,9 +35,9 @@ from packing.errors import InputError
 from pretrain import report
 from pretrain.cells import Cell, Matrix, load_matrix
 from pretrain.metrics.units import duration
+from pretrain.reporting.tables import markdown
 from pretrain.run_files import MATRIX_FILE, read_metrics
 from pretrain.run_folder import RunFolder
-from pretrain.tables import markdown
 
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0

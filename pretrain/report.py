@@ -1,8 +1,8 @@
 """Curves and tables from what runs left behind: `python -m pretrain.report RUN [RUN ...] [--baseline RUN] [--out PNG]`.
 
 Several runs are compared with the first, or with `--baseline`; runs whose comparison would be unfair are refused
-(`pretrain.fairness`). A speed is shown for what it is: an emulated precision's is marked, and a run that shared its machine with
-others has none.
+(`pretrain.reporting.fairness`). A speed is shown for what it is: an emulated precision's is marked, and a run that shared its
+machine with others has none.
 
 Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
 """
@@ -18,14 +18,14 @@ from typing import Any
 
 from packing.durable import replace_file
 from packing.errors import InputError
-from pretrain.curves import plot_losses
-from pretrain.fairness import LATE_SHARE, Paired, check_comparable, difference, late, unfairness
 from pretrain.metrics.summary import LAST_STEPS
 from pretrain.metrics.units import count, memory, percent
 from pretrain.precision.recipes import RECIPES, WEIGHT_DTYPES
+from pretrain.reporting.curves import plot_losses
+from pretrain.reporting.fairness import LATE_SHARE, Paired, check_comparable, difference, late, unfairness
+from pretrain.reporting.tables import UNKNOWN, markdown, shown
+from pretrain.reporting.variants import Variants
 from pretrain.run_files import Run, read_run
-from pretrain.tables import UNKNOWN, markdown, shown
-from pretrain.variants import Variants
 
 ERRORS = (
     "± is the standard error of the mean, by batch means over floor(sqrt(n)) steps each, as neighbouring steps are not "

@@ -20,10 +20,10 @@ from matplotlib.image import imread
 
 from packing.errors import InputError
 from pretrain.config import load_recipe, resolved
-from pretrain.curves import plot_losses
-from pretrain.drawing import COLOURS, moving_mean
-from pretrain.fairness import Paired, batch_means_error, check_comparable, difference, late
 from pretrain.report import comparison_table, grid_tables, main, summary_table, write
+from pretrain.reporting.curves import plot_losses
+from pretrain.reporting.drawing import COLOURS, moving_mean
+from pretrain.reporting.fairness import Paired, batch_means_error, check_comparable, difference, late
 from pretrain.run_files import Run, read_metrics, read_run
 
 RECIPE = {

@@ -7,8 +7,8 @@ from typing import Any
 
 from pretrain.config import flatten
 from pretrain.precision.recipes import RECIPES
+from pretrain.reporting.tables import UNKNOWN
 from pretrain.run_files import Run
-from pretrain.tables import UNKNOWN
 
 # These say where a precision is computed, which the audit's `backend` answers; they are no variant of the arithmetic.
 _WHERE = ("backend", "on_unsupported")

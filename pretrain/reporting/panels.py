@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pretrain.drawing import (
+from pretrain.metrics.units import count, memory
+from pretrain.precision.recipes import RECIPES
+from pretrain.reporting.drawing import (
     COLOURS,
     GREY,
     draw_smoothed,
@@ -25,11 +27,9 @@ from pretrain.drawing import (
     title,
     window_of,
 )
-from pretrain.fairness import Paired, difference, late
-from pretrain.metrics.units import count, memory
-from pretrain.precision.recipes import RECIPES
+from pretrain.reporting.fairness import Paired, difference, late
+from pretrain.reporting.variants import Variants
 from pretrain.run_files import Run
-from pretrain.variants import Variants
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

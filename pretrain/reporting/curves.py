@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.drawing import (
+from pretrain.metrics.units import count
+from pretrain.reporting.drawing import (
     COLOURS,
     draw_smoothed,
     new_figure,
@@ -16,8 +17,7 @@ from pretrain.drawing import (
     title,
     window_of,
 )
-from pretrain.metrics.units import count
-from pretrain.panels import plot_comparison
+from pretrain.reporting.panels import plot_comparison
 from pretrain.run_files import Run
 
 if TYPE_CHECKING:
