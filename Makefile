@@ -44,6 +44,9 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 
+# Only what is written in Python is read; compiled kernels, 350 MB of them, go. Where the packages are not to be had, the tests that
+# need them are skipped and say so.
 $(VENV)/.installed-references: requirements-references.txt $(VENV)/.installed
-	$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt
-	@touch $@
+	@$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt \
+		&& find $(VENV)/references -name '*.so*' -delete && touch $@ \
+		|| echo "make: $(VENV)/references could not be installed; comparisons with published references are skipped"
