@@ -57,28 +57,34 @@ def update(operands: Operands, factors: Factors, clip_coefficient: Tensor | None
     Lost: not zero, and the master as it is stored is what it was (see ExactAdamW.frozen_counts). int64 scalar, any device.
     """
     weight, remainder = operands.weight, operands.remainder
+    in_place = weight.dtype == torch.float32  # the weight is its own master
     before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
     gradient = operands.gradient.float()
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
-    master, exp_avg, exp_avg_sq = before.clone(), operands.exp_avg.float(), operands.exp_avg_sq.float()  # FP32 moments: no copies
+    master = weight if in_place else before.clone()
+    exp_avg, exp_avg_sq = operands.exp_avg.float(), operands.exp_avg_sq.float()  # FP32 moments: no copies
 
     if factors.weight_decay != 0:
         master.mul_(factors.decay)
     exp_avg.lerp_(gradient, 1 - factors.beta1)
     exp_avg_sq.mul_(factors.beta2).addcmul_(gradient, gradient, value=1 - factors.beta2)
-    denominator = (exp_avg_sq.sqrt() / factors.bias_correction2_sqrt).add_(factors.eps)
+    denominator = exp_avg_sq.sqrt().div_(factors.bias_correction2_sqrt).add_(factors.eps)
     master.addcdiv_(exp_avg, denominator, value=-factors.step_size)
 
-    operands.exp_avg.copy_(exp_avg)
-    operands.exp_avg_sq.copy_(exp_avg_sq)
+    if exp_avg is not operands.exp_avg:
+        operands.exp_avg.copy_(exp_avg)
+        operands.exp_avg_sq.copy_(exp_avg_sq)
     if remainder is None:
-        weight.copy_(master)
+        if not in_place:
+            weight.copy_(master)
         unchanged = weight == before
     else:
         for stored, part in zip((weight, remainder), split(master), strict=True):
             stored.copy_(part)
         unchanged = master == before
+    if not unchanged.any():  # the rule in FP32, and half the work of counting
+        return torch.zeros((), dtype=torch.int64, device=weight.device)
     moved = exp_avg != 0
     if factors.weight_decay != 0:
         moved |= before != 0

@@ -15,6 +15,7 @@ all microbatches and ranks. Labels are already shifted: `labels[i]` is what toke
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -29,11 +30,6 @@ from transformers import PretrainedConfig
 
 from packing.errors import InputError
 from pretrain.settings import LossSettings
-
-try:
-    from cut_cross_entropy import linear_cross_entropy
-except ImportError:  # an extra of requirements-cuda.txt
-    linear_cross_entropy = None
 
 IGNORE = -100
 # What some architectures do to their logits after the head. Only the head is replaced, so their loss would be another model's.
@@ -57,7 +53,7 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
     if settings.kind != "cce":
         return
     remedy = "set loss.kind: chunked"
-    if linear_cross_entropy is None:
+    if importlib.util.find_spec("cut_cross_entropy") is None:  # an extra of requirements-cuda.txt
         raise InputError(f"loss.kind: cce needs the cut-cross-entropy package: pip install cut-cross-entropy, or {remedy}")
     if device_type != "cuda":
         raise InputError(f"loss.kind: cce needs a CUDA device and this run is on {device_type}; {remedy}")
@@ -114,7 +110,7 @@ class LossHead(nn.Linear):
     def describe(self) -> dict[str, Any]:
         """What computes the loss, for the audit."""
         if self.settings.kind == "cce":
-            skipped_below = inspect.signature(linear_cross_entropy).parameters["filter_eps"].default
+            skipped_below = inspect.signature(_cce()).parameters["filter_eps"].default
             return {"kind": "cce", "options": cut_cross_entropy_options(), "gradient_filter": skipped_below}
         if self.settings.kind == "reference":
             return {"kind": "reference", "softmax": "fp32", "logits": "all at once"}
@@ -143,13 +139,20 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     if not (labels != IGNORE).any():  # its kernels take no empty batch; it reads the labels back from the device anyway
         return (hidden.sum() * 0 + weight.sum() * 0).float()
     options = cut_cross_entropy_options()
-    return linear_cross_entropy(hidden, weight.to(hidden.dtype), labels, ignore_index=IGNORE, reduction="sum", **options).float()
+    return _cce()(hidden, weight.to(hidden.dtype), labels, ignore_index=IGNORE, reduction="sum", **options).float()
+
+
+def _cce() -> Callable[..., Tensor]:
+    """Imported by the runs that use it: it brings Triton, which takes a third of a second."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return linear_cross_entropy
 
 
 @functools.cache
 def cut_cross_entropy_options() -> dict[str, bool]:
     """The most exact accumulation that the installed version offers; the release 25.1.1 has none of it."""
-    parameters = inspect.signature(linear_cross_entropy).parameters
+    parameters = inspect.signature(_cce()).parameters
     fp32 = {name: True for name in ("accum_e_fp32", "accum_c_fp32") if name in parameters}
     return fp32 or {name: True for name in ("use_kahan",) if name in parameters}
 
@@ -277,11 +280,14 @@ def softmax_gradient_(logits: Tensor, labels: Tensor) -> Tensor:
     """
     ignored = labels == IGNORE
     targets = labels.masked_fill(ignored, 0)[:, None]
-    log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-    losses = -log_probabilities.gather(1, targets)[:, 0].masked_fill_(ignored, 0)
-    gradient = log_probabilities.exp_()
-    gradient.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=torch.float32))
-    logits.copy_(gradient.masked_fill_(ignored[:, None], 0))
+    scores = logits.float()  # FP32 logits themselves: then nothing of their size is made
+    target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
+    total = scores.sub_(maximum).exp_().sum(dim=-1, keepdim=True)
+    losses = (total.log() + maximum - target_scores)[:, 0].masked_fill_(ignored, 0)
+    gradient = scores.mul_(total.reciprocal_().masked_fill_(ignored[:, None], 0))
+    gradient.scatter_add_(1, targets, -(~ignored)[:, None].float())
+    if gradient is not logits:
+        logits.copy_(gradient)
     return losses
 
 

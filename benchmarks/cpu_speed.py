@@ -1,0 +1,116 @@
+"""The launcher on a CPU: its speed on the demo's model beside plain Hugging Face, and how soon it is at work.
+
+    python -m benchmarks.cpu_speed --out benchmarks/results/cpu_speed.json
+
+Plain Hugging Face is what one would write oneself: the same model, the same packs as rows of a batch, transformers' own loss and
+attention (which lets documents see their neighbours), torch's AdamW, as many packs in a step and at once. Both run in processes
+of their own, in turns, so that whatever else the machine does meets both alike. It takes the packs that `make demo` makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.machine import processor
+from pretrain.run_folder import describe_environment
+
+RECIPE = Path("recipes/smoke.yaml")
+STEPS, WARM_UP = 40, 5
+OVERRIDES = [f"train.steps={STEPS}", "schedule.warmup=2", "evaluate.every=null", "evaluate.samples=[]", "checkpoint.at_end=false"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--plain", action="store_true", help="be the plain run: print its tokens/s and end")
+    arguments = parser.parse_args()
+    if arguments.plain:
+        print(json.dumps(plain_tokens_per_second()))
+        return
+    rounds = [measure() for _ in range(arguments.rounds)]
+    median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.cpu_speed", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({}),
+        "processor": processor(),
+        "threads": os.environ.get("OMP_NUM_THREADS", "torch's default"),
+        "median": median | {"ratio": median["launcher"] / median["plain"]},
+        "rounds": rounds,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["median"], indent=1))
+
+
+def measure() -> dict[str, float]:
+    """One round: tokens/s of both, and seconds until the launcher is imported and until its first step is done."""
+    began = time.time()
+    script = "import train_accelerate, time; print(time.time())"  # not its end, which takes a second
+    ready = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    imported = float(ready.stdout) - began
+    plain = subprocess.run(
+        [sys.executable, "-m", "benchmarks.cpu_speed", "--plain", "--out", os.devnull], check=True, capture_output=True, text=True
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        metrics = Path(folder) / "run" / "metrics.jsonl"
+        command = [sys.executable, "train_accelerate.py", str(RECIPE), *OVERRIDES, f"run_dir={metrics.parent}"]
+        began = time.perf_counter()
+        run = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while run.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.02)
+        first_step = time.perf_counter() - began
+        if run.wait():
+            raise SystemExit(f"{shlex.join(command)} ended with {run.returncode}")
+        steps = [record for record in map(json.loads, metrics.read_text().splitlines()) if "loss" in record]
+    return {
+        "plain": json.loads(plain.stdout),
+        "launcher": statistics.median(step["tokens_per_second"] for step in steps[WARM_UP:]),
+        "import_seconds": imported,
+        "first_step_seconds": first_step,
+    }
+
+
+def plain_tokens_per_second() -> float:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from packing.store import open_packs
+    from pretrain import model
+    from pretrain.config import load_recipe
+
+    recipe = load_recipe(RECIPE)
+    packs = open_packs(recipe.data, "train")
+    torch.manual_seed(recipe.seed)
+    hf = AutoModelForCausalLM.from_config(model.load_config(recipe.model), dtype=torch.float32).train()
+    adamw = torch.optim.AdamW(hf.parameters(), lr=recipe.optimizer.learning_rate)
+    per_step, at_once = recipe.batch.tokens // recipe.data.length, recipe.batch.microbatch
+    seconds = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        for first in range(step * per_step, (step + 1) * per_step, at_once):
+            chosen = [packs[index % len(packs)].input_ids.astype(np.int64) for index in range(first, first + at_once)]
+            ids = torch.from_numpy(np.stack(chosen))
+            loss = hf(input_ids=ids, labels=ids, use_cache=False).loss * (at_once / per_step)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), recipe.optimizer.clip)
+        adamw.step()
+        adamw.zero_grad()
+        loss.item()
+        seconds.append(time.perf_counter() - began)
+    return recipe.batch.tokens / statistics.median(seconds[WARM_UP:])
+
+
+if __name__ == "__main__":
+    main()
