@@ -36,10 +36,12 @@ from pretrain.closing import last_screen
 from pretrain.command_line import parse_arguments, say_once
 from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
 from pretrain.evaluate import held_out_loss, sample
+from pretrain.exact_weights import local_part
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
+from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.summary import is_evaluation
 from pretrain.metrics.trackers import Trackers, resolve
@@ -75,6 +77,7 @@ class Run:
     recorder: Recorder
     trackers: Trackers
     precision_watch: PrecisionWatch | None
+    profile: StepProfile | None
     console: Console
 
 
@@ -159,6 +162,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         recorder=recorder,
         trackers=trackers,
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, accelerator.is_main_process),
+        profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
     )
     parity = check_against_plain(run) if recipe.parity and state.step == 0 else None
@@ -211,9 +215,11 @@ def train(run: Run) -> int | None:
     run.assembly.model.train()
     with StopRequest() as stop, batches_of(run).steps(state.step, state.steps) as steps:
         while not state.finished:
-            with run.recorder.step():
+            with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
                 figures = train_step(run, next(steps))
             log(run, figures, data_wait_ms=steps.data_wait_ms)
+            if run.profile and run.profile.step == state.step:
+                run.console.notice(run.profile.table(work_of(run, figures), steps.data_wait_ms))
             if state.step == run.resumed_step + 1 and accelerator.is_main_process:
                 run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
 
@@ -228,6 +234,20 @@ def train(run: Run) -> int | None:
             if due(state.step, recipe.checkpoint.every) and not state.finished:
                 save(run)
     return None
+
+
+def work_of(run: Run, figures: dict[str, Any]) -> Work:
+    """What one device computed in the step of these figures."""
+    ranks, recorder = run.accelerator.num_processes, run.recorder
+    return Work(
+        flops=recorder.flops,
+        tokens=figures["step_tokens"] // ranks,
+        sum_squared_lengths=figures["sum_squared_lengths"] / ranks,
+        peak_tflops=recorder.peak_tflops,
+        low_precision=recorder.low_precision,
+        parameters=sum(local_part(p).numel() for p in run.assembly.hf.parameters()),
+        weights=run.job.recipe.weights,
+    )
 
 
 def batches_of(run: Run) -> BatchStream:

@@ -19,6 +19,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
+    parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
     return parser.parse_intermixed_args()  # so that key=value may follow an option

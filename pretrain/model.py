@@ -32,6 +32,7 @@ from packing.settings import HUB_NAME
 from pretrain import attention
 from pretrain.loss import LossHead
 from pretrain.loss import check as check_loss
+from pretrain.metrics.profile import LOSS_SCOPE
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.precision.working_copies import casting_output, casting_parameters
@@ -188,7 +189,8 @@ class PackedLanguageModel(nn.Module):
             documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
         with self.precision.forward(training=self.training) if self.precision else nullcontext():
             output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
-            return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+            with torch.profiler.record_function(LOSS_SCOPE):
+                return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
 
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:

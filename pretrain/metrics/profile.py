@@ -1,0 +1,189 @@
+"""`--profile`: where the time of one step goes, as a trace to look into and as a table by part of the model.
+
+What ran is sorted by what it is: on a GPU by the names of its kernels, on a CPU by those of its operators, and by the part of the
+program that started it, the loss or the optimizer. What no part accounts for is a gap: the device, or on a CPU the operators, had
+nothing to do while Python, the data or another rank took their time. Recording takes time of its own, the more the smaller the
+kernels are, so speeds are for `metrics.jsonl` to tell and shares for this table.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile
+
+from packing.errors import InputError
+from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
+from pretrain.metrics.units import percent
+from pretrain.state import TrainState
+
+PROFILED = 5  # the step of this process that is recorded: everything is compiled by then, and caches are warm
+TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
+LOSS_SCOPE = "loss"  # what `PackedLanguageModel` calls the part of its forward that is the head's
+_OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
+
+# In this order: the names of attention kernels have "gemm" in them now and then, those of products never "attention".
+_KINDS = (
+    ("attention", re.compile(r"flash|fmha|attention|sdpa", re.I)),
+    ("communication", re.compile(r"nccl|gloo|c10d::", re.I)),
+    ("products", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|aten::(mm|addmm_?|bmm|baddbmm|_scaled_mm)$", re.I)),
+    ("quantization", re.compile(r"quantiz|cast_transpose|amax|fp8|mxfp8|nvfp4|hadamard", re.I)),
+    ("copies", re.compile(r"memcpy|memset|aten::copy_$", re.I)),
+)
+_REST = "norms, activations and sums"
+_BYTES = {"fp32": 28, "bf16": 14, "bf16_exact": 26}  # that an update reads and writes a parameter, its gradient included
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the profiled step computed, to hold its parts against what the device could do. Peaks are dense TFLOP/s of one device,
+    None where it is not known."""
+
+    flops: ModelFlops | None
+    tokens: int  # of this device
+    sum_squared_lengths: float
+    peak_tflops: float | None
+    low_precision: LowPrecisionProducts | None
+    parameters: int  # that this device updates
+    weights: str
+
+
+class StepProfile:
+    """Records one step of this process into `folder`."""
+
+    def __init__(self, folder: Path, device: torch.device, steps_done: int, *, writes: bool = True) -> None:
+        self.step = steps_done + PROFILED
+        self._folder = folder
+        self._device = device
+        self._writes = writes
+        self._seconds: dict[str, float] = {}
+        self._wall = 0.0
+
+    @classmethod
+    def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile:
+        """For a run that is about to begin; the main process writes. InputError where it ends before the step is reached."""
+        profile = cls(folder, accelerator.device, state.step, writes=accelerator.is_main_process)
+        if profile.step > state.steps:
+            raise InputError(
+                f"`--profile` records step {profile.step}, by when everything is compiled, and the run ends with step "
+                f"{state.steps}; train longer (`train`), or leave it out"
+            )
+        return profile
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Around `step`; does nothing around any but the one that is recorded."""
+        if step != self.step:
+            yield
+            return
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+        with profile(activities=activities) as recorded:
+            began = time.perf_counter()
+            yield
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self._wall = time.perf_counter() - began
+        if self._writes:
+            recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
+        self._seconds = by_part(recorded.events(), on_gpu=self._device.type == "cuda")
+
+    def table(self, work: Work, data_wait_ms: float) -> str:
+        """The table of the recorded step, Markdown, also written to the folder."""
+        text = render(self._seconds, self._wall, data_wait_ms / 1e3, reached(self._seconds, work, copy_bandwidth(self._device)))
+        if self._writes:
+            (self._folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        return text
+
+
+def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
+    """Seconds by part of the model. On a GPU those of its kernels, elsewhere those of operators less what they call."""
+    seconds: dict[str, float] = {}
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue
+        scopes = _scopes(event)
+        if on_gpu:
+            spent = [(kernel.name, kernel.duration) for kernel in event.kernels]
+        else:
+            spent = [(event.name, event.self_cpu_time_total)] if event.name.startswith(("aten::", "c10d::", "gloo")) else []
+        for name, microseconds in spent:
+            part = part_of(name, scopes)
+            seconds[part] = seconds.get(part, 0.0) + microseconds / 1e6
+    return seconds
+
+
+def part_of(name: str, scopes: set[str]) -> str:
+    """Which part of the model a kernel or operator of this name belongs to, started from within `scopes`."""
+    kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), _REST)
+    if any(scope.startswith(_OPTIMIZER_SCOPE) for scope in scopes):
+        return "optimizer"
+    if LOSS_SCOPE in scopes:
+        return "products of the head" if kind == "products" else "loss"
+    return "products of the layers" if kind == "products" else kind
+
+
+def _scopes(event: FunctionEvent) -> set[str]:
+    names = set()
+    while event is not None:
+        names.add(event.name)
+        event = event.cpu_parent
+    return names
+
+
+def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float | None) -> dict[str, str]:
+    """For the parts whose work is known, the rate they reached and its share of the device's limit."""
+    rates = {}
+    if work.flops is not None:
+        parts = work.flops.by_part(work.tokens, work.sum_squared_lengths)
+        low = work.low_precision
+        done = {
+            "products of the layers": (
+                parts["attention projections"] + parts["mlp"],
+                low.peak_tflops if low else work.peak_tflops,
+            ),
+            "products of the head": (parts["head"], work.peak_tflops),
+            "attention": (parts["attention products"], work.peak_tflops),
+        }
+        for part, (flops, peak) in done.items():
+            if seconds.get(part):
+                tflops = flops / seconds[part] / TERA
+                rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / peak)} of the peak" if peak else "")
+    if seconds.get("optimizer"):
+        rate = work.parameters * _BYTES[work.weights] / seconds["optimizer"]
+        share = f", {percent(rate / copied_per_second)} of a copy's" if copied_per_second else ""
+        rates["optimizer"] = f"{rate / 1e9:.4g} GB/s{share}"
+    return rates
+
+
+def copy_bandwidth(device: torch.device, size: int = 2**28) -> float | None:
+    """Bytes a second, read and written, of a copy on the GPU, measured now; None elsewhere, where caches make it mean little."""
+    if device.type != "cuda":
+        return None
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target, begin, end = torch.empty_like(source), *(torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(2):  # the second time counts: the first one pays for the memory
+        begin.record()
+        for _ in range(10):
+            target.copy_(source)
+        end.record()
+    torch.cuda.synchronize(device)
+    return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
+
+
+def render(seconds: Mapping[str, float], wall: float, data_wait: float, rates: Mapping[str, str]) -> str:
+    """A Markdown table, the largest part first, gaps last."""
+    gaps = max(wall - sum(seconds.values()) - data_wait, 0.0)
+    parts = {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "waiting for data": data_wait, "gaps": gaps}
+    lines = ["| part of a step | ms | share | reaches |", "| --- | ---: | ---: | --- |"]
+    lines += [
+        f"| {part} | {spent * 1e3:.1f} | {percent(spent / wall)} | {rates.get(part, '')} |" for part, spent in parts.items()
+    ]
+    return "\n".join([*lines, f"| **the step** | {wall * 1e3:.1f} | | |"])
