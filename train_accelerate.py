@@ -4,8 +4,8 @@ r"""Train a causal language model on packed documents, in the precision that the
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
 The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
-would happen and checks every setting; `--preview-schedule` draws the learning rate. A run that is started again goes on where it
-was.
+would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a step's time goes. A
+run that is started again goes on where it was.
 """
 
 from __future__ import annotations
