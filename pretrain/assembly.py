@@ -119,6 +119,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "reason": job.engaged.reason,
         "backend": job.engaged.backend,
         "computes": job.precision.description,
+        "compute_dtype": job.precision.compute_dtype,
         "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
         "weights": recipe.weights,
         "attention": {"kind": backend, "reason": job.backend.reason},
