@@ -252,16 +252,20 @@ def work_of(run: Run, figures: dict[str, Any]) -> Work:
 
 def batches_of(run: Run) -> BatchStream:
     """This rank's batches, step by step: a pure function of the recipe and the packs."""
-    return BatchStream(
-        run.job.data.train,
-        PackOrder(len(run.job.data.train), run.plan.packs_per_step, run.job.recipe.seed),
-        microbatch=run.plan.microbatch,
-        rank=run.accelerator.process_index,
-        world_size=run.accelerator.num_processes,
-        mask_boundaries=run.job.recipe.data.mask_boundaries,
-        pin_memory=run.accelerator.device.type == "cuda",
-        vocab_size=run.job.model_config.vocab_size,
-    )
+    packs = run.job.data.train
+    return BatchStream(packs, PackOrder(len(packs), run.plan.packs_per_step, run.job.recipe.seed), **batching(run))
+
+
+def batching(run: Run) -> dict[str, Any]:
+    """How packs become batches on this rank, in training and in evaluation."""
+    return {
+        "microbatch": run.plan.microbatch,
+        "rank": run.accelerator.process_index,
+        "world_size": run.accelerator.num_processes,
+        "mask_boundaries": run.job.recipe.data.mask_boundaries,
+        "pin_memory": run.accelerator.device.type == "cuda",
+        "vocab_size": run.job.model_config.vocab_size,
+    }
 
 
 def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
@@ -317,16 +321,7 @@ def evaluate_now(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set."""
     settings, began = run.job.recipe.evaluate, time.perf_counter()
     if run.job.data.held_out is not None:
-        with evaluation_batches(
-            run.job.data.held_out,
-            microbatch=run.plan.microbatch,
-            rank=run.accelerator.process_index,
-            world_size=run.accelerator.num_processes,
-            mask_boundaries=run.job.recipe.data.mask_boundaries,
-            pin_memory=run.accelerator.device.type == "cuda",
-            vocab_size=run.job.model_config.vocab_size,
-            limit=settings.packs,
-        ) as batches:
+        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **batching(run)) as batches:
             record = held_out_loss(run.assembly.model, batches, run.accelerator).record(run.state.step)
         run.trackers.log(record)
         run.console.evaluation(record, time.perf_counter() - began)
