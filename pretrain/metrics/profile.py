@@ -57,26 +57,25 @@ class Work:
 
 
 class StepProfile:
-    """Records one step of this process into `folder`."""
+    """Records one step of this process into `folder`; with several, that is for the main one to do."""
 
-    def __init__(self, folder: Path, device: torch.device, steps_done: int, *, writes: bool = True) -> None:
+    def __init__(self, folder: Path, device: torch.device, steps_done: int) -> None:
         self.step = steps_done + PROFILED
         self._folder = folder
         self._device = device
-        self._writes = writes
         self._seconds: dict[str, float] = {}
         self._wall = 0.0
 
     @classmethod
-    def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile:
-        """For a run that is about to begin; the main process writes. InputError where it ends before the step is reached."""
-        profile = cls(folder, accelerator.device, state.step, writes=accelerator.is_main_process)
+    def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
+        """For a run that is about to begin; None off the main process. InputError where the run ends before that step."""
+        profile = cls(folder, accelerator.device, state.step)
         if profile.step > state.steps:
             raise InputError(
                 f"`--profile` records step {profile.step}, by when everything is compiled, and the run ends with step "
                 f"{state.steps}; train longer (`train`), or leave it out"
             )
-        return profile
+        return profile if accelerator.is_main_process else None
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -91,15 +90,13 @@ class StepProfile:
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
             self._wall = time.perf_counter() - began
-        if self._writes:
-            recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
+        recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
         self._seconds = by_part(recorded.events(), on_gpu=self._device.type == "cuda")
 
     def table(self, work: Work, data_wait_ms: float) -> str:
         """The table of the recorded step, Markdown, also written to the folder."""
         text = render(self._seconds, self._wall, data_wait_ms / 1e3, reached(self._seconds, work, copy_bandwidth(self._device)))
-        if self._writes:
-            (self._folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        (self._folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
 
 

@@ -93,7 +93,7 @@ class PrecisionContext:
     def forget_overflow(self) -> None:
         """Take what is not finite out of delayed scaling's histories, after a step that was skipped for it.
 
-        A scale stays as it is while its history holds an infinity, which with a history of 1,024 steps is for 1,024 steps.
+        A scale stays as it is while its history holds an infinity, which a history of 1,024 does for 1,024 microbatches.
         """
         for name, tensor in self.backend.state().items():
             if name.endswith("/amax_history"):
