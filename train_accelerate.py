@@ -247,6 +247,7 @@ def work_of(run: Run, figures: dict[str, Any]) -> Work:
         low_precision=recorder.low_precision,
         parameters=sum(local_part(p).numel() for p in run.assembly.hf.parameters()),
         weights=run.job.recipe.weights,
+        gradients=run.job.recipe.gradients_kept_in(ranks),
     )
 
 

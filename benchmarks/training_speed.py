@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train one variant; its summary, step times and exit status."""
-    folder = Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
+def measure(
+    overrides: list[str],
+    arguments: argparse.Namespace,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Train one variant; its summary, step times and exit status.
+
+    `arguments`: recipe, config and timeout. `folder`: for the run, emptied first; else one below runs/speed. `environment`: added
+    to this process's own.
+    """
+    folder = folder or Path("runs") / "speed" / "-".join(overrides).replace("/", "_")
     shutil.rmtree(folder, ignore_errors=True)
     command = [
         "accelerate",
@@ -74,16 +84,7 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
     began = time.perf_counter()
     # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
     launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", *command[1:]]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(launcher, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-    try:
-        output, _ = process.communicate(timeout=arguments.timeout)
-        status: int | str = process.returncode
-    except subprocess.TimeoutExpired:
-        # Its training processes would outlive a killed launcher, and keep the device from the next variant.
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        status, output = "timeout", process.communicate()[0]
+    status, output = run_to_its_end(launcher, arguments.timeout, environment or {})
     result: dict[str, Any] = {
         "variant": overrides,
         "command": shlex.join(command),
@@ -97,6 +98,20 @@ def measure(overrides: list[str], arguments: argparse.Namespace) -> dict[str, An
     else:
         result["output"] = output[-8000:]
     return result
+
+
+def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int | str, str]:
+    """Exit status, or "timeout", of a command and all that it has written; after `timeout` seconds it is killed."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        # Its training processes would outlive a killed launcher, and keep the device from the next variant.
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        return "timeout", process.communicate()[0]
 
 
 def line(result: dict[str, Any]) -> str:

@@ -16,8 +16,11 @@ from transformers import PreTrainedModel
 
 from packing.batch import Microbatch
 from pretrain import model, optimizer
-from pretrain.distributed import prepare, sharded_like
+from pretrain.distributed import prepare, sharded_like, unwrapped
 from pretrain.exact_adamw import ExactAdamW
+from pretrain.fused.choice import choose_arithmetic
+from pretrain.fused.fuse import FusedLayers, fuse
+from pretrain.gradients import attach_main_gradients
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
@@ -26,6 +29,7 @@ from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.convert import Decision, convert, decide, low_precision_weights
 from pretrain.precision.engage import Engaged
+from pretrain.precision.recipes import WEIGHT_DTYPES
 from pretrain.preflight import Job
 
 # Packs that delayed scaling sees before the first step. The first two teach it a layer's gradients, and the largest values of all
@@ -78,7 +82,8 @@ class Assembly:
         fastest = peak(device_name, self.engaged.recipe.peak)
         if self.engaged.backend != "transformer_engine" or fastest is None:
             return None
-        return LowPrecisionProducts(low_precision_weights(self.hf), fastest)
+        fused = unwrapped(self.model).fused
+        return LowPrecisionProducts(low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0), fastest)
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
@@ -88,7 +93,8 @@ class Assembly:
 
     def confirming_audit(self, step: int) -> AbstractContextManager[None]:
         """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
-        return audit.confirming(self.precision, self.engaged, self.audit, step) if self.precision else nullcontext()
+        fused = unwrapped(self.model).fused
+        return audit.confirming(self.precision, self.engaged, self.audit, step, fused) if self.precision else nullcontext()
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
@@ -99,14 +105,23 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)
-    decisions = decide(hf, model.decoder_layers(hf.base_model), job.engaged) if job.engaged.recipe.quantized else {}
-    packed.precision = precision = enter_low_precision(hf, decisions, job, device)
+    layers = model.decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), job.engaged) if job.engaged.recipe.quantized else {}
+    packed.precision = precision = make_context(job, device) if decisions else None
+    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.engaged, device.type, job.compute_dtype, precision)
+    packed.fused = fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    if precision:
+        inside = tuple(f"{name}." for name in fused.layers) if fused else ()
+        convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, precision)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled, precision=precision)
     adamw = optimizer.build_optimizer(packed, recipe.optimizer, exact=exact)
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
+    kept_in = recipe.gradients_kept_in(accelerator.num_processes)
+    if accelerator.num_processes == 1:
+        attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
     adamw.materialise()
     for name, parameter in hf.named_parameters():
         if name in masters:  # taken out one by one, so that the FP32 weights go as the remainders come
@@ -122,24 +137,20 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "compute_dtype": job.precision.compute_dtype,
         "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
         "weights": recipe.weights,
+        "gradients": kept_in,
         "attention": {"kind": backend, "reason": job.backend.reason},
         "loss": hf.get_output_embeddings().describe(),
-        "compiled": what_is_compiled(compiled, precision),
+        "fused": fused.describe() if fused else not_fused,
+        "compiled": what_is_compiled(compiled, precision, fused),
         "products": products,
     }
     return Assembly(hf, prepared, adamw, job.engaged, precision, found)
 
 
-def enter_low_precision(
-    hf: PreTrainedModel, decisions: Mapping[str, Decision], job: Job, device: torch.device
-) -> PrecisionContext | None:
-    """Convert what was decided on, in place; returns the context that the converted modules share, None where nothing was."""
-    if not decisions:
-        return None
+def make_context(job: Job, device: torch.device) -> PrecisionContext:
+    """What the low-precision modules of the model share."""
     backend = make_backend(job.engaged, device)
-    context = PrecisionContext(backend, job.compute_dtype, evaluates_low=job.engaged.settings.use_autocast_during_eval)
-    convert(hf, decisions, context)
-    return context
+    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.engaged.settings.use_autocast_during_eval)
 
 
 def rehearse(
@@ -165,7 +176,7 @@ def rehearse(
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
         return run(**model.inputs_of(batch, accelerator.device)) * scale
 
-    entries = audit.observe(packed.hf, lambda: loss_of(0), job.engaged, decisions, packed.precision)
+    entries = audit.observe(packed.hf, lambda: loss_of(0), job.engaged, decisions, packed.precision, packed.fused)
     if packed.precision and packed.precision.backend.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):
@@ -190,7 +201,7 @@ def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.
     optimizer.clear_gradients(adamw, ddp)
 
 
-def what_is_compiled(compiled: bool, precision: PrecisionContext | None) -> str:
-    if not compiled:
+def what_is_compiled(compiled: bool, precision: PrecisionContext | None, fused: FusedLayers | None) -> str:
+    if not compiled or (fused and not fused.left_out):
         return "nothing"
     return "each layer, between its low-precision products" if precision else "each layer"

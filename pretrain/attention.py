@@ -27,14 +27,17 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from packing.errors import InputError
+from pretrain import attention_cudnn
+from pretrain.fused.heads import Heads
 
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # an extra of requirements-cuda.txt
     flash_attn_varlen_func = None
 
-Kind = Literal["varlen", "flash_attn", "sdpa"]
-FASTEST_FIRST: tuple[Kind, ...] = ("varlen", "flash_attn", "sdpa")
+Kind = Literal["cudnn", "varlen", "flash_attn", "sdpa"]
+FASTEST_FIRST: tuple[Kind, ...] = ("cudnn", "varlen", "flash_attn", "sdpa")
+MIN_CUDNN_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -48,28 +51,31 @@ class Choice(NamedTuple):
 
 
 def register() -> None:
-    """Make `packed_sdpa`, `packed_varlen` and `packed_flash_attn` names that transformers' models accept."""
+    """Make `packed_sdpa`, `packed_varlen`, `packed_flash_attn` and `packed_cudnn` names that transformers' models accept."""
     AttentionInterface.register("packed_sdpa", packed_sdpa)
     AttentionInterface.register("packed_varlen", packed_varlen)
     AttentionInterface.register("packed_flash_attn", packed_flash_attn)
+    AttentionInterface.register("packed_cudnn", packed_cudnn)
 
 
-def choose(requested: Literal["auto"] | Kind, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
-    """The backend for a device, the model's head dimension and the dtype that attention computes in.
+def choose(requested: Literal["auto"] | Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> Choice:
+    """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
 
-    Raises InputError when a backend was asked for by name and cannot run here.
+    `auto` takes the first of FASTEST_FIRST that runs here, and cudnn only where it is measured to be the fastest. Raises
+    InputError when a backend was asked for by name and cannot run here.
     """
-    obstacles = {kind: _obstacle(kind, device_type, head_dim, dtype) for kind in FASTEST_FIRST}
     if requested != "auto":
-        if obstacles[requested]:
-            raise InputError(f"model.attention: {requested} {obstacles[requested]}; or set model.attention: auto")
+        if obstacle := _obstacle(requested, device_type, heads, dtype, length):
+            raise InputError(f"model.attention: {requested} {obstacle}; or set model.attention: auto")
         return Choice(f"packed_{requested}", "requested")
     passed_over = []
     for kind in FASTEST_FIRST:
-        if not obstacles[kind]:
+        against = _unmeasured(kind, heads) or _obstacle(kind, device_type, heads, dtype, length)
+        if not against:
             break
-        passed_over.append(f"{kind} {obstacles[kind]}")
-    return Choice(f"packed_{kind}", "; ".join(["fastest that runs here", *passed_over]))
+        passed_over.append(f"{kind} {against}")
+    why = "fastest that runs here" + (": 0.71 of varlen's time on an H200" if kind == "cudnn" else "")
+    return Choice(f"packed_{kind}", "; ".join([why, *passed_over]))
 
 
 def check(model: PreTrainedModel, length: int) -> None:
@@ -182,6 +188,25 @@ def packed_flash_attn(
     return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)[None], None
 
 
+def packed_cudnn(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention by cuDNN's variable-length kernels (pretrain.attention_cudnn). Shapes as in packed_sdpa; bf16 or fp16."""
+    _refuse_what_is_not_computed(max_seqlen, others)
+    query, key, value = _tokens_first(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)[None], None
+
+
 def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[1, heads, T, D] -> [T, heads, D], all in the values' dtype.
 
@@ -204,7 +229,14 @@ def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) ->
         raise ValueError(f"packed attention computes no sliding window, and the layer's, {window}, is shorter than a pack")
 
 
-def _obstacle(kind: Kind, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
+def _unmeasured(kind: Kind, heads: Heads) -> str | None:
+    """Why a backend that may run is not taken unasked; None if it may be."""
+    if kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
+        return f"is not measured with heads of {heads.dim}"
+    return None
+
+
+def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:
     """Why a backend cannot run here and what would help; None if it can."""
     if kind == "sdpa":
         return None
@@ -216,6 +248,6 @@ def _obstacle(kind: Kind, device_type: str, head_dim: int, dtype: torch.dtype) -
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
-    if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
-        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {head_dim}"
-    return None
+    if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
+        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
+    return attention_cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pretrain.adamw_update import Factors, Operands, update
 from pretrain.exact_weights import convert, local_part, mode_of
+from pretrain.gradients import gradient_of
 
 if TYPE_CHECKING:
     from pretrain.exact_adamw_kernel import FusedUpdate
@@ -143,11 +144,12 @@ class ExactAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             gathered: dict[tuple[int, torch.device], list[Operands]] = {}
             for parameter in group["params"]:
-                if parameter.grad is None:
+                gradient = gradient_of(parameter)
+                if gradient is None:
                     continue
                 state = self._state_of(parameter)
                 state["step"] += 1
-                operands = _operands(parameter, state)
+                operands = _operands(parameter, gradient, state)
                 if operands.weight.numel():  # a process may hold no part of a sharded parameter
                     gathered.setdefault((int(state["step"].item()), operands.weight.device), []).append(operands)
             # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
@@ -181,8 +183,8 @@ class ExactAdamW(torch.optim.Optimizer):
         return frozen / total.clamp(min=1)
 
 
-def _operands(parameter: Tensor, state: dict[str, Tensor]) -> Operands:
-    weight, gradient = local_part(parameter), local_part(parameter.grad)
+def _operands(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> Operands:
+    weight, gradient = local_part(parameter), local_part(gradient)
     if not weight.is_contiguous():
         raise ValueError(f"a parameter of shape {list(weight.shape)} and strides {weight.stride()} is not contiguous")
     if gradient.dtype not in (torch.float32, torch.bfloat16):

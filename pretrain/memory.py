@@ -8,8 +8,9 @@ Activations are counted from what a compiled decoder layer keeps for backward, i
 
 For Qwen3-1.7B that is 71,680 bytes a token and layer. On one H200 (8 packs of 4,096 tokens, chunked loss, no checkpointing) the
 estimate is within 1 % of the measured peaks: 77.0 GiB with BF16 weights, 86.6 with exact ones, 93.0 with FP32 weights
-(benchmarks/results/h200_bf16.json). Around low-precision products a layer is compiled in pieces, which keep what a whole layer
-would compute again: 98.0 to 98.5 GiB in FP8, 99.7 to 102.4 emulated (h200_low_precision.json, h200_emulated.json), met to 5 %.
+(benchmarks/results/h200_bf16.json; gradients in the weights' dtype). Around low-precision products a layer is compiled in pieces,
+which keep what a whole layer would compute again: 98.0 to 98.5 GiB in FP8, 99.7 to 102.4 emulated (h200_low_precision.json,
+h200_emulated.json), met to 5 %.
 Layers that are not compiled keep FP32 intermediates of their norms as well and take more; so does masked `sdpa` attention.
 `batch.microbatch: auto` therefore tries on the device, and only begins where this estimate says.
 """
@@ -28,6 +29,7 @@ from pretrain.settings import Recipe
 IN_PIECES = 1.15
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
+_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class MemoryEstimate:
     """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
 
     parameters: int
-    gradients: int  # under DDP views into its buckets, so no second copy
+    gradients: int  # one sum a parameter for the whole step; under DDP views into its buckets, so no second copy
     moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # BF16 casts of FP32 parameters that backward needs again
@@ -68,7 +70,7 @@ class MemoryEstimate:
         materialised = recipe.loss.kind != "cce"
         return cls(
             parameters=weights,
-            gradients=weights,
+            gradients=values * _BYTES[recipe.gradients_kept_in(world_size)],
             moments=2 * values * _moment_bytes(recipe),
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=_working_copies(flops, kept) if stored > computed else 0,
@@ -139,7 +141,7 @@ def _linear_weights(flops: ModelFlops) -> int:
 
 def _moment_bytes(recipe: Recipe) -> int:
     moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
-    return {"fp32": 4, "bf16": 2}[moments]
+    return _BYTES[moments]
 
 
 def _recomputed_layers(recipe: Recipe, layers: int) -> int:

@@ -19,6 +19,7 @@ from torch import nn
 from packing.batch import Microbatch
 from packing.errors import InputError
 from pretrain.distributed import accumulating, unwrapped
+from pretrain.gradients import clear_main_gradients
 from pretrain.model import inputs_of
 from pretrain.preflight import Job
 from pretrain.step import largest_over_ranks
@@ -92,6 +93,7 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
     finally:
         # Zeroed, not freed: the gradients' memory belongs to every trial.
         model.zero_grad(set_to_none=False)
+        clear_main_gradients(model.parameters())
     if device.type != "cuda":
         return True
     return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory

@@ -30,6 +30,8 @@ from packing.durable import fsync_folder, fsync_tree
 from packing.errors import InputError
 from packing.settings import HUB_NAME
 from pretrain import attention
+from pretrain.fused.fuse import FusedLayers
+from pretrain.fused.layers import FusedLayer
 from pretrain.loss import LossHead
 from pretrain.loss import check as check_loss
 from pretrain.metrics.profile import LOSS_SCOPE
@@ -169,6 +171,7 @@ class PackedLanguageModel(nn.Module):
 
     `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards, in the LM head's class and in the modules
     that compute in low precision. `precision`: the context they share, None where the whole model computes in its dtype.
+    `fused`: the layers that compute as a few large products, None without any.
     """
 
     def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings) -> None:
@@ -176,6 +179,7 @@ class PackedLanguageModel(nn.Module):
         self.hf = hf
         self.backend = backend
         self.precision: PrecisionContext | None = None
+        self.fused: FusedLayers | None = None
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -191,6 +195,12 @@ class PackedLanguageModel(nn.Module):
             output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
             with torch.profiler.record_function(LOSS_SCOPE):
                 return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+
+    def begin_microbatch(self, *, first: bool) -> None:
+        """Before each microbatch; in the `first` of a step, what is made of the weights is made anew."""
+        for shared in (self.precision, self.fused.arithmetic if self.fused else None):
+            if shared is not None:
+                shared.first_microbatch = first
 
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
@@ -212,9 +222,9 @@ def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
     return {**tensors, "max_seqlen": batch.max_seqlen}
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The transformer layers of `model`, in order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The transformer layers of `model`, by name, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
 
 
 def wrap_layers(
@@ -231,13 +241,16 @@ def wrap_layers(
     embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself. `precision`: the
     context that a recomputed layer must be recomputed in.
     """
-    layers = decoder_layers(hf.base_model)
     recompute = settings.gradient_checkpointing
     every = {"none": None, "full": 1}[recompute] if isinstance(recompute, str) else recompute.every
     for unit in _units(hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)
+            continue
+        if isinstance(unit.forward, FusedLayer):  # it casts for itself, and what it calls is not for the compiler
+            if cast_to is not None:
+                unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
             continue
         # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
         # cannot end inside of the context that swaps the parameters.
@@ -250,7 +263,7 @@ def wrap_layers(
             # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
             # layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(decoder_layers(hf).values()):
         if every is not None and index % every == 0:
             layer.forward = _checkpointed(layer, precision)
 

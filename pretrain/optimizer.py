@@ -1,8 +1,8 @@
 """AdamW for a recipe's weights, its parameter groups, the gradient norm, and its state by parameter name.
 
 `weights: fp32` keeps parameters, gradients and moments in FP32. `weights: bf16` keeps all of them in BF16, half the memory, and
-loses every update smaller than half a unit in the last place of its weight. `weights: bf16_exact` has BF16 parameters and
-gradients, FP32 moments, and the 16 bits that make a parameter an FP32 master: no update is lost.
+loses every update smaller than half a unit in the last place of its weight. `weights: bf16_exact` has BF16 parameters, FP32
+gradients and moments, and the 16 bits that make a parameter an FP32 master: no update is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.exact_adamw import ExactAdamW
+from pretrain.gradients import clear_main_gradients, gradient_of
 from pretrain.settings import OptimizerSettings
 
 
@@ -46,7 +47,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
     Summed in FP32 also for BF16 gradients: torch's own clip_grad_norm_ would return a BF16 number of three digits.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     whole = [norm for norm in norms if not isinstance(norm, DTensor)]
     if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:  # stacked first: one exchange, and not one a parameter
@@ -60,11 +61,13 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Forget the gradients of the step that is done, and give their memory back.
+    """Forget the gradients of the step that is done.
 
-    Under DistributedDataParallel they are views into its buckets and are zeroed in place instead. Dropped, they would return
-    beside the buckets, a second copy of all gradients, for as long as microbatches accumulate.
+    Main gradients are cleared in place. So are gradients under DistributedDataParallel, views into its buckets: when dropped,
+    they would return beside these, a second copy of all gradients, for as long as microbatches accumulate. Any others give their
+    memory back.
     """
+    clear_main_gradients(model.parameters())
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 
 

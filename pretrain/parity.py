@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from packing.batch import StepBatches
 from packing.errors import InputError
+from pretrain.gradients import gradient_of
 from pretrain.metrics.health import TrainingHalted
 from pretrain.optimizer import clear_gradients
 from pretrain.plain import Pass, plain_model, plain_pass, whole
@@ -204,10 +205,10 @@ def valid_share(step: StepBatches, accelerator: Accelerator) -> float:
 
 
 def fast_pass(model: nn.Module, hf: PreTrainedModel, step: StepBatches, accelerator: Accelerator) -> Pass:
-    """Forward and backward as a training step does them, without dropout. The gradients stay in the parameters."""
+    """Forward and backward as a training step does them, without dropout. The gradients stay where they add up."""
     with training_without_dropout(model):
         loss = forward_backward(model, step, accelerator).item()
-    return Pass(loss, {name: parameter.grad for name, parameter in hf.named_parameters()})
+    return Pass(loss, {name: gradient_of(parameter) for name, parameter in hf.named_parameters()})
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def plain_model(hf: PreTrainedModel, device: torch.device, dtype: torch.dtype = 
             tensor.requires_grad_(of_run[name].requires_grad)
     for parameter in plain.parameters():  # not plain.to(): rotary frequencies are buffers and stay in FP32
         parameter.data = parameter.data.to(dtype)
-    for layer in decoder_layers(plain.base_model):
+    for layer in decoder_layers(plain).values():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     return plain.eval()
 

@@ -236,6 +236,12 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
             f"`weights: {recipe.weights}` and `precision: fp32` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
+    gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size)
+    if gradients and gradients != kept:
+        raise InputError(
+            f"`optimizer.gradients: {gradients}`: {world_size} processes exchange gradients in the parameters' dtype, which is "
+            f"{kept.upper()} under `weights: {recipe.weights}`; leave `optimizer.gradients` out, or train in one process"
+        )
     tokens, length = recipe.batch.tokens, recipe.data.length
     unit = length * world_size
     if tokens % unit:

@@ -16,6 +16,7 @@ from pretrain import attention, config, model
 from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
 from pretrain.distributed import device_of
 from pretrain.evaluate import check_samples
+from pretrain.fused.heads import Heads
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
@@ -79,7 +80,8 @@ def prepare_job(
     shape, compute_dtype = Shape.of(shapes), getattr(torch, engaged.recipe.compute_dtype)
     check_fit(engaged, recipe, shape.layers)
     check_shapes(shapes, engaged)
-    backend = attention.choose(recipe.model.attention, accelerator.device.type, shape.head_dim, compute_dtype)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
     check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))

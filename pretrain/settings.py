@@ -27,9 +27,15 @@ class ModelSettings(Settings):
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config
     revision: str | None = None
     trust_remote_code: bool = False
-    attention: Literal["auto", "varlen", "flash_attn", "sdpa"] = "auto"
+    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
+    fused: Literal["auto", "off"] = "auto"  # auto: layers of known architectures as a few large products, where that is faster
+
+    @field_validator("fused", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare `off` as false
 
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
@@ -52,6 +58,8 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(0.1, ge=0)
     decay: Literal["matrices", "all"] = "matrices"  # all: norms and biases too, torch's default
     moments: Literal["fp32", "bf16"] | None = None  # none: FP32, but BF16 under `weights: bf16`, as in torch
+    # What microbatches add up in; none: FP32, but BF16 under `weights: bf16`. Several processes sum in the parameters' dtype.
+    gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0)
 
 
@@ -141,3 +149,12 @@ class Recipe(Settings):
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
     run_dir: str = "runs/{name}-{precision}-{weights}"
+
+    def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
+        """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.
+
+        Several processes exchange gradients in the parameters' dtype, and `pretrain.plan` refuses the wish for another.
+        """
+        if world_size > 1:
+            return "fp32" if self.weights == "fp32" else "bf16"
+        return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")

@@ -27,22 +27,20 @@ def forward_backward(
     microbatches instead would weigh a token by how few others its microbatch has. `around_first` is entered around the first
     microbatch, the one in which weights are quantized, by what looks on.
     """
-    precision = unwrapped(model).precision
+    packed = unwrapped(model)
     tokens = max(batches.valid_tokens, 1)
     # DDP and FSDP2 average gradients over ranks; the sum is wanted.
     scale = accelerator.num_processes / tokens
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):
         last = index == len(batches.microbatches) - 1
-        if precision:
-            precision.first_microbatch = index == 0
+        packed.begin_microbatch(first=index == 0)
         watched = around_first if around_first and index == 0 else nullcontext()
         with watched, nullcontext() if last else accumulating(accelerator, model):
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
-    if precision:
-        precision.first_microbatch = True
+    packed.begin_microbatch(first=True)  # for whatever forward comes before the next step
     return accelerator.reduce(total, reduction="sum") / tokens
 
 

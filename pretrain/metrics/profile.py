@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,14 +33,23 @@ _OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
 
 # In this order: the names of attention kernels have "gemm" in them now and then, those of products never "attention".
 _KINDS = (
-    ("attention", re.compile(r"flash|fmha|attention|sdpa", re.I)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa|cudnn::fusion", re.I)),
     ("communication", re.compile(r"nccl|gloo|c10d::", re.I)),
     ("products", re.compile(r"gemm|nvjet|cutlass|cublas|xmma|aten::(mm|addmm_?|bmm|baddbmm|_scaled_mm)$", re.I)),
     ("quantization", re.compile(r"quantiz|cast_transpose|amax|fp8|mxfp8|nvfp4|hadamard", re.I)),
     ("copies", re.compile(r"memcpy|memset|aten::copy_$", re.I)),
 )
-_REST = "norms, activations and sums"
-_BYTES = {"fp32": 28, "bf16": 14, "bf16_exact": 26}  # that an update reads and writes a parameter, its gradient included
+# Our own kernels, which no operator is named after: Triton calls them as they are called in their modules.
+_OURS = (
+    ("optimizer", re.compile(r"^_adamw")),
+    ("loss", re.compile(r"^_softmax")),
+    ("activations", re.compile(r"^_swiglu|gated_act|gelu", re.I)),
+    ("rotation", re.compile(r"^_rotate")),
+    ("norms", re.compile(r"rmsnorm|layer_?norm|ln_(fwd|bwd)", re.I)),
+)
+_REST = "everything else"
+_BYTES = {"fp32": 24, "bf16": 12, "bf16_exact": 24}  # that an update reads and writes a parameter, beside its gradient
+_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,7 @@ class Work:
     low_precision: LowPrecisionProducts | None
     parameters: int  # that this device updates
     weights: str
+    gradients: str
 
 
 class StepProfile:
@@ -102,23 +113,35 @@ class StepProfile:
 
 def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
     """Seconds by part of the model. On a GPU those of its kernels, elsewhere those of operators less what they call."""
-    seconds: dict[str, float] = {}
+    seconds: Counter[str] = Counter()
+    operators = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    if not on_gpu:
+        for event in operators:
+            if event.name.startswith(("aten::", "c10d::", "gloo")):
+                seconds[part_of(event.name, _scopes(event))] += event.self_cpu_time_total / 1e6
+        return dict(seconds)
+    names = {event.name for event in operators}  # a scope is drawn on the GPU's side too, as one long kernel
+    totals: Counter[str] = Counter()
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU:
-            continue
-        scopes = _scopes(event)
-        if on_gpu:
-            spent = [(kernel.name, kernel.duration) for kernel in event.kernels]
-        else:
-            spent = [(event.name, event.self_cpu_time_total)] if event.name.startswith(("aten::", "c10d::", "gloo")) else []
-        for name, microseconds in spent:
-            part = part_of(name, scopes)
-            seconds[part] = seconds.get(part, 0.0) + microseconds / 1e6
-    return seconds
+        if event.device_type != torch.autograd.DeviceType.CPU and event.name not in names:
+            totals[event.name] += event.time_range.elapsed_us() / 1e6
+    # From which scopes a kernel was launched, the operators tell, though some kernels are told of twice, and some, like Triton's,
+    # not at all. So they decide only how the time of all kernels of one name is shared out.
+    launched: dict[str, Counter[str]] = {}
+    for event in operators:
+        for kernel in event.kernels:
+            launched.setdefault(kernel.name, Counter())[part_of(kernel.name, _scopes(event))] += kernel.duration
+    for name, total in totals.items():
+        shares = launched.get(name) or Counter({part_of(name, set()): 1.0})
+        for part, weight in shares.items():
+            seconds[part] += total * weight / sum(shares.values())
+    return dict(seconds)
 
 
 def part_of(name: str, scopes: set[str]) -> str:
     """Which part of the model a kernel or operator of this name belongs to, started from within `scopes`."""
+    if own := next((part for part, pattern in _OURS if pattern.search(name)), None):
+        return own
     kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), _REST)
     if any(scope.startswith(_OPTIMIZER_SCOPE) for scope in scopes):
         return "optimizer"
@@ -154,7 +177,7 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
                 tflops = flops / seconds[part] / TERA
                 rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / peak)} of the peak" if peak else "")
     if seconds.get("optimizer"):
-        rate = work.parameters * _BYTES[work.weights] / seconds["optimizer"]
+        rate = work.parameters * (_BYTES[work.weights] + _GRADIENT_BYTES[work.gradients]) / seconds["optimizer"]
         share = f", {percent(rate / copied_per_second)} of a copy's" if copied_per_second else ""
         rates["optimizer"] = f"{rate / 1e9:.4g} GB/s{share}"
     return rates

@@ -9,14 +9,16 @@ the low-precision products are observed again, as they run in training. Where re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from packing.errors import InputError
+from pretrain.fused.fuse import FusedLayers
+from pretrain.gradients import was_reached
 from pretrain.loss import LossHead
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.convert import LINEARS, Decision
@@ -35,20 +37,21 @@ def observe(
     engaged: Engaged,
     decisions: Mapping[str, Decision] | None = None,
     context: PrecisionContext | None = None,
+    fused: FusedLayers | None = None,
 ) -> list[Entry]:
     """One entry for each linear, low-precision norm and other module with matrices of `hf`: what was asked of it, what it did,
     and in which dtype it is stored.
 
     `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
-    multiplies in low precision. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. Raises
-    InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is trained was
-    not reached.
+    multiplies in low precision. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. `fused`: the
+    layers whose linears are parts of larger products; they are asked for the operands of those. Raises InputError if a product
+    computed in another precision than was decided, or not at all, and if a parameter that is trained was not reached.
     """
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
     others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
     stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
     observed: Observed = {}
-    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes:
+    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes, _within(fused) as inside:
         if context is None:
             with torch.no_grad():
                 run()
@@ -57,6 +60,8 @@ def observe(
             with context.backend.observed_products() as observed:
                 run().backward()
             _check_reached(hf)
+    observed |= inside
+    members = fused.members if fused else {}
     outside = context.plain_calls if context else {}
     _check_tied(hf)
 
@@ -64,11 +69,11 @@ def observe(
     for name, module in linears.items():
         decision = (decisions or {}).get(name, Decision(name, engaged.recipe.name))
         low_precision = engaged.recipe.quantized and decision.requested == engaged.recipe.name
-        plain = " x ".join(sorted(dtypes.seen[name])) if name in dtypes.seen else "not run"
+        plain = _plain_dtypes(dtypes.seen.get(name), inside.get(name))
         entries.append(
             {
                 "name": name,
-                "module": type(module).__name__,
+                "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
                 "requested": decision.requested,
                 "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), engaged)
                 if low_precision
@@ -77,6 +82,7 @@ def observe(
                 "backend": engaged.backend if low_precision else "torch",
                 "stored": stored[name],
                 "reason": decision.reason,
+                **({"part_of": members[name].name} if name in members else {}),
             }
         )
     entries += [_norm_entry(name, module, engaged) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
@@ -86,15 +92,18 @@ def observe(
 
 
 @contextmanager
-def confirming(context: PrecisionContext, engaged: Engaged, found: dict[str, Any], step: int) -> Iterator[None]:
+def confirming(
+    context: PrecisionContext, engaged: Engaged, found: dict[str, Any], step: int, fused: FusedLayers | None = None
+) -> Iterator[None]:
     """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
 
     There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. Notes in `found`
     in which step it was confirmed; InputError otherwise.
     """
     context.plain_calls.clear()
-    with context.backend.observed_products() as observed:
+    with context.backend.observed_products() as observed, _within(fused) as inside:
         yield
+    observed |= inside
     checked = []
     for entry in (entry for entry in found["products"] if entry["products"]):
         name = entry["name"]
@@ -129,7 +138,20 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
         what = "FP32 inside" if module == LowPrecisionNorm.__name__ else f"products {effective}"
         kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, {what}{on}{why}")
     backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
-    return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | {"compiled": found["compiled"]}
+    whole = {key: found[key] for key in ("gradients", "fused", "compiled")}
+    return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
+
+
+def _within(fused: FusedLayers | None) -> AbstractContextManager[dict[str, list[ObservedProduct]]]:
+    """Collects what the products of fused layers multiply."""
+    return fused.observed_products() if fused else nullcontext({})
+
+
+def _plain_dtypes(seen: Collection[str] | None, within_fused: Sequence[ObservedProduct] | None) -> str:
+    """The dtypes that a linear's products multiplied, by its own or as part of a fused one."""
+    if within_fused:
+        seen = {operand for product in within_fused for operand in (product.left, product.right)}
+    return " x ".join(sorted(seen)) if seen else "not run"
 
 
 def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, engaged: Engaged) -> str:
@@ -235,7 +257,7 @@ def _refuse(entries: Sequence[Entry], engaged: Engaged) -> None:
 
 def _check_reached(hf: nn.Module) -> None:
     """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes."""
-    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and parameter.grad is None]
+    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and not was_reached(parameter)]
     if lost:
         raise InputError(f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained")
 

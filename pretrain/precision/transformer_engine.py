@@ -21,8 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from pretrain.chunked_loss import ChunkLoss
 from pretrain.precision.engage import Engaged
-from pretrain.precision.product import NormFunction, ObservedProduct
+from pretrain.precision.product import NormFunction, ObservedProduct, Show
 from pretrain.precision.recipes import PrecisionRecipe
 from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe
@@ -37,24 +38,32 @@ _AVAILABLE = {
 }
 # Transformer Engine's name of a direction's state -> ours, in checkpoints.
 _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+_BLACKWELL = (10, 0)  # whose FP8 products read operands as they lie
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def unavailable_because(recipe: PrecisionRecipe) -> str | None:
-    """What this process lacks for running a quantized `recipe` on Transformer Engine, worded to follow "needs"; None: nothing."""
+def lacking() -> str | None:
+    """What this process lacks for Transformer Engine, worded to follow "needs"; None: nothing."""
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine, which is not installed (pip install --no-build-isolation -r requirements-cuda.txt)"
     try:
-        te = _library()
+        _library()
     except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
         return f"a Transformer Engine that can be imported ({' '.join(str(error).split())})"
     if tuple(map(int, _version().split(".")[:2])) < OLDEST:
         return f"Transformer Engine {'.'.join(map(str, OLDEST))} or newer, and this is {_version()}"
-    available, reason = getattr(te, _AVAILABLE[recipe.name])(return_reason=True)
+    return None
+
+
+def unavailable_because(recipe: PrecisionRecipe) -> str | None:
+    """The same for running a quantized `recipe` on it."""
+    if missing := lacking():
+        return missing
+    available, reason = getattr(_library(), _AVAILABLE[recipe.name])(return_reason=True)
     return None if available else f"what Transformer Engine misses here: {reason}"
 
 
@@ -80,6 +89,26 @@ class TransformerEngineProduct:
             observer.watch_backward(self.name, y)
         return y
 
+    @property
+    def fuses_head(self) -> bool:
+        """Where one scale a tensor and operands along the inner dimension are what FP8 products take; without a bias."""
+        recipe = self._backend.recipe
+        per_tensor = recipe.delayed() or recipe.float8_current_scaling()
+        return per_tensor and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
+
+    @contextmanager
+    def head(self, weight: Tensor, *, first_microbatch: bool, show: Show | None) -> Iterator[ChunkLoss]:
+        """This product as the LM head with its loss (pretrain.precision.te_head); a `FusedHeadProduct`."""
+        from pretrain.precision.te_head import fp8_head  # brings Triton, which takes a while
+
+        backend = self._backend
+        watched = backend.observer.forward_of(self.name) if backend.observer else nullcontext()
+        with (
+            watched,
+            fp8_head(_library(), self.linear, backend.recipe, weight, first_microbatch=first_microbatch, show=show) as chunk_loss,
+        ):
+            yield chunk_loss
+
 
 class TransformerEngineBackend:
     """A model's products on Transformer Engine; a `Backend`."""
@@ -90,7 +119,7 @@ class TransformerEngineBackend:
         """Raises InputError where the installed Transformer Engine does not take the recipe as asked."""
         self._te = _library()
         self._device = device
-        self._recipe = te_recipe(engaged.recipe.name, engaged.settings)
+        self.recipe = te_recipe(engaged.recipe.name, engaged.settings)
         self._products: dict[str, TransformerEngineProduct] = {}
         self.observer: GemmObserver | None = None
 
@@ -128,7 +157,7 @@ class TransformerEngineBackend:
         ranks, moves its histories on and makes new scales; a forward without gradients leaves no trace in either."""
         with self._autocast():
             yield
-        if self._recipe.delayed() and not torch.is_grad_enabled():
+        if self.recipe.delayed() and not torch.is_grad_enabled():
             # What the kernels saw, the next training forward would take for its own.
             for product in self._products.values():
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
@@ -153,7 +182,7 @@ class TransformerEngineBackend:
         Slots are input, weight, output in forward, grad_output, grad_input in backward. Between steps nothing else is pending:
         the backward of each microbatch ends with the update of its own histories.
         """
-        if not self._recipe.delayed():
+        if not self.recipe.delayed():
             return {}
         return {
             f"fp8/{name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
@@ -175,7 +204,7 @@ class TransformerEngineBackend:
 
     def describe(self) -> str:
         """Library, version and recipe, for the audit."""
-        return f"Transformer Engine {_version()}, {type(self._recipe).__name__}"
+        return f"Transformer Engine {_version()}, {type(self.recipe).__name__}"
 
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
@@ -190,7 +219,7 @@ class TransformerEngineBackend:
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         """No reduction group means the default one, all ranks."""
-        return self._te.autocast(enabled=enabled, recipe=self._recipe)
+        return self._te.autocast(enabled=enabled, recipe=self.recipe)
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Packed attention's CUDA kernels against the plain one, and a compiled model against its documents alone."""
+"""Packed attention's CUDA kernels against the plain one; a compiled model against its documents alone; what repeats exactly."""
 
 from __future__ import annotations
 
@@ -10,22 +10,28 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain import attention
+from pretrain import attention, attention_cudnn
+from pretrain.fused.heads import Heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTH, PACKS = 512, 3
-DOCUMENTS = [200, 1, 311, 512, 17, 400, 95]  # three packs
-KERNELS = [
-    pytest.param(attention.packed_varlen, id="varlen"),
-    pytest.param(
-        attention.packed_flash_attn,
-        id="flash_attn",
-        marks=pytest.mark.skipif(attention.flash_attn_varlen_func is None, reason="flash-attn is not installed"),
-    ),
-]
+DOCUMENTS = {
+    "mixed": [200, 1, 311, 512, 17, 400, 95],
+    "a pack each": [LENGTH] * PACKS,
+    "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
+}
+KERNELS = ["cudnn", "varlen", "flash_attn"]
+SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 1, 256)]
 
 attention.register()
+
+
+def kernel_of(kind: Any, heads: Heads) -> Any:
+    """The registry's function of this name; the test is skipped where it cannot run."""
+    if obstacle := attention._obstacle(kind, "cuda", heads, torch.bfloat16, LENGTH):
+        pytest.skip(f"{kind} {obstacle}")
+    return getattr(attention, f"packed_{kind}")
 
 
 def offsets(sizes: list[int], spare: int = 0) -> Tensor:
@@ -33,29 +39,102 @@ def offsets(sizes: list[int], spare: int = 0) -> Tensor:
     return torch.cat([torch.zeros(1), ends, ends[-1:].repeat(spare)]).to("cuda", torch.int32)
 
 
-def attend(kernel: Any, states: list[Tensor], spare: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+def random_states(heads: Heads, tokens: int = LENGTH * PACKS) -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(1, h, tokens, heads.dim, device="cuda").bfloat16() for h in (heads.query, heads.kv, heads.kv)]
+
+
+def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
     """Output [1, T, heads, D] and the gradients of q, k and v."""
     states = [s.detach().requires_grad_() for s in states]
-    cu_seqlens = offsets(DOCUMENTS, spare)
+    cu_seqlens = offsets(sizes, spare)
     mask = attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS)
     output, _ = kernel(None, *states, None, cu_seqlens=cu_seqlens, max_seqlen=LENGTH, document_mask=mask, scaling=0.11)
     torch.manual_seed(1)
-    return output, torch.autograd.grad(output, states, torch.randn(output.shape, device="cuda").to(output.dtype))
+    return output, *torch.autograd.grad(output, states, torch.randn(output.shape, device="cuda").to(output.dtype))
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 8, 64), (12, 2, 64), (4, 1, 256)])
+def assert_agrees(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+    for name, mine, theirs in zip(("output", "dq", "dk", "dv"), ours, exact, strict=True):
+        error = ((mine.float() - theirs).norm() / theirs.norm()).item()
+        assert mine.shape == theirs.shape and mine.dtype == torch.bfloat16 and error < 2**-7, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+@pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_a_kernel_agrees_with_fp32_attention_for_grouped_heads_and_spare_offsets(
-    kernel: Any, heads: int, kv_heads: int, head_dim: int, spare: int
+def test_a_kernel_agrees_with_fp32_attention_whatever_heads_documents_and_spare_offsets(
+    kind: str, heads: Heads, documents: str, spare: int
 ) -> None:
-    torch.manual_seed(0)
-    states = [torch.randn(1, h, LENGTH * PACKS, head_dim, device="cuda").bfloat16() for h in (heads, kv_heads, kv_heads)]
-    output, gradients = attend(kernel, states, spare)
-    expected, expected_gradients = attend(attention.packed_sdpa, [s.float() for s in states], spare)
-    assert output.shape == expected.shape and output.dtype == torch.bfloat16
-    for ours, exact in zip((output, *gradients), (expected, *expected_gradients), strict=True):
-        assert (ours.float() - exact).norm() / exact.norm() < 2**-7
+    kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
+    states = random_states(heads)
+    expected = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
+    assert_agrees(attend(kernel, states, sizes, spare), expected)
+
+
+def test_cudnns_two_calls_give_what_its_operator_gives_and_keep_only_what_is_asked_for() -> None:
+    kernel_of("cudnn", SHAPES[0])
+    states = [s[0].transpose(0, 1) for s in random_states(SHAPES[0])]  # not contiguous
+    where = (offsets(DOCUMENTS["mixed"], 3), LENGTH, 0.11)
+    output, saved = attention_cudnn.cudnn_forward(*states, *where, keep=True)
+    bare, nothing = attention_cudnn.cudnn_forward(*states, *where, keep=False)
+    assert torch.equal(output, bare) and nothing == ()
+    assert [(tuple(s.shape), s.dtype) for s in saved] == [((LENGTH * PACKS, 16, 1), torch.float32), ((2,), torch.int64)]
+    d_output = torch.randn_like(output)
+    gradients = attention_cudnn.cudnn_backward(d_output, *states, output, saved, *where)
+
+    leaves = [s.detach().requires_grad_() for s in states]
+    theirs = attention_cudnn.cudnn_attention(*leaves, *where)
+    assert torch.equal(theirs, output)
+    for mine, by_operator in zip(gradients, torch.autograd.grad(theirs, leaves, d_output), strict=True):
+        assert mine.is_contiguous()
+        torch.testing.assert_close(mine, by_operator, rtol=2**-7, atol=2**-7)
+
+
+def test_the_cudnn_operators_shapes_are_those_that_the_compiler_is_told() -> None:
+    kernel_of("cudnn", SHAPES[2])
+    states = [s[0].transpose(0, 1).contiguous().requires_grad_() for s in random_states(SHAPES[2])]
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(attention_cudnn._attend, (*states, offsets([512] * 3, 2), LENGTH, 0.11), test_utils=checks)
+
+
+@pytest.mark.parametrize("kind", ["cudnn", "varlen"])
+@pytest.mark.parametrize("size", [64, 128, 256, 512, 4096])
+def test_what_repeats_bit_for_bit(kind: Any, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Output, dK and dV always do. In dQ, blocks of keys may meet in another order each time: shown, and bounded, here."""
+    heads, tokens = SHAPES[0], 32_768
+    kernel = kernel_of(kind, heads)
+    states = [s.requires_grad_() for s in random_states(heads, tokens)]
+    d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
+
+    def once() -> tuple[Tensor, ...]:
+        output, _ = kernel(None, *states, None, cu_seqlens=offsets([size] * (tokens // size), 7), max_seqlen=4096)
+        return output.detach(), *torch.autograd.grad(output, states, d_output)
+
+    first, *again = (once() for _ in range(5))
+    differing = {
+        name: max((a != b).sum().item() for b in others)
+        for name, a, others in zip(("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True)
+    }
+    with capsys.disabled():
+        print(f"\n{kind}, documents of {size}: values that differ between five runs, of {first[1].numel()} in dq: {differing}")
+    assert differing["output"] == differing["dk"] == differing["dv"] == 0
+    for gradients in again:
+        assert (gradients[1].float() - first[1].float()).norm() / first[1].float().norm() < 2**-9
+
+
+def test_asked_for_determinism_auto_takes_a_backend_whose_gradients_repeat_bit_for_bit() -> None:
+    heads = SHAPES[0]
+    torch.use_deterministic_algorithms(True)
+    try:
+        choice = attention.choose("auto", "cuda", heads, torch.bfloat16, LENGTH)
+        kernel = getattr(attention, choice.name)
+        states = random_states(heads)
+        first, *again = (attend(kernel, states, DOCUMENTS["a pack each"], 0) for _ in range(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for run in again for a, b in zip(first, run, strict=True)), choice
 
 
 def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -73,16 +152,17 @@ def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to("cuda", dtype)
 
 
-@pytest.mark.parametrize("name", ["packed_varlen", "packed_sdpa"])
-def test_compiled_layers_give_the_documents_own_logits_and_compile_once(name: str) -> None:
+@pytest.mark.parametrize("kind", ["cudnn", "varlen", "sdpa"])
+def test_compiled_layers_give_the_documents_own_logits_and_compile_once(kind: str) -> None:
+    kernel_of(kind, Heads(4, 2, 64))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
-    model, plain = tiny_qwen3(name, torch.bfloat16), tiny_qwen3("eager", torch.float32)
+    model, plain = tiny_qwen3(f"packed_{kind}", torch.bfloat16), tiny_qwen3("eager", torch.float32)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
 
     compiled = []
-    for sizes, spare in [(DOCUMENTS, 1), ([512, 512, 500, 12], 12), ([64] * 24, 3)]:
+    for sizes, spare in [(DOCUMENTS["mixed"], 1), ([512, 512, 500, 12], 12), ([64] * 24, 3)]:
         ids = torch.randint(97, (1, LENGTH * PACKS), device="cuda")
         cu_seqlens = offsets(sizes, spare)
         torch._dynamo.mark_dynamic(cu_seqlens, 0)
@@ -101,9 +181,11 @@ def test_compiled_layers_give_the_documents_own_logits_and_compile_once(name: st
     assert compiled == [compiled[0]] * 3
 
 
-def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16() -> None:
-    sizes = DOCUMENTS
-    model = tiny_qwen3("packed_varlen", torch.float32)
+@pytest.mark.parametrize("kind", ["cudnn", "varlen"])
+def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16(kind: str) -> None:
+    kernel_of(kind, Heads(4, 2, 64))
+    sizes = DOCUMENTS["mixed"]
+    model = tiny_qwen3(f"packed_{kind}", torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         logits = model(
             input_ids=torch.randint(97, (1, sum(sizes)), device="cuda"),
@@ -116,7 +198,15 @@ def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_auto_takes_varlen_for_bf16_and_sdpa_for_fp32() -> None:
-    assert attention.choose("auto", "cuda", 128, torch.bfloat16).name == "packed_varlen"
-    choice = attention.choose("auto", "cuda", 128, torch.float32)
+def test_auto_takes_cudnn_where_it_runs_varlen_elsewhere_and_sdpa_for_fp32() -> None:
+    choice = attention.choose("auto", "cuda", SHAPES[0], torch.bfloat16, LENGTH)
+    obstacle = attention_cudnn.obstacle(SHAPES[0], LENGTH, torch.bfloat16)
+    assert choice.name == ("packed_varlen" if obstacle else "packed_cudnn") and (obstacle or "H200") in choice.reason
+    choice = attention.choose("auto", "cuda", SHAPES[0], torch.float32, LENGTH)
     assert choice.name == "packed_sdpa" and "precision: bf16" in choice.reason
+
+
+def test_what_transformer_engine_refuses_is_refused_before_training_with_its_reason() -> None:
+    kernel_of("cudnn", SHAPES[0])
+    message = attention_cudnn.obstacle(Heads(2, 2, 264), LENGTH, torch.bfloat16)  # wider than any backward
+    assert message is not None and message.startswith("is refused by Transformer Engine: ")

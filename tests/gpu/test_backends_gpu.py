@@ -47,7 +47,7 @@ def train(recipe: str, backend: str, microbatches: list[dict]) -> Trained:
     hf = model.build(SETTINGS, config, weights=torch.bfloat16, seed=1, device=DEVICE, backend=attention)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
     context = packed.precision = PrecisionContext(make_backend(engaged, DEVICE), torch.bfloat16)
-    convert(hf, decide(hf, decoder_layers(hf.base_model), engaged), context)
+    convert(hf, decide(hf, list(decoder_layers(hf).values()), engaged), context)
     losses = []
     for _ in range(STEPS):
         hf.zero_grad()

@@ -14,7 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from packing.errors import InputError
-from pretrain import attention
+from pretrain import attention, attention_cudnn
+from pretrain.fused.heads import Heads
+from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 97, 24
 SMALL = {
@@ -33,6 +35,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
     | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
 }
+
+HEADS_OF_QWEN3 = Heads(16, 8, 128)
 
 attention.register()
 
@@ -117,10 +121,42 @@ def test_autocast_with_fp32_parameters_computes_attention_in_bf16() -> None:
     torch.testing.assert_close(half.float(), model(input_ids=ids, **inputs).logits, rtol=0, atol=0.05)
 
 
-def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes() -> None:
+def probabilities(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Softmax over each query's document up to itself, [heads, T, T]; q and k [T, heads, D]."""
+    mask = attention.document_mask(cu_seqlens, len(q), len(q))[0]
+    scores = scale * torch.einsum("thd,shd->hts", q, k)
+    return scores.masked_fill(~mask, -torch.inf).softmax(-1)
+
+
+@pytest.fixture
+def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formulas in place of cuDNN's two calls, with what they return; the operator around them is the real one."""
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, *, keep: bool):
+        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
+        output = torch.einsum("hts,shd->thd", probabilities(q, k, cu_seqlens, scale), v).contiguous()
+        return output, (torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)) if keep else ()
+
+    def backward(d_output, q, k, v, output, saved, cu_seqlens: Tensor, max_seqlen: int, scale: float):
+        groups = k.shape[1]
+        k, v = (states.repeat_interleave(q.shape[1] // groups, dim=1) for states in (k, v))
+        p = probabilities(q, k, cu_seqlens, scale)
+        assert torch.equal(output, torch.einsum("hts,shd->thd", p, v)) and saved[0].shape == (*q.shape[:2], 1)
+        d_p = torch.einsum("thd,shd->hts", d_output, v)
+        d_s = scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
+        dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
+        dk, dv = (gradient.unflatten(1, (groups, -1)).sum(2) for gradient in (dk, dv))
+        return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
+
+    monkeypatch.setattr(attention_cudnn, "cudnn_forward", forward)
+    monkeypatch.setattr(attention_cudnn, "cudnn_backward", backward)
+
+
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_cudnn"])
+def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, plain = build("qwen3", "packed_sdpa"), build("qwen3", "packed_sdpa")
+    model, plain = build("qwen3", name), build("qwen3", "packed_sdpa")
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
 
@@ -129,11 +165,30 @@ def test_layers_compile_whole_and_never_again_when_the_number_of_documents_chang
         inputs = packed(lengths, spare)
         torch._dynamo.mark_dynamic(inputs["cu_seqlens"], 0)
         ids = torch.randint(VOCABULARY, (1, LENGTH))
-        logits = model(input_ids=ids, **inputs).logits
-        logits.sum().backward()
-        torch.testing.assert_close(logits, plain(input_ids=ids, **inputs).logits, rtol=0, atol=1e-5)
+        logits, expected = (m(input_ids=ids, **inputs).logits for m in (model, plain))
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        for m, out in ((model, logits), (plain, expected)):
+            m.zero_grad()
+            out.square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
         compiled.append(counter.frame_count)
     assert compiled == [compiled[0]] * 4
+
+
+def test_the_cudnn_operator_keeps_what_an_operator_promises(cudnn_on_a_cpu: None) -> None:
+    q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    arguments = (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3)
+    torch.library.opcheck(attention_cudnn._attend, arguments)
+
+
+def test_nothing_is_differentiated_where_nothing_asks_for_it(cudnn_on_a_cpu: None) -> None:
+    q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    assert not attention_cudnn.cudnn_attention(q, k, v, offsets, 5, 0.3).requires_grad
+    output = attention_cudnn.cudnn_attention(q.requires_grad_(), k, v, offsets, 5, 0.3)
+    (gradient,) = torch.autograd.grad(output.sum(), q)
+    assert gradient.shape == q.shape and k.grad is None
 
 
 def test_varlen_is_called_as_this_torch_wants_it_and_keeps_the_shape() -> None:
@@ -151,14 +206,62 @@ def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
 
 
 def test_auto_takes_sdpa_on_a_cpu_and_says_why() -> None:
-    choice = attention.choose("auto", "cpu", 64, torch.bfloat16)
+    choice = attention.choose("auto", "cpu", HEADS_OF_QWEN3, torch.bfloat16, LENGTH)
     assert choice.name == "packed_sdpa"
-    assert "varlen needs a CUDA device" in choice.reason
+    assert "cudnn needs a CUDA device" in choice.reason and "varlen needs a CUDA device" in choice.reason
 
 
-def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error_with_the_remedy() -> None:
-    with pytest.raises(InputError, match=r"model.attention: varlen needs a CUDA device.*set model.attention: auto"):
-        attention.choose("varlen", "cpu", 64, torch.bfloat16)
+@pytest.mark.parametrize("kind", ["varlen", "cudnn"])
+def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error_with_the_remedy(kind: str) -> None:
+    with pytest.raises(InputError, match=rf"model.attention: {kind} needs a CUDA device.*set model.attention: auto"):
+        attention.choose(kind, "cpu", HEADS_OF_QWEN3, torch.bfloat16, LENGTH)
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As a process sees one that has Transformer Engine, which refuses nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(attention_cudnn, "_refusal", lambda *asked: None)
+    return monkeypatch
+
+
+def test_auto_takes_cudnn_on_an_h200_and_says_how_much_faster_it_is(on_an_h200: pytest.MonkeyPatch) -> None:
+    choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+    assert choice == ("packed_cudnn", "fastest that runs here: 0.71 of varlen's time on an H200")
+
+
+def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on_an_h200: pytest.MonkeyPatch) -> None:
+    narrow = Heads(8, 8, 32)
+    choice = attention.choose("auto", "cuda", narrow, torch.bfloat16, 4096)
+    assert choice == ("packed_varlen", "fastest that runs here; cudnn is not measured with heads of 32")
+    assert attention.choose("cudnn", "cuda", narrow, torch.bfloat16, 4096) == ("packed_cudnn", "requested")
+
+
+def test_fp32_on_a_gpu_is_left_to_sdpa(on_an_h200: pytest.MonkeyPatch) -> None:
+    choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.float32, 4096)
+    assert choice.name == "packed_sdpa" and "cudnn needs bf16 and the run computes in float32" in choice.reason
+
+
+def test_what_stands_in_cudnns_way_is_named_and_auto_goes_on_to_varlen(on_an_h200: pytest.MonkeyPatch) -> None:
+    def refused_with(message: str) -> None:
+        with pytest.raises(InputError, match=rf"model.attention: cudnn {message}.*; or set model.attention: auto"):
+            attention.choose("cudnn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+        choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+        assert choice.name == "packed_varlen" and choice.reason.startswith("fastest that runs here; cudnn ")
+
+    asked_of: list[Any] = []
+    on_an_h200.setattr(attention_cudnn, "_refusal", lambda *asked: asked_of.append(asked) or "head_dim_qk is odd")
+    refused_with("is refused by Transformer Engine: head_dim_qk is odd")
+    assert set(asked_of) == {(HEADS_OF_QWEN3, 4096, torch.bfloat16)}
+    on_an_h200.setattr(transformer_engine, "lacking", lambda: "Transformer Engine, which is not installed")
+    refused_with("needs Transformer Engine, which is not installed")
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    refused_with("has no deterministic backward on sm_90")
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    refused_with("needs an sm_90 or sm_100 GPU, this is NVIDIA H200")
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,7 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_p
         "batch.tokens=4096",
         "seed=1",
         "optimizer.eps=1e-6",
+        "optimizer.gradients=bf16",
         "schedule.warmup=5",
         "weights=bf16",
         "data.mask_boundaries=false",

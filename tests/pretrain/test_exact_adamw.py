@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.exact_adamw import ExactAdamW
 from pretrain.exact_weights import split
+from pretrain.gradients import attach_main_gradients
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = ((33, 17), (17,), (5, 3, 2))
@@ -80,6 +81,25 @@ def test_the_clip_coefficient_scales_gradients_in_fp32_and_leaves_them_as_they_a
         optimizers[1].step()
         assert equal([p.grad for p in clipped], gradients)
     assert equal([optimizers[0].master(p) for p in clipped], masters)
+
+
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_main_gradients_may_have_another_dtype_than_the_weights_and_stay_as_they_are(
+    weights: torch.dtype, gradients: torch.dtype
+) -> None:
+    ours, masters = nn.ParameterList(parameters(weights)), parameters()
+    attach_main_gradients(ours, gradients)
+    optimizers = ExactAdamW(ours, **HYPER), torch.optim.AdamW(masters, **HYPER, foreach=False)
+    for step in range(5):
+        for parameter, master in zip(ours, masters, strict=True):
+            drawn = torch.randn(master.shape, generator=torch.Generator().manual_seed(step))
+            parameter.main_grad.copy_(drawn)
+            master.grad = drawn.to(gradients).float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert equal([parameter.main_grad.float() for parameter in ours], [master.grad for master in masters])
+    assert equal([optimizers[0].master(parameter) for parameter in ours], masters)
 
 
 def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does() -> None:

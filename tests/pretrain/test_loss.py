@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from packing.errors import InputError
 from pretrain import loss
+from pretrain.chunked_loss import add_product_, chunks
 from pretrain.loss import IGNORE, LossHead
 from pretrain.settings import LossSettings
 
@@ -92,24 +93,6 @@ def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> 
     assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
 
 
-def test_the_compiled_kernels_formula_is_the_eager_ones() -> None:
-    logits, labels = torch.randn(40, 90) * 8, torch.randint(90, (40,))
-    labels[::7] = IGNORE
-    eager, fused = logits.clone(), logits.clone()
-    torch.testing.assert_close(
-        loss.softmax_gradient_(eager, labels), loss.fused_softmax_gradient_(fused, labels), rtol=1e-6, atol=1e-5
-    )
-    torch.testing.assert_close(eager, fused, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("formula", [loss.softmax_gradient_, loss.fused_softmax_gradient_])
-def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16(formula) -> None:
-    logits = torch.tensor([[9.0, 0.0]], dtype=torch.bfloat16)
-    formula(logits, torch.tensor([0]))
-    expected = 1 / (1 + torch.tensor(9.0).exp())
-    torch.testing.assert_close(logits.float(), torch.stack([-expected, expected])[None], rtol=2**-8, atol=0)
-
-
 def test_a_batch_without_labels_costs_nothing_and_moves_nothing() -> None:
     states, linear, labels = problem(50, 8, 30, 1.0)
     value = LossHead.replacing(linear, LossSettings(chunk=16))(states, labels)
@@ -152,6 +135,44 @@ def test_a_second_backward_is_an_error_rather_than_a_wrong_gradient() -> None:
         value.backward()
 
 
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(main: torch.dtype) -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(60, 8, 30, 0.2)
+    scales = (1 / 7, 1 / 3)
+    expected = sum(exact(states, linear, labels, scale)[1][1] for scale in scales)
+    linear.weight.main_grad = torch.full((30, 8), -0.0, dtype=main)
+    head = LossHead.replacing(linear, LossSettings(chunk=16))
+    for scale in scales:
+        (head(states, labels) * scale).backward()
+    assert linear.weight.grad is None and states.grad is not None
+    assert relative_error(linear.weight.main_grad, expected) < (1e-6 if main == torch.float32 else 2**-8)
+
+
+def test_a_main_gradient_keeps_digits_that_a_bf16_gradient_loses() -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(60, 8, 30, 0.2, bias=True)
+    linear.to(torch.bfloat16)
+    _, (_, expected, _) = exact(states.bfloat16(), linear, labels)
+    linear.weight.main_grad = torch.zeros(30, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        LossHead.replacing(linear, LossSettings(chunk=16))(states, labels).backward()
+    main = linear.weight.main_grad
+    assert relative_error(main, expected) < 2**-7
+    assert not torch.equal(main, main.bfloat16().float())
+    assert linear.bias.grad.dtype == torch.bfloat16  # has no main gradient, and goes through autograd
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_overwrites_whatever_the_sum_held(dtype: torch.dtype) -> None:
+    left, right = torch.randn(6, 4).to(dtype), torch.randn(4, 5).to(dtype)
+    total = torch.full((6, 5), torch.nan)
+    add_product_(total, left, right, overwrite=True)
+    torch.testing.assert_close(total, (left @ right).float())
+    add_product_(total, left, right)
+    torch.testing.assert_close(total, 2 * (left @ right).float())
+
+
 class LargestResult(TorchDispatchMode):
     """The most elements that any one operation wrote."""
 
@@ -178,7 +199,7 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
 
 @given(tokens=st.integers(1, 10_000), chunk=st.integers(1, 5_000))
 def test_chunks_cover_every_token_once_in_at_most_two_sizes(tokens: int, chunk: int) -> None:
-    rows = [range(tokens)[part] for part in loss._chunks(tokens, chunk)]
+    rows = [range(tokens)[part] for part in chunks(tokens, chunk)]
     assert [i for part in rows for i in part] == list(range(tokens))
     sizes = {len(part) for part in rows}
     assert len(sizes) <= 2 and max(sizes) <= chunk

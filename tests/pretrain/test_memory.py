@@ -13,6 +13,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.settings import Recipe
 
 GIB = 2**30
+IN_WEIGHTS_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16_exact": "bf16"}  # gradients, when the peaks below were measured
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +38,15 @@ def estimate(
     [("bf16", "chunked", 77.0), ("bf16_exact", "chunked", 86.6), ("fp32", "chunked", 93.0), ("bf16", "cce", 78.1)],
 )
 def test_peaks_measured_on_an_h200_are_met_within_two_percent(qwen3: ModelFlops, weights: str, loss: str, gib: float) -> None:
-    assert estimate(qwen3, weights=weights, loss={"kind": loss}).total(8) / GIB == pytest.approx(gib, rel=0.02)
+    found = estimate(qwen3, weights=weights, loss={"kind": loss}, optimizer={"gradients": IN_WEIGHTS_DTYPE[weights]})
+    assert found.total(8) / GIB == pytest.approx(gib, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("precision", "gib"), [("delayed", 98.0), ("current", 98.0), ("block", 98.5), ("nvfp4", 99.7), ("mxfp8", 102.4)]
 )
 def test_peaks_in_low_precision_are_met_within_five_percent(qwen3: ModelFlops, precision: str, gib: float) -> None:
-    found = estimate(qwen3, precision=precision, weights="bf16_exact")
+    found = estimate(qwen3, precision=precision, weights="bf16_exact", optimizer={"gradients": "bf16"})
     assert found.total(8) / GIB == pytest.approx(gib, rel=0.05)
     assert found.parts(8)["quantized weights"] == 2 * 1_409_286_144
 
@@ -60,6 +62,25 @@ def test_moments_are_as_many_bytes_as_the_recipe_says(qwen3: ModelFlops) -> None
         for moments, size in (("fp32", 4), ("bf16", 2)):
             parts = estimate(qwen3, weights=weights, optimizer={"moments": moments}).parts(1)
             assert parts["optimizer moments"] == 2 * size * 1_720_574_976
+
+
+@pytest.mark.parametrize(
+    ("weights", "gradients", "world_size", "size"),
+    [
+        ("fp32", None, 1, 4),
+        ("bf16_exact", None, 1, 4),
+        ("bf16", None, 1, 2),
+        ("fp32", "bf16", 1, 2),
+        ("bf16", "fp32", 1, 4),
+        ("bf16_exact", None, 2, 2),  # what processes exchange has the parameters' dtype
+        ("fp32", None, 2, 4),
+    ],
+)
+def test_gradients_are_as_many_bytes_as_what_they_add_up_in(
+    qwen3: ModelFlops, weights: str, gradients: str | None, world_size: int, size: int
+) -> None:
+    found = estimate(qwen3, world_size=world_size, weights=weights, optimizer={"gradients": gradients})
+    assert found.parts(1)["gradients"] == size * 1_720_574_976
 
 
 def test_working_copies_exist_only_beside_fp32_weights_in_bf16_compute(qwen3: ModelFlops) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
 from packing.errors import InputError
+from pretrain.gradients import attach_main_gradients, was_reached
 from pretrain.microbatch import largest_that_fits, trials_are_collective
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
@@ -82,6 +83,17 @@ def test_gradients_are_zero_and_training_mode_is_on_afterwards(
     assert all(module.training for module in model.modules())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_main_gradients_are_cleared_after_every_trial(
+    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    model = SmallDevice(build_model(), packs=1, fails_in=fails_in)
+    attach_main_gradients(model, torch.float32)
+    largest_that_fits(model, accelerator, [2, 1], make_batch)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and not was_reached(parameter), name
 
 
 def test_where_nothing_fits_the_message_says_what_would_help(

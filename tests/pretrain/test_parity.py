@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from packing.batch import StepBatches, build_microbatch
 from packing.protocol import Pack
 from pretrain import model
+from pretrain.gradients import attach_main_gradients, was_reached
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import PackedLanguageModel
 from pretrain.optimizer import build_optimizer
@@ -133,6 +134,16 @@ def test_documents_that_go_on_from_another_pack_keep_their_positions(
 def test_bf16_compute_is_within_its_own_tolerance_and_not_within_fp32s(checked: Callable) -> None:
     assert checked(build("qwen3", cast_to=torch.bfloat16), BF16).failures == []
     assert checked(build("qwen3", cast_to=torch.bfloat16), EXACT).failures != []
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_main_gradients_are_what_is_compared_and_are_cleared(kind: str, checked: Callable) -> None:
+    packed = build(kind)
+    expected = checked(packed, EXACT)
+    attach_main_gradients(packed, torch.float32)
+    found = checked(packed, EXACT)
+    assert found.failures == [] and found.gradient_norm == pytest.approx(expected.gradient_norm, rel=1e-6)
+    assert not any(was_reached(parameter) for parameter in packed.parameters())
 
 
 def test_the_check_leaves_no_trace(checked: Callable) -> None:

@@ -127,7 +127,9 @@ def test_people_read_a_row_a_kind_of_linear(build_model: Callable, inputs: dict)
     products = observe(build_model(cast_to=torch.bfloat16), inputs, BF16)
     products[0] = products[0] | {"stored": "bfloat16"}  # q_proj of layer 0
     loss, attention = {"kind": "chunked", "chunk": 4096}, {"kind": "packed_sdpa", "reason": "requested"}
-    rows = audit.rows({"products": products, "attention": attention, "loss": loss, "compiled": "nothing"})
+    whole = {"gradients": "fp32", "fused": "nothing: model.fused is off", "compiled": "nothing"}
+    rows = audit.rows({"products": products, "attention": attention, "loss": loss, **whole})
+    assert rows | whole == rows
     assert rows["up_proj"] == "2 x Linear, weights float32, products bf16"
     assert rows["lm_head"] == "1 x LossHead, weights float32, products bf16"
     assert rows["q_proj"] == "1 x Linear, weights bfloat16, products bf16; 1 x Linear, weights float32, products bf16"

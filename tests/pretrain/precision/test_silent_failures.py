@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from packing.batch import build_microbatch
 from packing.errors import InputError
 from pretrain import model
+from pretrain.gradients import attach_main_gradients
 from pretrain.model import PackedLanguageModel, decoder_layers, inputs_of
 from pretrain.precision import audit
 from pretrain.precision.context import PrecisionContext
@@ -46,7 +47,7 @@ class Converted:
         self.engaged = Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**settings).resolved(recipe))
         self.packed, self.hf, self.inputs = packed.train(), packed.hf, inputs
         self.context = packed.precision = PrecisionContext(EmulationBackend(self.engaged, CPU), torch.bfloat16)
-        self.decisions = decide(self.hf, decoder_layers(self.hf.base_model), self.engaged)
+        self.decisions = decide(self.hf, list(decoder_layers(self.hf).values()), self.engaged)
         convert(self.hf, self.decisions, self.context)
 
     def audit(self) -> list[audit.Entry]:
@@ -106,9 +107,14 @@ def test_a_head_that_was_untied_is_found(converted: Callable[..., Converted]) ->
         audit.check_trained(trained.hf, optimizer)
 
 
-def test_a_parameter_that_nothing_computes_with_is_found(converted: Callable[..., Converted]) -> None:
+@pytest.mark.parametrize("main_gradients", [None, torch.float32, torch.bfloat16])
+def test_a_parameter_that_nothing_computes_with_is_found(
+    main_gradients: torch.dtype | None, converted: Callable[..., Converted]
+) -> None:
     trained = converted()
     trained.hf.model.layers[0].leftover = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    if main_gradients:
+        attach_main_gradients(trained.packed, main_gradients)
     assert "1 parameters get no gradient, model.layers.0.leftover" in trained.refusal()
 
 
@@ -233,7 +239,7 @@ def test_a_norm_that_is_not_what_its_name_says_stays(build_model: Callable) -> N
     packed.hf.model.norm = ZeroCenteredRMSNorm(packed.hf.model.norm)
     settings = LowPrecisionSettings(scope="linear+head+norm").resolved("current")
     engaged = Engaged("current", RECIPES["current"], "emulation", settings)
-    decisions = decide(packed.hf, decoder_layers(packed.hf.base_model), engaged)
+    decisions = decide(packed.hf, list(decoder_layers(packed.hf).values()), engaged)
     assert reasons(decisions) == {"model.norm": "ZeroCenteredRMSNorm computes something else"}
 
 

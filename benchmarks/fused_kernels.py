@@ -1,0 +1,331 @@
+"""How long each kernel of the fused layers takes on this GPU, beside what it replaces and beside moving its bytes once.
+
+    python -m benchmarks.fused_kernels --out benchmarks/results/h200_fused_kernels.json
+    python -m benchmarks.fused_kernels --out /tmp/kernels.json --only rotary
+
+Kernels of a decoder layer are bound by memory. The yardstick is therefore the bytes that a kernel must read and write, at the
+bandwidth that copying 8 GiB on the same device has just shown. What it replaces is the same formulas under torch.compile, or
+Transformer Engine's kernels.
+
+A family of cases is a function that yields them, registered in FAMILIES. Its tensors live as long as its cases are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.optimizer_step import copy_bandwidth, median_ms
+from packing.batch import IGNORE
+from pretrain import softmax_kernel
+from pretrain.fused import rotary_kernel
+from pretrain.fused.rotary import HeadNorms, Heads, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+from pretrain.fused.rotary_kernel import Tiling
+from pretrain.precision.softmax_fp8_kernel import quantized_softmax_gradient
+from pretrain.run_folder import describe_environment
+
+BF16 = torch.bfloat16
+TOKENS = 32_768  # of a microbatch: 8 packs of 4,096
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel at one shape. Both calls take nothing and leave their inputs as they are, so that they can be repeated."""
+
+    name: str
+    bytes: int  # that must be read and written
+    ours: Callable[[], object]
+    replaced: Callable[[], object] | None = None
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a CUDA device")
+    bandwidth = copy_bandwidth(arguments.times)
+    print(f"device copy: {bandwidth / 1e12:.2f} TB/s")
+    results = []
+    for family in arguments.only or FAMILIES:
+        for case in FAMILIES[family]():
+            results.append({"family": family, **measure(case, bandwidth, arguments.times)})
+            print(line(results[-1]), flush=True)
+        torch.cuda.empty_cache()
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.fused_kernels", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({}),
+        "copy_bytes_per_second": bandwidth,
+        "results": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--times", type=int, default=20, help="timed runs of each kernel; the median counts")
+    parser.add_argument("--only", action="append", choices=FAMILIES, help="families to measure, all by default")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def measure(case: Case, bandwidth: float, times: int) -> dict[str, Any]:
+    """Microseconds by the device's clock; `share_of_copy` is 1 where the bytes move as fast as in a plain copy."""
+    seconds = median_ms(case.ours, times) / 1e3
+    result = {
+        "name": case.name,
+        "microseconds": seconds * 1e6,
+        "bytes": case.bytes,
+        "terabytes_per_second": case.bytes / seconds / 1e12,
+        "share_of_copy": case.bytes / seconds / bandwidth,
+    }
+    if case.replaced is not None:
+        result["replaced_microseconds"] = median_ms(case.replaced, times) * 1e3
+    return result
+
+
+def line(result: dict[str, Any]) -> str:
+    text = "{name}: {microseconds:.1f} us, {terabytes_per_second:.2f} TB/s, {share_of_copy:.0%} of a copy".format(**result)
+    replaced = result.get("replaced_microseconds")
+    return text if replaced is None else f"{text}; what it replaces {replaced:.1f} us, {replaced / result['microseconds']:.2f} x"
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """For one shape, as a training step has it."""
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+# ── The rotation of queries and keys ──────────────────────────────────────────────────────────────────────────────────────────
+
+ROTATIONS = {
+    "Qwen3-1.7B": (Heads(query=16, kv=8, dim=128), True),
+    "Llama-3.1-8B": (Heads(query=32, kv=8, dim=128), False),
+    "Qwen2.5-0.5B": (Heads(query=14, kv=2, dim=64), False),
+}
+# Values of a tile, warps, and programs of a backward with norms: what the chosen ones were chosen from.
+FORWARD_TILINGS = [Tiling(2048, 4), Tiling(4096, 4), Tiling(4096, 8), Tiling(8192, 4), Tiling(8192, 8)]
+BACKWARD_TILINGS = [Tiling(2048, 4, programs) for programs in (528, 660, 792, 2112)]
+BACKWARD_TILINGS += [
+    Tiling(1024, 2, 1584),
+    Tiling(4096, 4, 396),
+    Tiling(4096, 4, 528),
+    Tiling(4096, 8, 396),
+    Tiling(8192, 8, 264),
+]
+
+
+class Rotation:
+    """The tensors of one microbatch's rotation, and the bytes that it must move."""
+
+    def __init__(self, heads: Heads, normed: bool) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
+
+        self.qkv = normal(TOKENS, heads.width)
+        self.gradients = [normal(TOKENS, count, heads.dim) for count in (heads.query, heads.kv, heads.kv)]
+        self.angles = [normal(TOKENS, heads.dim // 2).repeat(1, 2) for _ in range(2)]
+        norms = HeadNorms(normal(heads.dim), normal(heads.dim), 1e-6) if normed else None
+        self.layout = (heads, norms)
+        self.kept = self.qkv if normed else None  # for backward
+        angles = sum(angle.nbytes for angle in self.angles) // 2  # of two equal halves one is read
+        self.forward_bytes = 2 * self.qkv.nbytes + angles
+        self.backward_bytes = self.forward_bytes + (self.qkv.nbytes * heads.rotated // heads.count if normed else 0)
+
+    def forward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
+        return lambda: function(self.qkv, *self.angles, *self.layout, **options)
+
+    def backward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
+        return lambda: function(*self.gradients, self.kept, *self.angles, *self.layout, **options)
+
+
+def rotary() -> Iterator[Case]:
+    for model, (heads, normed) in ROTATIONS.items():
+        r = Rotation(heads, normed)
+        name = f"rotation{' with norms' if normed else ''}, {model}"
+        yield Case(f"{name}, forward", r.forward_bytes, r.forward(rotate), r.forward(compiled(rotate_by_formula)))
+        replaced = r.backward(compiled(rotate_backward_by_formula))
+        yield Case(f"{name}, backward", r.backward_bytes, r.backward(rotate_backward), replaced)
+
+
+def rotary_tilings() -> Iterator[Case]:
+    r = Rotation(*ROTATIONS["Qwen3-1.7B"])
+    for tiling in FORWARD_TILINGS:
+        yield Case(f"forward, {tiling}", r.forward_bytes, r.forward(rotary_kernel.rotate, tiling=tiling))
+    for tiling in BACKWARD_TILINGS:
+        yield Case(f"backward, {tiling}", r.backward_bytes, r.backward(rotary_kernel.rotate_backward, tiling=tiling))
+
+
+# ── The softmax of the chunked loss ───────────────────────────────────────────────────────────────────────────────────────────
+
+CHUNK, VOCABULARY = 4096, 151_936  # tokens whose logits exist at once, words of Qwen3
+SOFTMAX_TILINGS = [softmax_kernel.Tiling(block, warps) for block, warps in ((4096, 8), (8192, 8), (8192, 16), (16_384, 16))]
+# So few rows at once that the second pass finds them in the cache, or half of them.
+SOFTMAX_TILINGS += [
+    softmax_kernel.Tiling(block, warps, programs)
+    for block, warps in ((8192, 16), (16_384, 16), (16_384, 32), (32_768, 32))
+    for programs in (132, 264)
+]
+QUANTIZED_TILES = [((64, 64), 4), ((64, 128), 8), ((128, 64), 8), ((128, 128), 8), ((32, 128), 4), ((64, 64), 8)]
+
+
+class Logits:
+    """A chunk's, with labels. A kernel may overwrite them: its time does not depend on what they are."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.logits = torch.randn(CHUNK, VOCABULARY, generator=generator, device="cuda", dtype=BF16)
+        self.labels = torch.randint(VOCABULARY, (CHUNK,), generator=generator, device="cuda")
+        self.amax = torch.zeros(1, device="cuda")
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], object]:
+        return lambda: function(self.logits, self.labels, *arguments, **options)
+
+    def quantized(self, **options: Any) -> Callable[[], object]:
+        return self.call(quantized_softmax_gradient, IGNORE, torch.float8_e5m2, self.amax, None, **options)
+
+
+def softmax_gradient_by_formula(logits: Tensor, labels: Tensor) -> Tensor:
+    scores = logits.float()
+    maximum = scores.amax(dim=-1, keepdim=True)
+    log_total = maximum + (scores - maximum).exp().sum(dim=-1, keepdim=True).log()
+    losses = log_total - scores.gather(1, labels[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    logits.copy_((scores - log_total).exp() - is_target.float())
+    return losses
+
+
+def softmax() -> Iterator[Case]:
+    chunk = Logits()
+    size = chunk.logits.nbytes
+    ours = chunk.call(softmax_kernel.softmax_gradient_, IGNORE)
+    yield Case("softmax gradient, BF16 in place", 3 * size, ours, chunk.call(compiled(softmax_gradient_by_formula)))
+    yield Case("losses alone", size, chunk.call(softmax_kernel.token_losses, IGNORE))
+    yield Case("softmax gradient, E5M2 in both layouts", 3 * size, chunk.quantized())
+
+
+def softmax_tilings() -> Iterator[Case]:
+    chunk = Logits()
+    size = 3 * chunk.logits.nbytes
+    for tiling in SOFTMAX_TILINGS:
+        yield Case(f"BF16 in place, {tiling}", size, chunk.call(softmax_kernel.softmax_gradient_, IGNORE, tiling))
+    for tile, warps in QUANTIZED_TILES:
+        yield Case(f"E5M2 in both layouts, {tile}, {warps} warps", size, chunk.quantized(tile=tile, warps=warps))
+
+
+# ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WIDTH = 6144  # of the activated values, in Qwen3-1.7B
+# Rows, columns and warps of a tile of 64 x 64 values or so, and warps for the tiles of 128 x 128 that blocks need.
+ACTIVATION_TILES = [(64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (32, 64, 4), (128, 32, 4), (32, 128, 4)]
+BLOCK_WARPS = (4, 8, 16)
+ACTIVATION_RECIPES = ("delayed", "current", "block")
+
+
+class SwiGLU:
+    """The activation of one microbatch, and TE's quantizers for it."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.hidden = torch.randn(TOKENS, 2 * WIDTH, generator=generator, device="cuda", dtype=BF16)
+        self.d_activated = torch.randn(TOKENS, WIDTH, generator=generator, device="cuda", dtype=BF16)
+        self.values = self.d_activated.numel()
+
+    def quantizer(self, recipe: str, *, gradient: bool = False) -> Any:
+        import transformer_engine.pytorch as te
+
+        dtype = te.DType.kFloat8E5M2 if gradient and recipe != "block" else te.DType.kFloat8E4M3
+        if recipe == "delayed":
+            made = te.Float8Quantizer(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), dtype)
+        elif recipe == "current":
+            made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"))
+        else:
+            made = te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=1)
+        made.internal = True
+        return made
+
+
+def activation() -> Iterator[Case]:
+    """Beside what LayerNormMLP calls: SwiGLU with a quantizer for both directions; the gradient in BF16, quantized afterwards.
+
+    The bytes are those of a single pass. Current scaling reads its input twice.
+    """
+    import transformer_engine.pytorch  # noqa: F401  its kernels cannot be imported before
+    import transformer_engine_torch as tex
+
+    from pretrain.fused.activation import swiglu, swiglu_backward
+
+    s = SwiGLU()
+    hidden, d_activated = s.hidden, s.d_activated
+    for recipe in ACTIVATION_RECIPES:
+        q, g = s.quantizer(recipe), s.quantizer(recipe, gradient=True)
+        kept = swiglu(hidden, q)[1]
+        yield Case(f"SwiGLU {recipe}, forward", 5 * s.values, partial(swiglu, hidden, q), partial(tex.swiglu, hidden, q))
+        replaced = partial(lambda g: g(tex.dswiglu(d_activated, hidden, None)), g)
+        yield Case(
+            f"SwiGLU {recipe}, backward", 11 * s.values, partial(swiglu_backward, d_activated, hidden, g, kept, q), replaced
+        )
+    again = partial(swiglu_backward, d_activated, hidden, None, None, None)
+    yield Case("SwiGLU bf16, backward", 12 * s.values, again, partial(tex.dswiglu, d_activated, hidden, None))
+
+
+def activation_tilings() -> Iterator[Case]:
+    """By replacing the kernels' own tiles."""
+    from pretrain.fused import activation_kernel as kernel
+    from pretrain.fused.activation_kernel import BlockScaled, TensorScaled, Tile
+
+    s = SwiGLU()
+    hidden, d_activated = s.hidden, s.d_activated
+
+    def scaled(dtype: torch.dtype, columns: int, scale: Tensor | None) -> TensorScaled:
+        one = torch.ones(1, device="cuda")
+        codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]
+        return TensorScaled(dtype, *codes, one.clone(), scale, one.clone())
+
+    def blocks(columns: int) -> BlockScaled:
+        codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]
+        scales = [torch.empty(shape, device="cuda") for shape in ((columns // 128, TOKENS), (TOKENS // 128, columns))]
+        return BlockScaled(torch.float8_e4m3fn, codes[0], scales[0], codes[1], scales[1])
+
+    one = torch.ones(1, device="cuda")
+    activated, d_hidden = scaled(torch.float8_e4m3fn, WIDTH, one), scaled(torch.float8_e5m2, 2 * WIDTH, one)
+    again = replace(activated, rows=None, amax=None)
+    for tile in (Tile(*each) for each in ACTIVATION_TILES):
+        yield Case(f"delayed, forward, {tile}", 5 * s.values, partial(kernel.forward, hidden, activated, tile))
+        ours = partial(kernel.backward, d_activated, hidden, d_hidden, again, tile)
+        yield Case(f"delayed, backward, {tile}", 11 * s.values, ours)
+    activated, d_hidden = blocks(WIDTH), blocks(2 * WIDTH)
+    for rows in (16, 32, 64):
+        ours = partial(kernel.forward_blocks, hidden, activated, Tile(rows, 128, 4))
+        yield Case(f"block, forward, {rows} rows", 5 * s.values, ours)
+    for warps in BLOCK_WARPS:
+        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, Tile(128, 128, warps))
+        yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
+
+
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "rotary": rotary,
+    "rotary_tilings": rotary_tilings,
+    "softmax": softmax,
+    "softmax_tilings": softmax_tilings,
+    "activation": activation,
+    "activation_tilings": activation_tilings,
+}
+
+
+if __name__ == "__main__":
+    main()

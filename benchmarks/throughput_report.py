@@ -1,0 +1,201 @@
+"""Result files of `benchmarks.throughput` as a table in the README, between its markers, and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
+from packing.durable import replace_file
+from packing.errors import InputError
+from pretrain.reporting.drawing import COLOURS, GREY, new_figure, plain_style, save
+from pretrain.reporting.tables import markdown, shown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
+REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
+COMMAND = "python -m benchmarks.throughput --report"
+Way = Mapping[str, Any]
+
+
+def write(files: Sequence[Path], readme: Path, picture: Path) -> None:
+    """Replace what stands between the markers of `readme`, and draw `picture`. InputError for a file that cannot be used."""
+    results = [read(file) for file in files]
+    if not readme.is_file() or readme.read_text().count(BEGIN) != 1 or readme.read_text().count(END) != 1:
+        raise InputError(f"{readme}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
+    draw(results, picture)
+    image = f"![tokens a second by way]({Path(os.path.relpath(picture, readme.parent)).as_posix()})"
+    tables = [section(result, os.path.relpath(file, readme.parent)) for result, file in zip(results, files, strict=True)]
+    made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
+    before, _, rest = readme.read_text().partition(BEGIN)
+    content = "\n\n".join([BEGIN, *tables, image, made, END])
+    replace_file(readme, (before + content + rest.partition(END)[2]).encode())
+
+
+def read(file: Path) -> dict[str, Any]:
+    """A result file; InputError where there is none, or nothing in it ran."""
+    try:
+        result = json.loads(file.read_text())
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read: {error.strerror}; measure first, with --out {file}") from None
+    except ValueError as error:
+        raise InputError(f"{file}: is no JSON ({error}); measure again, with --out {file}") from None
+    if not any(way["status"] == "ok" for way in result.get("ways", {}).values()):
+        raise InputError(f"{file}: holds no way that has run; measure again, with --out {file}")
+    return result
+
+
+# ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def section(result: Mapping[str, Any], link: str) -> str:
+    """Where it was measured, the table of all ways, and what is to be said of some."""
+    rows, notes = [], []
+    multiple_of = reference_speed(result)
+    for way in ordered(result):
+        remarks = remarks_on(way)
+        if remarks:
+            notes.append(f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}.")
+        rows.append(row(way, multiple_of, f" [{len(notes)}]" if remarks else ""))
+    header = ["way", "precision", "weights", "tokens/s", "least to most", "x reference", "of the limit", "peak GiB", "first step"]
+    return "\n\n".join(filter(None, [introduction(result, link), markdown([*header, "trains"], rows, names=3), "\n".join(notes)]))
+
+
+def introduction(result: Mapping[str, Any], link: str) -> str:
+    recipe = load_settings(result)
+    packs, gpus = result["packs"], result["environment"]["gpus"]
+    device, side_by_side = gpus[0] if gpus else result["environment"]["processor"], int(result["settings"]["gpus"])
+    floors = {name: recipe["tokens"] / seconds for name, seconds in result["limits"].get("floors", {}).items()}
+    torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
+    parts = [
+        f"**{recipe['name']}** on one {device}, torch {torch_version}: {recipe['tokens']:,} tokens a step,",
+        f"packs of {recipe['length']:,} tokens, Σlen²/T {packs['sum_squared_lengths_per_token']:.0f}; median of",
+        f"{settings['steps']} steps after {settings['warm_up']} ([`{Path(link).name}`]({link})).",
+    ]
+    if floors:
+        named = ", ".join(f"{name} {speed:,.0f}" for name, speed in floors.items())
+        parts.append(
+            f"The machine's limit, every matrix product at its own measured rate and nothing else, in tokens/s: {named}."
+        )
+    if side_by_side > 1:
+        parts.append(f"{side_by_side} GPUs of one host worked at a time, which lowers clocks, and figures, by 1 to 3 %.")
+    return " ".join(parts)
+
+
+def load_settings(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, tokens a step and pack length of the recipe that the result was measured with."""
+    recipe = yaml.safe_load(result["settings"]["recipe_text"])
+    return {"name": recipe["name"], "tokens": recipe["batch"]["tokens"], "length": recipe["data"]["length"]}
+
+
+def ordered(result: Mapping[str, Any]) -> list[Way]:
+    """Fastest first; behind them what trains something else, and at the end what did not run."""
+    standing = {RIGHT: 0, LOSES: 0, UNKNOWN: 0, WRONG: 1}
+
+    def key(way: Way) -> tuple[int, float]:
+        return (2, 0.0) if way["status"] != "ok" else (standing[way["verdict"]], -way["tokens_per_second"]["median"])
+
+    return sorted(result["ways"].values(), key=key)
+
+
+def reference_speed(result: Mapping[str, Any]) -> float | None:
+    """Tokens/s of the reference's faster variant; None where none of them has run and trains rightly."""
+    ways = [way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"]
+    return max((way["tokens_per_second"]["median"] for way in ways if way["verdict"] != WRONG), default=None)
+
+
+def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
+    name = f"**{way['label']}**" if way["ours"] else way["label"]
+    if way["status"] != "ok":
+        return [name, way["precision"], way["weights"], *["–"] * 6, way["status"] + note]
+    speed = way["tokens_per_second"]
+    multiple = speed["median"] / multiple_of if multiple_of and way["verdict"] != WRONG else None
+    return [
+        name,
+        way["precision"],
+        way["weights"],
+        f"{speed['median']:,.0f}",
+        f"{speed['min']:,.0f} to {speed['max']:,.0f}",
+        shown(multiple, "{:.2f}".format),
+        shown(way["share_of_limit"], lambda share: f"{100 * share:.1f} %"),
+        f"{way['memory_gib']:.1f}",
+        f"{way['first_step_seconds']:.1f} s",
+        way["verdict"] + note,
+    ]
+
+
+def remarks_on(way: Way) -> list[str]:
+    """What the table cannot say of a way: why it is wrong or did not run, and that it ran with smaller microbatches."""
+    if way["status"] != "ok":
+        return [way["reason"].rstrip(".")]
+    remarks = [*way["reasons"]] if way["verdict"] != UNKNOWN else []
+    if tried := way.get("microbatches_that_did_not_fit"):
+        remarks.append(f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not fit")
+    return remarks
+
+
+# ── The picture ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Bars of tokens/s, a panel a result: ours in colour, the others grey, wrong ones hatched, the machine's limits as lines."""
+    ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
+    heights = [0.32 * len(each) + 1.1 for each in ways]
+    figure = new_figure(9, sum(heights) + 0.4)
+    panels = figure.subplots(len(results), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for panel, result, each in zip(panels, results, ways, strict=True):
+        draw_bars(panel, each)
+        draw_limits(panel, result)
+        environment = result["environment"]
+        device = environment["gpus"][0] if environment["gpus"] else environment["processor"]
+        panel.set_title(f"{load_settings(result)['name']}\n", loc="left", weight="bold")
+        said = f"tokens a second on one {device}; whiskers from the slowest to the fastest step"
+        place = {"xytext": (0, 4), "xycoords": "axes fraction", "textcoords": "offset points"}
+        panel.annotate(said, (0, 1), fontsize="small", color=GREY, **place)
+    save(figure, picture)
+
+
+def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
+    plain_style(panel)
+    panel.grid(visible=False, axis="y")
+    panel.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    for place, way in enumerate(ways):
+        speed, wrong = way["tokens_per_second"], way["verdict"] == WRONG
+        colour = COLOURS[0] if way["ours"] else "#AAAAAA"
+        look = {"color": "white", "edgecolor": colour, "hatch": "////"} if wrong else {"color": colour}
+        whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
+        panel.barh(place, speed["median"], height=0.7, xerr=whiskers, error_kw={"ecolor": "black", "elinewidth": 0.8}, **look)
+        mark = f"  {way['verdict']}" if way["verdict"] in (WRONG, LOSES) else ""
+        label = panel.text(speed["max"], place, f"  {speed['median']:,.0f}{mark}", va="center", fontsize="small")
+        label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the limits' lines
+    names = [f"{way['label']}; {way['weights']} weights" for way in ways]
+    panel.set_yticks(range(len(ways)), names, fontsize="small")
+    panel.invert_yaxis()
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.margins(x=0.16, y=0.02)
+
+
+def draw_limits(panel: Axes, result: Mapping[str, Any]) -> None:
+    """A line for each floor that some way is measured against, named at its foot."""
+    used = {way["floor"] for way in result["ways"].values() if way["status"] == "ok"}
+    for name, seconds in result["limits"].get("floors", {}).items():
+        if name in used:
+            speed = load_settings(result)["tokens"] / seconds
+            panel.axvline(speed, color=GREY, linestyle="--", linewidth=1)
+            panel.annotate(
+                f"{name} limit ",
+                (speed, 0),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                ha="right",
+                va="bottom",
+                fontsize="x-small",
+                color=GREY,
+            )

@@ -1,0 +1,16 @@
+"""Plain Hugging Face, eager: what one gets from transformers, an optimizer and a loop."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.ways.task import Task, Way, hugging_face_loss
+
+
+def obstacle(device: torch.device) -> str | None:
+    return None
+
+
+def build(task: Task) -> Way:
+    hf = task.hugging_face_model()
+    return Way(hf, task.adamw(hf.parameters()), hugging_face_loss(task, hf))

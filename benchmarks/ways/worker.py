@@ -1,0 +1,108 @@
+"""One way in a process of its own: the training loop that all ways share. It ends with one line of JSON on stdout.
+
+    python -m benchmarks.ways.worker benchmarks.ways.hf_eager --recipe benchmarks/qwen3_1_7b.yaml --microbatch 8 --steps 11
+
+`benchmarks.throughput` starts it. A step is timed as the launcher times one: from asking for its data to the end of its update.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.ways.task import Builder, Task, Way
+from packing.batch import BatchStream, StepBatches
+from packing.order import PackOrder
+from packing.store import open_packs
+from pretrain import schedule
+from pretrain.config import load_recipe
+from pretrain.metrics.recorder import memory_gib
+from pretrain.optimizer import set_learning_rate
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    builder: Builder = importlib.import_module(arguments.module)
+    if obstacle := builder.obstacle(device):
+        result: dict[str, Any] = {"status": "not run", "reason": obstacle}
+    else:
+        task = Task(load_recipe(arguments.recipe, arguments.overrides), device, arguments.weights)
+        try:
+            result = train(builder.build(task), task, arguments.microbatch, arguments.steps)
+        except torch.OutOfMemoryError as error:  # the caller tries again in a fresh process, with a smaller microbatch
+            result = {"status": "out of memory", "reason": str(error).partition(". ")[0]}
+    print(json.dumps(result), flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("module", help="a module with `obstacle` and `build`, such as benchmarks.ways.hf_eager")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings")
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--microbatch", type=int, required=True, help="packs in one forward pass")
+    parser.add_argument("--steps", type=int, required=True)
+    return parser.parse_intermixed_args()
+
+
+def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
+    """Train `steps` steps, the very packs and learning rates of the launcher's; figures of every step."""
+    recipe, figures = task.recipe, {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
+    packs = open_packs(recipe.data, "train")
+    order = PackOrder(len(packs), recipe.batch.tokens // recipe.data.length, recipe.seed)
+    stream = BatchStream(
+        packs,
+        order,
+        microbatch=microbatch,
+        rank=0,
+        world_size=1,
+        mask_boundaries=recipe.data.mask_boundaries,
+        pin_memory=task.device.type == "cuda",
+        vocab_size=task.config.vocab_size,
+    )
+    parameters = {id(p): p for p in way.model.parameters() if p.requires_grad}
+    updated = {id(p): p for group in way.optimizer.param_groups for p in group["params"]}
+    with stream.steps(0, steps) as batches:
+        for step in range(steps):
+            began = time.perf_counter()
+            rate = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens)
+            set_learning_rate(way.optimizer, rate)
+            loss, norm = train_step(way, next(batches), recipe.optimizer.clip, task.device)
+            seconds = time.perf_counter() - began
+            for key, value in zip(figures, (loss, norm, seconds * 1e3, batches.data_wait_ms), strict=True):
+                figures[key].append(value)
+    return {
+        "status": "ok",
+        **figures,
+        "memory_gib": memory_gib(task.device),
+        "parameters": sum(p.numel() for p in parameters.values()),
+        "updated_parameters": sum(p.numel() for key, p in updated.items() if key in parameters),
+    }
+
+
+def train_step(way: Way, batches: StepBatches, clip: float | None, device: torch.device) -> tuple[float, float]:
+    """Forward and backward over all microbatches, clip, update; the step's mean loss and the norm before clipping."""
+    losses = []
+    for batch in batches.microbatches:
+        loss = way.loss(batch, batches.valid_tokens)
+        way.backward(loss)
+        losses.append(loss.detach().float())
+    norm = nn.utils.clip_grad_norm_(way.model.parameters(), clip if clip is not None else float("inf"))
+    way.optimizer.step()
+    way.optimizer.zero_grad(set_to_none=True)
+    figures = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # the update, which the figures do not wait for
+    return figures[0], figures[1]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""SwiGLU and its gradient on a GPU, written in the formats of the products that follow: one kernel, each value read once.
+
+`hidden` [T, 2 F] holds the gate in its first half and up in its second; activated = silu(gate) * up, in FP32 from BF16. Backward
+reads `hidden` anyway, for the gradient, and makes the activated values again on the way: their transpose, which only the weight
+gradient needs, costs a byte a value to write there and no memory from forward to backward.
+
+Nothing is fused that is written apart, so what backward makes again has the bits that forward had.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import libdevice
+
+from pretrain.fused.tile import (
+    BLOCK,
+    record_amax,
+    store_block_scaled,
+    store_rows,
+    store_tensor_scaled,
+    tensor_scale,
+    through_bf16,
+)
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program takes, and with how many warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# 64 bytes of a transpose's row are two sectors of memory, whole. Larger tiles leave fewer programs in flight.
+TILE = Tile(64, 64, 4)
+FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
+BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
+
+_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@dataclass(frozen=True)
+class TensorScaled:
+    """Where a tensor [M, K] is written, and with which scale: `scale`, or where that is None, current scaling's, from `amax`.
+
+    All on one device. What is None is not written.
+    """
+
+    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
+    rows: Tensor | None  # uint8 [M, K]
+    columns: Tensor | None  # uint8 [K, M]
+    scale_inv: Tensor  # FP32 [1], written: 1 / scale
+    scale: Tensor | None = None  # FP32 [1]
+    amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
+    used: Tensor | None = None  # FP32 [1], written: the scale
+    epsilon: float = 0.0  # current scaling: the least amax
+    power_of_two: bool = False  # current scaling
+
+    @property
+    def current(self) -> bool:
+        return self.scale is None
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """Where a tensor [M, K], with M and K multiples of 128, is written with a scale for every 128 values."""
+
+    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
+    rows: Tensor | None  # uint8 [M, K]
+    rows_scale_inv: Tensor | None  # FP32 [K / 128, M]
+    columns: Tensor | None  # uint8 [K, M]
+    columns_scale_inv: Tensor | None  # FP32 [M / 128, K]
+    epsilon: float = 0.0
+    power_of_two: bool = True
+
+
+# ── The functions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _load(tensor, i, j, width):
+    return tl.load(tensor + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _sigmoid(x):
+    """By the GPU's own exponential and reciprocal, each off by a few units in FP32's last place: that decides one rounding to FP8
+    in some hundred thousand. The library's care for numbers below 1e-38 would be a third of forward's instructions."""
+    if _INTERPRETED:
+        return 1 / (1 + tl.exp(-x))
+    return libdevice.fast_dividef(1.0, 1 + libdevice.fast_expf(-x))
+
+
+@triton.jit
+def _activate(gate, up):
+    return gate * _sigmoid(gate) * up
+
+
+@triton.jit
+def _differentiate(d_activated, gate, up):
+    """The gradients of gate and up: d silu(x) = s + x s (1 - s), with s the sigmoid of x."""
+    sigmoid = _sigmoid(gate)
+    d_gate = tl.fma(gate, sigmoid * (1 - sigmoid), sigmoid) * d_activated * up
+    d_up = d_activated * (gate * sigmoid)
+    return d_gate, d_up
+
+
+# ── Kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# A program takes one tile. Those of one column of tiles follow each other: together they fill whole lines of the transposes.
+
+
+@triton.jit
+def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.constexpr):
+    """The first pass of current scaling: the amax of the gradient, or without `d_activated` of the activated values."""
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    if d_activated is None:
+        record_amax(amax, _activate(gate, up))
+    else:
+        d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+        record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
+
+
+@triton.jit
+def _swiglu_forward(
+    hidden,
+    rows,
+    scale,
+    amax,
+    used,
+    scale_inv,
+    F,
+    epsilon,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    activated = through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    if scale is not None and amax is not None:
+        record_amax(amax, activated)
+    value = tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two, fp8)
+    store_tensor_scaled(activated, value, rows, None, i, j, 0, F, fp8)
+
+
+@triton.jit
+def _swiglu_backward(
+    d_activated,
+    hidden,
+    rows,
+    columns,
+    scale,
+    amax,
+    scale_inv,
+    activated_rows,
+    activated_columns,
+    activated_scale,
+    activated_scale_inv,
+    T,
+    F,
+    epsilon,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    activated_fp8: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    activated = through_bf16(_activate(gate, up))
+    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    d_gate, d_up = through_bf16(d_gate), through_bf16(d_up)
+    if scale is not None and amax is not None:
+        record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
+    value = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
+    store_tensor_scaled(d_gate, value, rows, columns, i, j, T, 2 * F, fp8)
+    store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, 2 * F, fp8)
+    value = tensor_scale(activated_scale, None, None, activated_scale_inv, 0.0, False, activated_fp8)
+    store_tensor_scaled(activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8)
+
+
+@triton.jit
+def _swiglu_forward_blocks(
+    hidden, rows, rows_scale_inv, T, F, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, height: tl.constexpr
+):
+    row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
+    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
+    activated = through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    store_block_scaled(activated, rows, rows_scale_inv, None, None, row, column, T, F, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _swiglu_backward_blocks(
+    d_activated,
+    hidden,
+    rows,
+    rows_scale_inv,
+    columns,
+    columns_scale_inv,
+    activated_columns,
+    activated_columns_scale_inv,
+    T,
+    F,
+    epsilon,
+    activated_epsilon,
+    power_of_two: tl.constexpr,
+    activated_power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    activated_fp8: tl.constexpr,
+):
+    row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
+    i, j = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
+    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    activated = through_bf16(_activate(gate, up))
+    store_block_scaled(
+        activated,
+        None,
+        None,
+        activated_columns,
+        activated_columns_scale_inv,
+        row,
+        column,
+        T,
+        F,
+        activated_epsilon,
+        activated_power_of_two,
+        activated_fp8,
+    )
+    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    d_gate, d_up = through_bf16(d_gate), through_bf16(d_up)
+    store_block_scaled(
+        d_gate, rows, rows_scale_inv, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8
+    )
+    store_block_scaled(
+        d_up, rows, rows_scale_inv, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8
+    )
+
+
+@triton.jit
+def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    store_rows(d_gate.to(tl.bfloat16), d_hidden, i, j, 2 * F)
+    store_rows(d_up.to(tl.bfloat16), d_hidden, i, j + F, 2 * F)
+    store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
+
+
+# ── Launches ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
+    """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
+    tile = BACKWARD_BLOCKS if to is BlockScaled else TILE
+    whole = hidden.shape[0] % tile.rows == 0 and hidden.shape[1] % (2 * tile.columns) == 0
+    return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
+
+
+def forward(hidden: Tensor, activated: TensorScaled, tile: Tile = TILE) -> None:
+    """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
+    width = hidden.shape[1] // 2
+    if activated.current:
+        _find_amax(None, hidden, activated.amax)
+    _swiglu_forward[_grid(hidden, tile)](
+        hidden,
+        activated.rows,
+        activated.scale,
+        activated.amax,
+        activated.used,
+        activated.scale_inv,
+        width,
+        activated.epsilon,
+        activated.power_of_two,
+        _TYPES[activated.dtype],
+        tile.rows,
+        tile.columns,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def forward_blocks(hidden: Tensor, activated: BlockScaled, tile: Tile = FORWARD_BLOCKS) -> None:
+    """`forward` with a scale for every 128 values, T and F multiples of 128."""
+    _swiglu_forward_blocks[_grid(hidden, tile)](
+        hidden,
+        activated.rows,
+        activated.rows_scale_inv,
+        hidden.shape[0],
+        hidden.shape[1] // 2,
+        activated.epsilon,
+        activated.power_of_two,
+        _TYPES[activated.dtype],
+        tile.rows,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled, tile: Tile = TILE) -> None:
+    """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values.
+
+    The latter are written with the scale that `activated` gives, rounded to BF16 first where `d_hidden` is (current scaling).
+    """
+    if d_hidden.current:
+        _find_amax(d_activated, hidden, d_hidden.amax)
+    _swiglu_backward[_grid(hidden, tile)](
+        d_activated,
+        hidden,
+        d_hidden.rows,
+        d_hidden.columns,
+        d_hidden.scale,
+        d_hidden.amax,
+        d_hidden.scale_inv,
+        activated.rows,
+        activated.columns,
+        activated.scale,
+        activated.scale_inv,
+        *d_activated.shape,
+        d_hidden.epsilon,
+        d_hidden.power_of_two,
+        _TYPES[d_hidden.dtype],
+        _TYPES[activated.dtype],
+        tile.rows,
+        tile.columns,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def backward_blocks(
+    d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
+) -> None:
+    """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
+    _swiglu_backward_blocks[_grid(hidden, tile)](
+        d_activated,
+        hidden,
+        d_hidden.rows,
+        d_hidden.rows_scale_inv,
+        d_hidden.columns,
+        d_hidden.columns_scale_inv,
+        activated.columns,
+        activated.columns_scale_inv,
+        *d_activated.shape,
+        d_hidden.epsilon,
+        activated.epsilon,
+        d_hidden.power_of_two,
+        activated.power_of_two,
+        _TYPES[d_hidden.dtype],
+        _TYPES[activated.dtype],
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile = TILE) -> tuple[Tensor, Tensor]:
+    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16."""
+    d_hidden, activated = torch.empty_like(hidden), torch.empty_like(d_activated)
+    arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
+    _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+    return d_hidden, activated
+
+
+def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor, tile: Tile = TILE) -> None:
+    arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, tile.rows, tile.columns)
+    _swiglu_amax[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+
+
+def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:
+    return hidden.shape[0] // tile.rows, hidden.shape[1] // (2 * tile.columns)

@@ -1,0 +1,179 @@
+"""What a Triton kernel does with a tile of values that it has just computed: quantize it to FP8 and store it.
+
+Hopper's FP8 products read both operands along the inner dimension. So a tensor [M, K] that one product reads by rows and another
+by columns exists twice: as it is, and as its transpose [K, M]. A kernel that holds a tile in registers writes both at the cost of
+one byte each. A cast or transpose of its own would first have to read the tensor again, and before that to write it in BF16.
+
+Numbers beyond the format's range, infinities too, become its largest value; NaN stays NaN in the codes but does not count for an
+amax. So does TE, and so a NaN shows in the loss, while delayed scaling's history keeps finite numbers.
+
+Everything here is for tiles that lie wholly inside the tensor.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(128)  # values that share a scale in TE's `block` recipe, along a row or along a column
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
+_BF16_MAX = tl.constexpr(3.3895313892515355e38)
+_INFINITY = tl.constexpr(float("inf"))
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+# ── One scale for the tensor ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.constexpr):
+    """Quantize a tile `values` [BM, BN] FP32 with one FP32 `scale` and write it to `rows` [M, K] and `columns` [K, M].
+
+    Both are pointers to uint8; None is not written. i [BM] and j [BN] are the tile's rows and columns in the tensor: int32,
+    each contiguous. `fp8` is tl.float8e4nv (E4M3) or tl.float8e5 (E5M2).
+    """
+    codes = fp8_codes(values, scale, fp8)
+    if rows is not None:
+        store_rows(codes, rows, i, j, K)
+    if columns is not None:
+        store_columns(codes, columns, i, j, M)
+
+
+@triton.jit
+def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
+    """The scale of a tensor: what the pointer `scale` holds, or where that is None, current scaling's, from `amax`.
+
+    Of a two-dimensional grid the first program writes it to `used`, unless that is None, and its reciprocal to `scale_inv`.
+    """
+    value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), epsilon, FP32_MAX, power_of_two, fp8)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(scale_inv, reciprocal(value, False))
+        if used is not None:
+            tl.store(used, value)
+    return value
+
+
+@triton.jit
+def record_amax(amax, values):
+    """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
+
+    FP32 numbers that are not negative order as their bits do, so the maximum is one of integers. It does not depend on the order
+    in which the programs arrive: the result is the same every time.
+    """
+    largest = largest_magnitude(values, None)
+    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest.to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
+    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`.
+
+    The rule of pretrain.precision.quantizers.tensor.scale_from_amax, and so of compute_scale_from_amax in TE's
+    common/recipe/recipe_common.cuh: 1 for an amax of zero, infinity or NaN; `overflow` where the quotient overflows; then,
+    if `power_of_two`, rounded down to one.
+    """
+    amax = tl.where(amax < epsilon, epsilon, amax)
+    if power_of_two:
+        # The largest values are 1.75 x 2^n. So the quotient's exponent is n less that of amax, and one less again where the
+        # mantissa of amax is above 1.75: a subtraction of bits, where a division for every block would show in the time.
+        maximum_bits: tl.constexpr = 0x43E00000 if fp8 == tl.float8e4nv else 0x47600000
+        exponent = tl.minimum((maximum_bits - amax.to(tl.int32, bitcast=True)) >> 23, 127)
+        scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
+        scale = tl.where(scale == _INFINITY, overflow, scale)
+    return tl.where((amax > 0) & (amax < _INFINITY), scale, 1.0)
+
+
+# ── One scale for 128 values ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def store_block_scaled(
+    values,
+    rows,
+    rows_scale_inv,
+    columns,
+    columns_scale_inv,
+    row,
+    column,
+    M,
+    K,
+    epsilon,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """Quantize a tile of FP32 `values` that were BF16, and write it as TE's Float8BlockwiseQTensor has it.
+
+    `rows` [M, K] has a scale for each 1 x 128 values, `columns`, the transpose [K, M], one for each 128 x 1: they are quantized
+    apart, and their bytes differ. FP32 `rows_scale_inv` [K / 128, M] and `columns_scale_inv` [M / 128, K] hold the scales'
+    reciprocals in the order in which products read them. `row` and `column` say where the tile begins. It is 128 wide for
+    `rows`, 128 high for `columns`; either may be None, with its scales.
+    """
+    i = row + tl.arange(0, values.shape[0])
+    j = column + tl.arange(0, values.shape[1])
+    if rows is not None:
+        tl.static_assert(values.shape[1] == BLOCK)
+        scale = scale_from_amax(largest_magnitude(values, 1), epsilon, _BF16_MAX, power_of_two, fp8)
+        tl.store(rows_scale_inv + (column // BLOCK).to(tl.int64) * M + i, reciprocal(scale, power_of_two))
+        store_rows(fp8_codes(values, scale[:, None], fp8), rows, i, j, K)
+    if columns is not None:
+        tl.static_assert(values.shape[0] == BLOCK)
+        scale = scale_from_amax(largest_magnitude(values, 0), epsilon, _BF16_MAX, power_of_two, fp8)
+        tl.store(columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j, reciprocal(scale, power_of_two))
+        store_columns(fp8_codes(values, scale[None, :], fp8), columns, i, j, M)
+
+
+# ── Parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def fp8_codes(values, scale, fp8: tl.constexpr):
+    """The bytes of `values` x `scale` (FP32, broadcast) in `fp8`: rounded to nearest even, and saturated by the instruction that
+    converts (PTX cvt.rn.satfinite)."""
+    return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def store_rows(codes, rows, i, j, K):
+    """Write codes [BM, BN] to `rows` [M, K] at the rows i [BM] and columns j [BN]."""
+    tl.store(rows + i.to(tl.int64)[:, None] * K + j[None, :], codes)
+
+
+@triton.jit
+def store_columns(codes, columns, i, j, M):
+    """Write the transpose of codes [BM, BN] to `columns` [K, M], for a tile at the tensor's rows i [BM] and columns j [BN].
+
+    The tile is transposed in shared memory, so that what a warp writes is contiguous: BM bytes for each column.
+    """
+    tl.store(columns + j.to(tl.int64)[:, None] * M + i[None, :], tl.trans(_computed_once(codes)))
+
+
+@triton.jit
+def _computed_once(codes):
+    """`codes`, hidden from the compiler, which would compute them anew in the transpose's layout: Triton 3.6 does, and on an H200
+    every fourth column then held something else (benchmarks/results/h200_triton_transpose.json)."""
+    if _INTERPRETED:
+        return codes
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
+
+
+@triton.jit
+def through_bf16(values):
+    """FP32 values rounded to BF16, as FP32."""
+    return values.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def largest_magnitude(values, axis: tl.constexpr):
+    """The amax along `axis`, or of all (None). A maximum passes NaN over, unless there is nothing else."""
+    largest = tl.max(tl.abs(values), axis)
+    return tl.where(largest == largest, largest, 0.0)
+
+
+@triton.jit
+def reciprocal(scale, power_of_two: tl.constexpr):
+    """1 / scale, rounded to nearest: what TE stores as scale_inv. Subnormal for the largest scales, of 2^127 too."""
+    if power_of_two:
+        bits = tl.maximum((254 << 23) - scale.to(tl.int32, bitcast=True), 1 << 22)
+        return bits.to(tl.float32, bitcast=True)
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

@@ -1,0 +1,127 @@
+"""Main gradients: the buffers in which the gradients of a step's microbatches add up, beside the parameters and not in `.grad`.
+
+Autograd sums into `parameter.grad`, in the parameter's dtype. Under BF16 weights the sum is rounded to eight bits with every
+microbatch after the first. An FP32 sum takes 2 bytes more a parameter and next to no time, where a product adds its weight's
+gradient as it writes it. So here the sum is `parameter.main_grad`, and two ways lead there. What autograd delivers in `.grad` is
+added and freed at once, by a hook. A product may add to `main_grad` itself; it then returns no gradient for that weight.
+
+All sums lie in one allocation, which lives as long as the parameters: what does not fit fails at the start, and clearing is one
+write. Cleared, it holds negative zeros. x + -0.0 is x for every x, so the first gradient arrives as it is, sign of zero included,
+and a sum still made of negative zeros alone is one that nothing was added to: products and sums begin at +0.0, and +0.0 + -0.0
+is +0.0.
+
+One process alone: DistributedDataParallel and FSDP2 exchange what is in `.grad`, and keep it as torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+_ALIGNMENT = 128  # values; a sum begins at a multiple of 256 bytes at least, where every kernel may write at its widest
+_EMPTY = -0.0
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The parameter's gradient, wherever it adds up; None where it has none and no buffer for one."""
+    main = getattr(parameter, "main_grad", None)
+    return parameter.grad if main is None else main
+
+
+def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()) -> None:
+    """Give every trained parameter of `model` a `main_grad` of its shape in `dtype` (FP32 or BF16), cleared; a tied one once.
+
+    `stacks`: parameters that are the rows of one matrix, in order (queries, keys and values, say). Their sums are the rows of one
+    contiguous matrix too, so that one product can add to all of them; ValueError where their columns differ.
+
+    Autograd rounds no gradient to its parameter's dtype any more: into an FP32 sum, FP32 goes as it came. A BF16 sum is rounded
+    with every microbatch; under FP32 weights that is the price of half the memory.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    runs = _runs(trained, stacks)
+    sizes = [-(-sum(map(torch.numel, run)) // _ALIGNMENT) * _ALIGNMENT for run in runs]
+    memory = torch.full((sum(sizes),), _EMPTY, dtype=dtype, device=trained[0].device)
+    begin = 0
+    for run, size in zip(runs, sizes, strict=True):
+        at = begin
+        for parameter in run:
+            parameter.main_grad = memory[at : at + parameter.numel()].view(parameter.shape)
+            parameter.grad_dtype = None  # any
+            parameter.register_post_accumulate_grad_hook(_add_to_main)
+            at += parameter.numel()
+        begin += size
+    if dtype == torch.float32:
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                _sum_rows_in_fp32(module)
+
+
+def clear_main_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Begin all sums anew, in place; what a backward that failed has left in `.grad` of these parameters goes too."""
+    attached = [parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
+    for memory in {id(each.main_grad._base): each.main_grad._base for each in attached}.values():
+        memory.fill_(_EMPTY)
+    for parameter in attached:
+        parameter.grad = None
+
+
+def was_reached(parameter: nn.Parameter) -> bool:
+    """Whether a backward has given this parameter a gradient, be it zero, since gradients were cleared. Waits for the device."""
+    gradient = gradient_of(parameter)
+    if gradient is None or gradient is parameter.grad:
+        return gradient is not None
+    return bool((gradient != 0).any()) or not bool(gradient.signbit().all())
+
+
+def _runs(trained: Sequence[nn.Parameter], stacks: Sequence[Sequence[nn.Parameter]]) -> list[Sequence[nn.Parameter]]:
+    """What is to lie together: each stack, then every other parameter by itself."""
+    stacked = [id(parameter) for stack in stacks for parameter in stack]
+    if len(set(stacked)) < len(stacked) or not set(stacked) <= {id(parameter) for parameter in trained}:
+        raise ValueError("a parameter of a stack is in another stack as well, or is not trained")
+    if any(parameter.shape[1:] != stack[0].shape[1:] for stack in stacks for parameter in stack):
+        raise ValueError("the parameters of a stack differ in columns")
+    return [*stacks, *([parameter] for parameter in trained if id(parameter) not in set(stacked))]
+
+
+def _add_to_main(parameter: nn.Parameter) -> None:
+    """As soon as autograd has a gradient whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded once, the sum."""
+    if parameter.grad is not None:  # the hook runs also where all that use the parameter have returned none
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+# ── Embeddings ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _sum_rows_in_fp32(embedding: nn.Embedding) -> None:
+    """Let the gradients of a BF16 table's repeated tokens add up in FP32, as those of an FP32 table do.
+
+    They are summed before the hook sees them, and a common token comes a thousand times in a microbatch. Where the head is tied
+    its gradient is made FP32 before autograd adds the two.
+    """
+    plain = type(embedding).forward is nn.Embedding.forward and "forward" not in vars(embedding)
+    special = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
+    if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or special or not plain:
+        return
+    embedding.weight.grad_dtype = torch.float32
+    embedding.forward = lambda ids: _Lookup.apply(ids, embedding.weight, embedding.padding_idx)
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows of a table [vocabulary, hidden] by `ids`; the table's gradient is FP32 whatever the rows are."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows, ctx.padding = len(table), -1 if padding is None else padding
+        return F.embedding(ids, table)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, ctx.padding, False), None

@@ -1,0 +1,61 @@
+"""The machine's limits: which products a model has, and what a step of them takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.limits import floors, fp8_product, plain_product, stacked_products
+from packing.errors import InputError
+from pretrain.config import load_recipe
+from pretrain.metrics.flops import ModelFlops
+from pretrain.model import build_on_meta, load_config
+from pretrain.settings import ModelSettings
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+
+
+def flops_of(config: dict[str, object]) -> ModelFlops:
+    return ModelFlops.of(build_on_meta(load_config(ModelSettings(config=config))))
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3_1_7b", 1_720_574_976), ("llama_3_1_8b", 8_030_261_248)])
+def test_the_benchmarks_models_have_their_published_sizes_and_products(name: str, parameters: int):
+    flops = flops_of(load_recipe(ROOT / f"benchmarks/{name}.yaml").model.config)
+    products = stacked_products(flops)
+    assert flops.parameters == parameters
+    assert 3 * sum(2 * p.inputs * p.outputs * p.count for p in products) == flops.per_token_matrix
+
+
+def test_a_model_of_another_build_is_refused():
+    gpt2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 128}
+    with pytest.raises(InputError, match="gated MLPs"):
+        stacked_products(flops_of(gpt2))
+
+
+def test_the_floor_of_a_step_is_the_sum_of_its_products_at_their_own_rates():
+    tiny = load_recipe(ROOT / "benchmarks/tiny.yaml").model.config
+    products = stacked_products(flops_of(tiny))
+    seconds = {
+        precision: {p.name: {"forward": each, "dgrad": each, "wgrad": each} for p in products}
+        for precision, each in (("bf16", 1.0), ("fp8", 0.5))
+    }
+    layers, linears, accumulation = 2, 4, 3
+    expected = {precision: 3 * accumulation * layers * linears * each for precision, each in (("bf16", 1.0), ("fp8", 0.5))}
+    assert floors(products, seconds, accumulation) == {
+        "bf16": expected["bf16"] + 3 * accumulation * 1.0,
+        "fp8": expected["fp8"] + 3 * accumulation * 1.0,
+        "fp8+head": expected["fp8"] + 3 * accumulation * 0.5,
+    }
+
+
+@pytest.mark.parametrize("make", [plain_product, fp8_product])
+def test_each_product_has_the_shape_of_its_gradient_or_output(make: object):
+    tokens, inputs, outputs = 48, 32, 16
+    product = stacked_products(flops_of(load_recipe(ROOT / "benchmarks/tiny.yaml").model.config))[0]
+    sizes = type(product)("one", inputs, outputs, 1).sizes(tokens)
+    shapes = {which: tuple(make(which, *size, torch.bfloat16, CPU)().shape) for which, size in sizes.items()}
+    assert shapes == {"forward": (tokens, outputs), "dgrad": (tokens, inputs), "wgrad": (outputs, inputs)}

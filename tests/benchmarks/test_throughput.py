@@ -1,0 +1,188 @@
+"""The comparison of ways, on a CPU: ways that run, a way that is deliberately broken, ways that cannot run here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from benchmarks import throughput_packs, throughput_run
+from benchmarks.throughput_run import Bench, Settings
+from benchmarks.ways import hf_compiled, hf_eager, worker
+from benchmarks.ways.entries import CPU, MODELS, Entry
+from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
+from benchmarks.ways.task import Task
+from packing.errors import InputError
+from pretrain.config import load_recipe
+from pretrain.run_folder import describe_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
+BROKEN = Entry("broken", "labels shifted twice", "bf16", "fp32", module="tests.benchmarks.shifted_labels")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model on packs and in a step that take no time; each token is one of a few, which a dozen steps can learn."""
+    values = yaml.safe_load((ROOT / "benchmarks/tiny.yaml").read_text())
+    values["data"]["length"] = 64
+    values["batch"] = {"tokens": 256, "microbatch": 2}
+    values["optimizer"]["learning_rate"] = 0.01
+    path = tmp_path_factory.mktemp("throughput") / "tiny.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result file of one run over three ways, two at a time, every one in a process of its own as always."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(Settings, "packs", recipe.parent / "packs")
+        # Asked for here, where torch is imported already and holds no GPU.
+        patch.setattr(throughput_run, "environment_from_elsewhere", partial(describe_environment, {}))
+        for key, value in {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}.items():
+            patch.setenv(key, value)
+        settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, gpus=2, timeout=60)
+        out = tmp_path_factory.mktemp("results") / "result.json"
+        Bench(settings, out, "a test", go_on=False).run([TINY["hf_eager"], TINY["fp32"], BROKEN])
+        return json.loads(out.read_text())
+
+
+def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
+    ours, eager = (measured["ways"][name] for name in ("fp32", "hf_eager"))
+    assert (ours["verdict"], eager["verdict"]) == (RIGHT, RIGHT)
+    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-3), "same packs, same draw, same updates"
+    assert ours["losses"][-1] < ours["losses"][0] - 0.1, "and something was learnt, so that the updates are compared too"
+    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=1e-2)
+
+
+def test_figures_are_medians_with_their_spread_over_the_timed_steps(measured: dict[str, Any]):
+    for way in (measured["ways"]["fp32"], measured["ways"]["hf_eager"]):
+        speeds = sorted(256 / (ms / 1e3) for ms in way["step_ms"][2:])
+        spread = way["tokens_per_second"]
+        assert len(way["step_ms"]) == 6 and spread["median"] == pytest.approx((speeds[1] + speeds[2]) / 2)
+        assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
+        assert way["first_step_seconds"] == way["step_ms"][0] / 1e3 and way["memory_gib"] > 0
+
+
+def test_the_share_is_that_of_the_measured_products(measured: dict[str, Any]):
+    way, limits = measured["ways"]["fp32"], measured["limits"]
+    seconds = 256 / way["tokens_per_second"]["median"]
+    assert way["share_of_limit"] == pytest.approx(limits["floors"]["fp32"] / seconds, rel=0.2)  # median of inverses
+    assert set(limits["tflops"]["fp32"]) == {"qkv", "o", "gate+up", "down", "head"}
+
+
+def test_a_way_with_wrong_labels_is_marked_wrong_with_the_reason(measured: dict[str, Any]):
+    broken = measured["ways"]["broken"]
+    assert broken["status"] == "ok" and broken["verdict"] == WRONG
+    assert any("loss" in reason or "gradient norm" in reason for reason in broken["reasons"])
+
+
+@pytest.mark.parametrize("way", ["reference", "accelerate_fp8", "torchao_float8"])
+def test_a_way_that_cannot_run_here_says_why(
+    way: str, recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    options = ["--recipe", str(recipe), "--microbatch", "2", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["worker", f"benchmarks.ways.{way}", *options])
+    worker.main()
+    assert json.loads(capsys.readouterr().out) == {"status": "not run", "reason": "needs a CUDA device, this is cpu"}
+
+
+def test_a_way_is_tried_with_half_the_microbatch_until_it_fits(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def memory_for_one(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
+        fits = command[command.index("--microbatch") + 1] == "1"
+        return {"status": "ok"} if fits else {"status": "out of memory", "reason": "too much"}
+
+    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, 1, 60), tmp_path / "out.json", "a test", go_on=False)
+    monkeypatch.setattr(bench, "_worker", memory_for_one)
+    assert bench._other(BROKEN, {}, tmp_path) == {"status": "ok", "microbatch": 1, "microbatches_that_did_not_fit": [2]}
+
+
+def test_the_result_names_command_machine_versions_and_packs(measured: dict[str, Any]):
+    assert measured["command"] == "a test" and measured["environment"]["packages"]["torch"]
+    assert measured["environment"]["processor"] and len(measured["packs"]["fingerprint"]) == 64
+    assert all(way["command"] for way in measured["ways"].values())
+
+
+def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, 1, 60), tmp_path / "out.json", "a test", go_on=False)
+    found = bench._worker(["benchmarks.no_such_way"], {})
+    assert found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
+    late = Bench(replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False)
+    assert late._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
+
+
+def test_what_was_measured_with_other_settings_is_not_continued(recipe: Path, tmp_path: Path):
+    out = tmp_path / "out.json"
+    settings = Settings("tiny", recipe, CPU, 1, 1, 1, 60)
+    out.write_text(json.dumps({"settings": settings.record(), "ways": {"a": {"status": "ok"}, "b": {"status": "failed"}}}))
+    assert Bench(settings, out, "", go_on=True).result["ways"] == {"a": {"status": "ok"}}, "what failed is tried again"
+    with pytest.raises(InputError, match=r"other settings \(steps, packs\); name another --out"):
+        Bench(replace(settings, steps=2), out, "", go_on=True)
+
+
+def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Traced and differentiated as a whole as on a GPU, but not made into C++, which takes this compiler a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    throughput_packs.write(tmp_path / "packs", 64, 512, 8)
+    packs = [f"data.packs={tmp_path / 'packs'}"]
+    losses = []
+    for way in (hf_eager, hf_compiled):
+        task = Task(load_recipe(recipe, packs), torch.device("cpu"), "fp32")
+        losses.append(worker.train(way.build(task), task, 2, 2)["losses"])
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+# The verdict
+
+
+def run_of(losses: list[float], norms: list[float], **more: int) -> dict[str, Any]:
+    counts = {"parameters": 100, "updated_parameters": 100} | more
+    return {"losses": losses, "gradient_norms": norms} | counts
+
+
+EAGER = run_of([12.34, 12.0, 11.5, 11.1], [4.5, 4.0, 3.7, 4.4])
+
+
+def verdict(precision: str, weights: str, run: dict[str, Any]) -> str:
+    return judge(Entry("way", "a way", precision, weights), run, EAGER)[0]
+
+
+def test_small_differences_are_right_and_those_of_fp8_may_be_larger():
+    near = run_of([12.37, 12.0, 11.5, 11.11], [3.8, 3.3, 3.1, 3.7])
+    assert verdict("delayed", "bf16_exact", near) == RIGHT
+    assert verdict("bf16", "bf16_exact", near) == WRONG
+    assert verdict("current", "bf16_exact", near) == WRONG, "its gradients are not cut"
+
+
+def test_an_empty_history_may_cost_the_first_gradient_but_no_later_one():
+    assert verdict("delayed", "fp32", run_of(EAGER["losses"], [0.9, 4.0, 3.7, 4.4])) == RIGHT
+    assert verdict("delayed", "fp32", run_of(EAGER["losses"], [0.4, 0.4, 0.4, 0.4])) == WRONG
+
+
+def test_bf16_weights_that_fall_slower_lose_updates_and_others_that_do_are_wrong():
+    slow = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
+    assert verdict("bf16", "bf16", slow) == LOSES
+    assert verdict("bf16", "fp32", slow) == WRONG
+
+
+def test_parameters_without_an_optimizer_and_an_untied_head_are_wrong():
+    untied = run_of(EAGER["losses"], EAGER["gradient_norms"], parameters=130, updated_parameters=100)
+    found, reasons = judge(Entry("way", "a way", "delayed", "fp32"), untied, EAGER)
+    assert found == WRONG
+    assert reasons == ["30 parameters are in no optimizer", "130 parameters where the model has 100: another model"]
+
+
+def test_what_is_not_finite_is_wrong_and_without_eager_nothing_is_judged():
+    assert verdict("bf16", "fp32", run_of([12.34, float("nan")], [4.5, 4.0])) == WRONG
+    assert judge(Entry("way", "a way", "bf16", "fp32"), EAGER, None)[0] == UNKNOWN

@@ -1,0 +1,39 @@
+"""Packs to measure speed on: the same from the same seed, with documents and tokens like a text's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.throughput_packs import write, zipf
+from packing.settings import DataSettings
+from packing.store import Packs, open_packs
+
+
+def packs_at(folder: Path, length: int = 4096, vocabulary: int = 151_936, count: int = 64) -> Packs:
+    write(folder, length, vocabulary, count)
+    return open_packs(DataSettings(packs=folder, length=length), "train")
+
+
+def test_the_same_packs_are_made_everywhere(tmp_path: Path):
+    once, again = (packs_at(tmp_path / name, 256, 512, 8) for name in ("once", "again"))
+    assert once.fingerprint == again.fingerprint
+
+
+def test_documents_are_about_as_many_and_as_long_as_an_encyclopaedias(tmp_path: Path):
+    packs = packs_at(tmp_path / "packs")
+    lengths = [packs.lengths(index).astype(np.int64) for index in range(len(packs))]
+    assert all(each.sum() == 4096 for each in lengths), "packs are full"
+    assert 160 < 8 * np.mean([len(each) for each in lengths]) < 200, "in 32,768 tokens"
+    assert 420 < np.mean([np.square(each).sum() / 4096 for each in lengths]) < 620
+
+
+def test_tokens_follow_zipfs_law_below_the_vocabularys_end(tmp_path: Path):
+    packs = packs_at(tmp_path / "packs")
+    tokens = np.concatenate([packs[index].input_ids for index in range(len(packs))])
+    assert tokens.max() < 150_000
+    counts = np.sort(np.bincount(tokens))[::-1]
+    cumulative, identity = zipf(151_936, np.random.default_rng(0))
+    assert np.array_equal(np.sort(identity), np.arange(150_000))
+    assert abs(counts[:100].sum() / counts.sum() - cumulative[99]) < 0.01

@@ -1,0 +1,123 @@
+"""The README's table and picture of a comparison, from a result file made up here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.throughput_report import BEGIN, END, write
+from benchmarks.throughput_run import Settings, finish
+from benchmarks.ways.entries import MODELS
+from packing.errors import InputError
+from pretrain.config import load_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN = MODELS["qwen3_1_7b"]
+SPEED = {"hf_eager": 25_000, "hf_compiled": 50_000, "reference": 40_000, "reference_bf16": 45_000, "delayed_exact": 67_500}
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Path:
+    """Five ways, of which the compiled one trains with a twelfth of the gradient, and one that timed out."""
+    settings = Settings("qwen3_1_7b", ROOT / QWEN.recipe, QWEN.configuration, warm_up=1, steps=2, gpus=1, timeout=1)
+    ways: dict[str, Any] = {}
+    for entry in QWEN.entries:
+        described = dataclasses.asdict(entry) | {"ours": entry.ours, "floor": entry.floor}
+        if entry.name == "torchao":
+            ways[entry.name] = described | {"status": "timeout", "reason": "it said nothing"}
+        elif entry.name in SPEED:
+            norm = 0.12 if entry.name == "hf_compiled" else 1.5
+            milliseconds = 131_072 / SPEED[entry.name] * 1e3
+            ways[entry.name] = described | {
+                "status": "ok",
+                "losses": [12.3, 12.0, 11.8],
+                "gradient_norms": [norm] * 3,
+                "step_ms": [9000.0, milliseconds, milliseconds],
+                "data_wait_ms": [0.0] * 3,
+                "memory_gib": 81.4,
+                "microbatch": 4,
+                "microbatches_that_did_not_fit": [8] if entry.name == "hf_eager" else [],
+            }
+    environment = {"gpus": ["NVIDIA H200"], "processor": "a processor", "packages": {"torch": "2.11.0"}}
+    limits = {"status": "ok", "floors": {"bf16": 1.83, "fp8": 131_072 / 112_500, "fp8+head": 1.05}}
+    packs = {"sum_squared_lengths_per_token": 523.6}
+    content = {"settings": settings.record(), "environment": environment, "limits": limits, "packs": packs, "ways": ways}
+    finish(content, settings)
+    file = tmp_path / "result.json"
+    file.write_text(json.dumps(content))
+    return file
+
+
+@pytest.fixture
+def readme(tmp_path: Path) -> Path:
+    file = tmp_path / "README.md"
+    file.write_text(f"before\n\n{BEGIN}\nan older table\n{END}\n\nafter\n")
+    return file
+
+
+def rows_of(readme: Path) -> dict[tuple[str, str], list[str]]:
+    """Cells of each row, by way and weights, in the table's order."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.read_text().splitlines() if line[:1] == "|"]
+    return {(row[0], row[2]): row for row in cells[2:]}
+
+
+def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, readme: Path, tmp_path: Path):
+    write([result], readme, tmp_path / "docs" / "picture.png")
+    rows = rows_of(readme)
+    assert [key[0] for key in rows] == [
+        "**ours, delayed**",
+        "the reference: te.Linear + Liger",
+        "the reference: te.Linear + Liger",
+        "Hugging Face, eager",
+        "Hugging Face, compiled",
+        "torchtitan's float8: torchao, compiled",
+    ]
+    assert rows["**ours, delayed**", "bf16_exact"][3:7] == ["67,500", "67,500 to 67,500", "1.50", "60.0 %"]
+    compiled = rows["Hugging Face, compiled", "fp32"]
+    assert compiled[5] == "–" and compiled[-1].startswith("wrong [")
+
+
+def test_reasons_stand_below_the_table(result: Path, readme: Path, tmp_path: Path):
+    write([result], readme, tmp_path / "picture.png")
+    text = readme.read_text()
+    assert "Hugging Face, compiled, weights fp32: gradient norm 0.08 times eager's, 10 % off allowed." in text
+    assert "Hugging Face, eager, weights fp32: in microbatches of 4: 8 packs do not fit." in text
+    assert "torchtitan's float8: torchao, compiled, weights fp32: it said nothing." in text
+
+
+def test_only_what_stands_between_the_markers_is_replaced_and_twice_is_as_once(result: Path, readme: Path, tmp_path: Path):
+    write([result], readme, tmp_path / "docs" / "picture.png")
+    once = readme.read_text()
+    assert once.startswith(f"before\n\n{BEGIN}\n") and once.endswith(f"{END}\n\nafter\n") and "an older table" not in once
+    assert "](docs/picture.png)" in once and (tmp_path / "docs" / "picture.png").read_bytes().startswith(b"\x89PNG")
+    write([result], readme, tmp_path / "docs" / "picture.png")
+    assert readme.read_text() == once
+
+
+def test_a_file_without_markers_and_a_result_without_figures_are_refused(result: Path, readme: Path, tmp_path: Path):
+    readme.write_text("no place\n")
+    with pytest.raises(InputError, match="has no place for the table"):
+        write([result], readme, tmp_path / "picture.png")
+    with pytest.raises(InputError, match="measure first"):
+        write([tmp_path / "none.json"], readme, tmp_path / "picture.png")
+    (tmp_path / "empty.json").write_text('{"ways": {}}')
+    with pytest.raises(InputError, match="holds no way that has run"):
+        write([tmp_path / "empty.json"], readme, tmp_path / "picture.png")
+
+
+def test_the_readme_of_this_repository_has_the_place():
+    text = (ROOT / "README.md").read_text()
+    assert text.count(BEGIN) == 1 and text.index(BEGIN) < text.index(END)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(model, entry.name) for model in MODELS for entry in MODELS[model].entries if entry.ours]
+)
+def test_our_variants_are_settings_that_the_launcher_knows(model: str, name: str):
+    entry = next(entry for entry in MODELS[model].entries if entry.name == name)
+    recipe = load_recipe(ROOT / MODELS[model].recipe, entry.overrides)
+    assert (recipe.precision, recipe.weights) == (entry.precision, entry.weights)

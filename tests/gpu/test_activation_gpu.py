@@ -1,0 +1,214 @@
+"""SwiGLU quantized in one kernel against Transformer Engine's kernels, and its results as operands of the library's products.
+
+Run with -s to see how many codes differ: the exponentials' last bits do, and decide a rounding now and then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+if torch.cuda.is_available():
+    te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+    from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
+
+    from pretrain.fused.activation import swiglu, swiglu_backward
+
+TOKENS, WIDTH, OUT = 1024, 1536, 512
+SCALES = {"activated": 3.1, "gradient": 40.0, "weight": 100.0}
+BLOCKED = {"block", "block_fp32_scale"}
+
+
+def quantizer(recipe: str, role: str, *, rows: bool = True, columns: bool = True) -> Any:
+    """As the recipe's quantizers are made, delayed scaling's with scales of which one saturates; E5M2 for gradients, but E4M3 in
+    blocks."""
+    hybrid = role == "gradient" and recipe not in BLOCKED
+    dtype = te.DType.kFloat8E5M2 if hybrid else te.DType.kFloat8E4M3
+    usage = {"rowwise": rows, "columnwise": columns}
+    if recipe == "delayed":
+        scale = torch.tensor([SCALES[role]], device="cuda")
+        made = te.Float8Quantizer(scale, torch.zeros(1, device="cuda"), dtype, **usage)
+    elif recipe in BLOCKED:
+        dimensions = 2 if role == "weight" else 1
+        options = {"force_pow_2_scales": recipe == "block", "block_scaling_dim": dimensions}
+        made = te.Float8BlockQuantizer(dtype, **usage, **options)
+    else:
+        power_of_two = recipe == "current_power_of_two"
+        made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"), **usage, force_pow_2_scales=power_of_two)
+    made.internal = True
+    return made
+
+
+@pytest.fixture(params=["delayed", "current", "current_power_of_two", "block", "block_fp32_scale"])
+def recipe(request: pytest.FixtureRequest) -> str:
+    if request.param in BLOCKED and not te.is_fp8_block_scaling_available():
+        pytest.skip("needs block scaling")
+    if request.param == "delayed" and not te.is_fp8_available():
+        pytest.skip("needs FP8")
+    return request.param
+
+
+def inputs(tokens: int = TOKENS, width: int = WIDTH, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """hidden [tokens, 2 width] and the gradient of the activated values [tokens, width], BF16, both with outliers."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    hidden = 3 * torch.randn(tokens, 2 * width, generator=generator, device="cuda")
+    hidden[::7, ::5] *= 20
+    hidden[128:256] = 0
+    d_activated = torch.randn(tokens, width, generator=generator, device="cuda")
+    return hidden.bfloat16(), (d_activated * torch.exp(torch.randn(tokens, 1, generator=generator, device="cuda"))).bfloat16()
+
+
+def parts(tensor: Any) -> dict[str, Tensor | None]:
+    """The buffers of a quantized tensor, by what they are to a product."""
+    if hasattr(tensor, "_rowwise_data"):
+        names = ("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv")
+        return dict(
+            zip(("rows", "rows_scale", "columns", "columns_scale"), (getattr(tensor, name) for name in names), strict=True)
+        )
+    return {
+        "rows": tensor._data,
+        "rows_scale": tensor._scale_inv,
+        "columns": tensor._transpose,
+        "columns_scale": tensor._scale_inv,
+    }
+
+
+def agree(what: str, ours: Tensor | None, theirs: Tensor | None, share: float = 1e-4) -> None:
+    """Codes: one apart at most, and at most `share` of them. Scales: a largest value may go to its other BF16 neighbour."""
+    assert (ours is None) == (theirs is None), what
+    if ours is None:
+        return
+    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, what
+    if ours.dtype == torch.uint8:
+        ordered = [torch.where(codes < 128, codes.int(), 128 - codes.int()) for codes in (ours, theirs)]
+        apart = (ordered[0] - ordered[1]).abs()
+        differ, largest = int((apart > 0).sum()), int(apart.max())
+        print(f"{what}: {differ} of {apart.numel()} codes differ")
+        assert largest <= 1 and differ <= share * apart.numel(), f"{what}: {differ} of {apart.numel()}, by up to {largest}"
+    else:
+        differ = int((ours != theirs).sum())
+        print(f"{what}: {differ} of {ours.numel()} scales differ")
+        torch.testing.assert_close(ours, theirs, rtol=1e-6 if ours.numel() == 1 else 2**-7, atol=0)
+        assert ours.numel() == 1 or differ <= 1e-3 * ours.numel(), f"{what}: {differ} of {ours.numel()}"
+
+
+def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: str) -> None:
+    hidden, d_activated = inputs()
+    ours, theirs = ({role: quantizer(recipe, role) for role in ("activated", "gradient")} for _ in range(2))
+    activated, kept = swiglu(hidden, ours["activated"])
+    if recipe == "delayed":  # which moves its scales between forward and backward
+        ours["activated"].scale.fill_(1e3)
+    d_hidden, again = swiglu_backward(d_activated, hidden, ours["gradient"], kept, ours["activated"])
+    expected = parts(tex.swiglu(hidden, theirs["activated"]))
+    expected_gradient = parts(tex.dswiglu(d_activated, hidden, theirs["gradient"]))
+    share = 0.05 if recipe == "delayed" else 1e-4  # which the library quantizes from FP32, and we from BF16
+    for direction in ("rows", "columns"):
+        made = activated if direction == "rows" else again
+        assert parts(made)["columns" if direction == "rows" else "rows"] is None
+        for name in (direction, f"{direction}_scale"):
+            agree(f"activated {name}", parts(made)[name], expected[name], share)
+            agree(f"gradient {name}", parts(d_hidden)[name], expected_gradient[name], share)
+    if recipe == "delayed":
+        for role in ("activated", "gradient"):
+            torch.testing.assert_close(ours[role].amax, theirs[role].amax, rtol=2**-8, atol=0)
+            assert ours[role].amax > 0
+    if recipe not in BLOCKED:
+        assert torch.equal(parts(again)["columns"], parts(activated)["rows"].t())
+        assert torch.equal(again._scale_inv, activated._scale_inv)
+        assert torch.equal(parts(d_hidden)["columns"], parts(d_hidden)["rows"].t())
+
+
+def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
+    """Forward and both gradients of the product above, and of the one below, against products of what the operands stand for."""
+    hidden, d_activated = inputs(seed=1)
+    generator = torch.Generator("cuda").manual_seed(2)
+
+    def quantized(role: str, *shape: int) -> Any:
+        values = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+        return quantizer(recipe, role)(values if role == "gradient" else values / 50)
+
+    above, below = quantized("weight", OUT, WIDTH), quantized("weight", 2 * WIDTH, OUT)
+    x, dy = quantized("activated", TOKENS, OUT), quantized("gradient", TOKENS, OUT)
+    quantizers = quantizer(recipe, "gradient"), quantizer(recipe, "activated")
+    activated, kept = swiglu(hidden, quantizers[1])
+    d_hidden, again = swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1])
+    saved, objects = prepare_for_saving(d_hidden, again)  # as autograd functions keep them
+    d_hidden, again = restore_from_saved(objects, saved)
+
+    def multiply(left: Any, right: Any, layout: str) -> Tensor:
+        return general_gemm(left, right, out_dtype=torch.float32, layout=layout, use_split_accumulator=True)[0]
+
+    exact: Callable[[Any], Tensor] = lambda operand: operand.dequantize(dtype=torch.float32).double()  # noqa: E731
+    for name, product, expected in (
+        ("forward", multiply(above, activated, "TN"), exact(activated) @ exact(above).t()),
+        ("weight gradient above", multiply(again, dy, "NT"), exact(dy).t() @ exact(again)),
+        ("input gradient below", multiply(below, d_hidden, "NN"), exact(d_hidden) @ exact(below)),
+        ("weight gradient below", multiply(x, d_hidden, "NT"), exact(d_hidden).t() @ exact(x)),
+    ):
+        error = ((product.double() - expected).norm() / expected.norm()).item()
+        print(f"{name}: relative error {error:.1e}")
+        assert error < 5e-3, f"{name}: {error}"
+
+
+def test_the_gradient_is_written_as_its_usages_say(recipe: str) -> None:
+    hidden, d_activated = inputs(256, 256)
+    for rows, columns in ((True, False), (False, True)):
+        gradient, activated = quantizer(recipe, "gradient", rows=rows, columns=columns), quantizer(recipe, "activated")
+        kept = swiglu(hidden, activated)[1]
+        d_hidden, _ = swiglu_backward(d_activated, hidden, gradient, kept, activated)
+        assert [parts(d_hidden)[name] is not None for name in ("rows", "columns")] == [rows, columns]
+
+
+def test_shapes_of_no_whole_tiles_go_to_the_library(recipe: str) -> None:
+    hidden, d_activated = inputs(96 if recipe not in BLOCKED else 64, 160 if recipe not in BLOCKED else 192)
+    ours, theirs = ({role: quantizer(recipe, role) for role in ("activated", "gradient")} for _ in range(2))
+    activated, kept = swiglu(hidden, ours["activated"])
+    d_hidden, again = swiglu_backward(d_activated, hidden, ours["gradient"], kept, ours["activated"])
+    expected = tex.swiglu(hidden, theirs["activated"]), tex.dswiglu(d_activated, hidden, theirs["gradient"])
+    assert activated is kept is again
+    for made, wanted in zip((activated, d_hidden), expected, strict=True):
+        for name, part in parts(wanted).items():
+            assert torch.equal(parts(made)[name], part)
+
+
+@pytest.mark.parametrize("width", [WIDTH, 160], ids=["whole_tiles", "ragged"])
+def test_without_a_quantizer_all_is_bf16(width: int) -> None:
+    hidden, d_activated = inputs(width=width)
+    activated, kept = swiglu(hidden, None)
+    d_hidden, again = swiglu_backward(d_activated, hidden, None, kept, None)
+    assert (kept is None) == (width == WIDTH)
+    for ours, theirs in (
+        (activated, tex.swiglu(hidden, None)),
+        (again, activated),
+        (d_hidden, tex.dswiglu(d_activated, hidden, None)),
+    ):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-30)
+        assert (ours != theirs).float().mean() < 1e-3
+
+
+def test_quantizers_of_two_recipes_are_refused() -> None:
+    hidden, d_activated = inputs(256, 256)
+    activated = quantizer("current", "activated")
+    kept = swiglu(hidden, activated)[1]
+    for gradient in (None, quantizer("delayed", "gradient")):
+        with pytest.raises(TypeError, match="does not go with"):
+            swiglu_backward(d_activated, hidden, gradient, kept, activated)
+
+
+def test_a_step_of_the_real_size_repeats_to_the_bit(recipe: str) -> None:
+    hidden, d_activated = inputs(8192, 6144)
+    runs = []
+    for _ in range(2):
+        gradient, activated = quantizer(recipe, "gradient"), quantizer(recipe, "activated")
+        first, kept = swiglu(hidden, activated)
+        d_hidden, again = swiglu_backward(d_activated, hidden, gradient, kept, activated)
+        runs.append([part for tensor in (first, d_hidden, again) for part in parts(tensor).values() if part is not None])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

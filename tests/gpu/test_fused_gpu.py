@@ -1,0 +1,204 @@
+"""Fused layers on Transformer Engine: the model that transformers computes, in BF16 and in every recipe of this GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain import model
+from pretrain.fused.choice import choose_arithmetic
+from pretrain.fused.fuse import fuse
+from pretrain.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model import PackedLanguageModel, decoder_layers
+from pretrain.precision.backends import make_backend
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.convert import convert, decide
+from pretrain.precision.engage import Engaged
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.settings import LossSettings, ModelSettings
+from tests.pretrain.fused.fused_models import ARCHITECTURES, build, inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+LENGTH = 256
+LARGER = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+GPT2 = {"n_embd": 512, "n_head": 8}
+
+
+def larger(name: str) -> dict[str, Any]:
+    """A model of sizes that every recipe takes."""
+    config = ARCHITECTURES[name]
+    sizes = GPT2 if config["model_type"] == "gpt2" else LARGER
+    heads = {"head_dim": 64} if "head_dim" in config else {}
+    return config | sizes | heads | {"vocab_size": 256}
+
+
+def assemble(
+    config: dict[str, Any],
+    recipe: str,
+    *,
+    fused: bool,
+    weights: torch.dtype = torch.bfloat16,
+    main: torch.dtype | None = torch.float32,
+    attention: str = "packed_varlen",
+    recompute: bool = False,
+) -> PackedLanguageModel:
+    hf = build(config, torch.float32, "cuda", attention)
+    model.round_weights(hf, torch.bfloat16)
+    if weights == torch.float32:  # the very values that BF16 weights have
+        model.round_weights(hf, torch.float32)
+    packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
+    backend = "transformer_engine" if RECIPES[recipe].quantized else "torch"
+    engaged = Engaged(recipe, RECIPES[recipe], backend, LowPrecisionSettings().resolved(recipe))
+    layers = decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), engaged) if engaged.recipe.quantized else {}
+    context = None
+    if decisions:
+        context = packed.precision = PrecisionContext(make_backend(engaged, torch.device("cuda")), torch.bfloat16)
+    if fused:
+        arithmetic, why_not = choose_arithmetic("auto", engaged, "cuda", torch.bfloat16, context)
+        assert arithmetic, why_not
+        packed.fused = fuse(layers, decisions, arithmetic)
+        assert not packed.fused.left_out
+    elif context:
+        convert(hf, decisions, context)
+    if main:
+        attach_main_gradients(packed, main, packed.fused.stacks if fused else ())
+    settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
+    cast_to = torch.bfloat16 if weights == torch.float32 else None
+    model.wrap_layers(hf, settings, cast_to=cast_to, compile_layers=False, precision=context)
+    return packed
+
+
+def train(packed: PackedLanguageModel, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of all microbatches, and the gradients of the last step."""
+    losses = []
+    for _ in range(steps):
+        packed.zero_grad()
+        clear_main_gradients(packed.parameters())
+        for index in range(2):
+            packed.begin_microbatch(first=index == 0)
+            loss = packed(**inputs(packs=4, seed=index, device="cuda", length=LENGTH)) / 1000
+            loss.backward()
+            losses.append(loss.item())
+    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
+
+
+def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
+    """By parameter, of those whose gradient is not next to nothing: the bias of keys shifts all scores alike."""
+    largest = max(gradient.norm() for gradient in other.values())
+    counted = [name for name, gradient in other.items() if gradient.norm() > 1e-3 * largest]
+    return {name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item() for name in counted}
+
+
+@pytest.fixture(autouse=True)
+def needs_transformer_engine() -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_in_bf16_it_is_the_unfused_model(name: str) -> None:
+    (losses, gradients), (plain_losses, plain) = (train(assemble(larger(name), "bf16", fused=f)) for f in (True, False))
+    assert losses == pytest.approx(plain_losses, rel=2e-3)
+    found = cosines(gradients, plain)
+    assert min(found.values()) > 0.995, sorted(found.items(), key=lambda item: item[1])[:4]
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_in_fp8_it_is_as_near_to_bf16_as_the_unfused_model(name: str, recipe: str) -> None:
+    exact = train(assemble(larger(name), "bf16", fused=False))
+    fused, unfused = (train(assemble(larger(name), recipe, fused=f), steps=4) for f in (True, False))
+    assert fused[0][-1] == pytest.approx(exact[0][-1], rel=5e-3)
+    mine, theirs = cosines(fused[1], exact[1]), cosines(unfused[1], exact[1])
+    print(name, recipe, min(mine.items(), key=lambda i: i[1]), min(theirs.items(), key=lambda i: i[1]))
+    for parameter, cosine in mine.items():
+        assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Attention's backward adds in the order in which blocks finish, unless it is told not to."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_two_runs_are_bit_for_bit_the_same(recipe: str) -> None:
+    one, other = (train(assemble(larger("qwen3"), recipe, fused=True)) for _ in range(2))
+    assert one[0] == other[0]
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current"])
+def test_fp32_weights_and_exact_bf16_weights_have_the_same_gradients(recipe: str) -> None:
+    """The same values are multiplied, and summed in FP32 in both."""
+    one, other = (train(assemble(larger("qwen3"), recipe, fused=True, weights=w)) for w in (torch.bfloat16, torch.float32))
+    assert one[0] == other[0]
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_gradients_collected_by_autograd_are_those_of_the_main_gradients(recipe: str) -> None:
+    one, other = (train(assemble(larger("qwen3"), recipe, fused=True, main=main)) for main in (torch.float32, None))
+    assert one[0] == other[0]
+    assert min(cosines(one[1], other[1]).values()) > 0.9999
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_on_cudnn_attention_it_is_what_it_is_on_torchs(recipe: str) -> None:
+    one, other = (train(assemble(larger("qwen3"), recipe, fused=True, attention=f"packed_{a}")) for a in ("varlen", "cudnn"))
+    assert one[0] == pytest.approx(other[0], rel=2e-3)
+    assert min(cosines(one[1], other[1]).values()) > (0.995 if recipe == "bf16" else 0.97)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+def test_recomputed_layers_give_the_same_bits(recipe: str) -> None:
+    one, other = (train(assemble(larger("qwen3"), recipe, fused=True, recompute=r), steps=3) for r in (False, True))
+    assert one[0] == other[0]
+    for name, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][name]), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_every_product_multiplies_in_the_recipes_formats(recipe: str) -> None:
+    from pretrain.precision.audit import _is_expected, expected_formats
+
+    packed = assemble(larger("qwen3"), recipe, fused=True)
+    engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+    with packed.fused.observed_products() as seen:
+        train(packed, steps=1)
+    formats = expected_formats(engaged)
+    assert len(seen) == 14
+    for products in seen.values():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        assert all(_is_expected(product, formats[product.gemm], engaged) for product in products), products
+
+
+def test_statistics_are_shown_every_operand() -> None:
+    packed = assemble(larger("qwen3"), "delayed", fused=True)
+    seen: dict[tuple[str, str], tuple[int, ...]] = {}
+    packed.precision.observers.append(lambda name, role, tensor, product: seen.update({(name, role): tuple(tensor.shape)}))
+    train(packed, steps=1)
+    assert {name for name, _ in seen} == {product.name for product in packed.fused.products}
+    for product in packed.fused.products:
+        out, into = product.weights.out_features, product.weights.in_features
+        assert seen[product.name, "input"] == (4 * LENGTH, into)
+        assert seen[product.name, "weight"] == (out, into)
+        assert seen[product.name, "grad_output"] == (4 * LENGTH, out)

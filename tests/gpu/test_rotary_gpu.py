@@ -1,0 +1,182 @@
+"""The rotation's kernels against its formulas in double precision, at small shapes and real ones.
+
+The small ones run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which truncates where BF16 should be rounded.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.fused.heads import HeadNorms, Heads
+from pretrain.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+]
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+
+FP32, BF16 = torch.float32, torch.bfloat16
+# Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off; FP32's roundings add up in the norm.
+RELATIVE = {BF16: (2**-7 if INTERPRETED else 2**-8) * 1.01, FP32: 2e-6}
+SMALL = [Heads(2, 1, 32), Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32), Heads(2, 2, 256)]
+# Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
+REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(14, 2, 64)), (1_001, Heads(15, 5, 64))]
+
+
+class Problem:
+    """Rows, angles of packed documents, gradients in the strides that attention leaves them, and norms."""
+
+    def __init__(self, tokens: int, heads: Heads, dtype: torch.dtype, normed: bool, weights: torch.dtype | None = None) -> None:
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, device=DEVICE).to(dtype)
+
+        self.heads, self.qkv = heads, normal(tokens, heads.width)
+        frequencies = 10_000 ** (-torch.arange(heads.dim // 2, device=DEVICE) / (heads.dim // 2))
+        angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
+        self.cos, self.sin = ((0.9 * f(angles)).to(dtype) for f in (torch.cos, torch.sin))  # 0.9: a YaRN-like scaling
+        self.gradients = [normal(count, tokens, heads.dim).transpose(0, 1) for count in (heads.query, heads.kv, heads.kv)]
+        weight = [1 + normal(heads.dim, dtype=weights or dtype) / 4 for _ in range(2)]
+        self.norms = HeadNorms(*weight, 1e-6) if normed else None
+
+    def exact(self) -> Problem:
+        """The same numbers in FP64."""
+        other = object.__new__(Problem)
+        other.heads, other.qkv, other.cos, other.sin = self.heads, self.qkv.double(), self.cos.double(), self.sin.double()
+        other.gradients = [gradient.double() for gradient in self.gradients]
+        norms = self.norms
+        other.norms = norms and HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
+        return other
+
+
+def kernel_forward(problem: Problem, **options: object) -> tuple[Tensor, Tensor, Tensor | None]:
+    from pretrain.fused import rotary_kernel
+
+    return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms, **options)
+
+
+def kernel_backward(problem: Problem, **options: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    from pretrain.fused import rotary_kernel
+
+    qkv = problem.qkv if problem.norms else None
+    arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
+    return rotary_kernel.rotate_backward(*arguments, **options)
+
+
+def check(problem: Problem) -> None:
+    """Both directions within the rounding of their dtype; sums of norm gradients within FP32's, relative to their whole."""
+    exact, relative = problem.exact(), RELATIVE[problem.qkv.dtype]
+    forward = rotate_by_formula(exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
+    for ours, theirs in zip(kernel_forward(problem), forward, strict=True):
+        assert ours.is_contiguous() and ours.dtype == problem.qkv.dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=relative, atol=2e-6)
+    arguments = (*exact.gradients, exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
+    dqkv, *norm_gradients = rotate_backward_by_formula(*arguments)
+    ours, *our_norm_gradients = kernel_backward(problem)
+    assert ours.is_contiguous() and ours.dtype == problem.qkv.dtype
+    torch.testing.assert_close(ours.double(), dqkv, rtol=relative, atol=4e-6)
+    for mine, theirs in zip(our_norm_gradients, norm_gradients, strict=True):
+        if problem.norms is None:
+            assert mine is theirs is None
+        else:
+            assert mine.dtype == FP32 and mine.shape == (problem.heads.dim,)
+            assert (mine.double() - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("heads", SMALL, ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_kernels_compute_what_the_formulas_do(heads: Heads, dtype: torch.dtype, normed: bool) -> None:
+    check(Problem(37, heads, dtype, normed))
+
+
+def test_norm_weights_may_have_a_dtype_of_their_own() -> None:
+    check(Problem(5, Heads(2, 1, 64), BF16, normed=True, weights=FP32))
+
+
+def test_values_are_copied_bit_for_bit_and_left_out_on_request() -> None:
+    problem = Problem(9, Heads(4, 2, 32), BF16, normed=True)
+    q, k, v = kernel_forward(problem)
+    assert torch.equal(v, problem.heads.split(problem.qkv)[2])
+    again, too, none = kernel_forward(problem, values=False)
+    assert torch.equal(again, q) and torch.equal(too, k) and none is None
+    dqkv, _, _ = kernel_backward(problem)
+    assert torch.equal(problem.heads.split(dqkv)[2], problem.gradients[2])
+
+
+def test_no_tokens_give_empty_results_and_norm_gradients_of_zero() -> None:
+    problem = Problem(0, Heads(2, 1, 32), BF16, normed=True)
+    assert kernel_forward(problem)[0].shape == (0, 2, 32)
+    dqkv, query_norm, key_norm = kernel_backward(problem)
+    assert dqkv.shape == (0, 128) and not query_norm.any() and not key_norm.any()
+
+
+@pytest.mark.parametrize(("values", "programs"), [(256, 1), (512, 12), (4096, 528)])
+def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, programs: int) -> None:
+    from pretrain.fused.rotary_kernel import Tiling
+
+    problem = Problem(50, Heads(4, 2, 32), FP32, normed=True)
+    tiling = Tiling(values, warps=2, programs=programs)
+    for ours, usual in zip(kernel_forward(problem, tiling=tiling), kernel_forward(problem), strict=True):
+        torch.testing.assert_close(ours, usual, rtol=1e-6, atol=1e-6)
+    for ours, usual in zip(kernel_backward(problem, tiling=tiling), kernel_backward(problem), strict=True):
+        torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-5)
+
+
+# ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cuda_only
+@pytest.mark.parametrize(("tokens", "heads"), REAL, ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("normed", [True, False])
+def test_real_shapes_are_exact_to_their_rounding(tokens: int, heads: Heads, dtype: torch.dtype, normed: bool) -> None:
+    problem = Problem(tokens, heads, dtype, normed)
+    assert has_kernel(problem.qkv, heads)
+    check(problem)
+
+
+@cuda_only
+def test_two_runs_agree_bit_for_bit() -> None:
+    problem = Problem(32_767, Heads(16, 8, 128), BF16, normed=True)
+    for run in (kernel_forward, kernel_backward):
+        assert all(torch.equal(a, b) for a, b in zip(run(problem), run(problem), strict=True))
+
+
+@cuda_only
+def test_heads_of_other_sizes_are_rotated_by_torch() -> None:
+    problem = Problem(64, Heads(4, 2, 96), BF16, normed=True)
+    assert not has_kernel(problem.qkv, problem.heads)
+    arguments = (problem.cos, problem.sin, problem.heads, problem.norms)
+    expected = rotate_by_formula(problem.qkv, *arguments)
+    assert all(torch.equal(a, b) for a, b in zip(rotate(problem.qkv, *arguments), expected, strict=True))
+
+
+@cuda_only
+@pytest.mark.parametrize("normed", [True, False])
+def test_the_public_functions_take_the_kernel_and_offsets_beyond_32_bits(normed: bool) -> None:
+    heads = Heads(32, 8, 256)
+    tokens = 2**31 // heads.width + 5
+    if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+        pytest.skip("needs 40 GiB")
+    problem = Problem(64, heads, BF16, normed)
+    qkv = torch.zeros(tokens, heads.width, device=DEVICE, dtype=BF16)
+    qkv[-64:] = problem.qkv
+    cos, sin = (torch.zeros(tokens, heads.dim, device=DEVICE, dtype=BF16) for _ in range(2))
+    cos[-64:], sin[-64:] = problem.cos, problem.sin
+    expected = kernel_forward(problem)
+    found = rotate(qkv, cos, sin, heads, problem.norms)
+    assert all(torch.equal(a[-64:], b) for a, b in zip(found, expected, strict=True))
+    gradients = [torch.zeros_like(each) for each in found]
+    for gradient, last in zip(gradients, problem.gradients, strict=True):
+        gradient[-64:] = last
+    dqkv, *_ = rotate_backward(*gradients, qkv if normed else None, cos, sin, heads, problem.norms)
+    assert torch.equal(dqkv[-64:], kernel_backward(problem)[0])

@@ -1,0 +1,204 @@
+"""The softmax kernels against torch's cross_entropy and autograd in FP64, and their FP8 gradient against our quantizers.
+
+Runs on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from pretrain import softmax_kernel
+from pretrain.loss import IGNORE
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
+from pretrain.precision.softmax_fp8_kernel import quantized_softmax_gradient
+from pretrain.softmax_kernel import FASTEST, Tiling
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.usefixtures("conversions_that_round"),
+]
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+GRIDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative, of a gradient
+
+
+def draw(n: int, vocabulary: int, dtype: torch.dtype, scale: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(n, vocabulary, generator=generator) * scale).to(dtype)
+    labels = torch.randint(vocabulary, (n,), generator=generator)
+    labels[::5] = IGNORE
+    return logits.to(DEVICE), labels.to(DEVICE)
+
+
+def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses and gradient of logits, FP64."""
+    exact = logits.double().requires_grad_()
+    losses = F.cross_entropy(exact, labels, ignore_index=IGNORE, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), exact)
+    return losses.detach(), gradient
+
+
+def check(logits: Tensor, labels: Tensor, tiling: Tiling = FASTEST) -> None:
+    losses, gradient = reference(logits, labels)
+    alone = softmax_kernel.token_losses(logits, labels, IGNORE, tiling)
+    ours = logits.clone()
+    torch.testing.assert_close(alone.double(), losses, rtol=1e-5, atol=1e-5)
+    assert torch.equal(softmax_kernel.softmax_gradient_(ours, labels, IGNORE, tiling), alone)
+    torch.testing.assert_close(ours.double(), gradient, rtol=ROUNDING[logits.dtype] + 1e-5, atol=2e-7)
+    assert not ours[labels == IGNORE].any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    n=st.integers(1, 6),
+    vocabulary=st.integers(1, 150),
+    block=st.sampled_from([16, 64, 8192]),
+    programs=st.sampled_from([None, 1, 4]),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 9),
+)
+def test_losses_and_gradients_are_those_of_autograd_whatever_the_shape(
+    n, vocabulary, block, programs, scale, dtype, seed
+) -> None:
+    check(*draw(n, vocabulary, dtype, scale, seed), Tiling(block, 4, programs))
+
+
+def test_extreme_logits_keep_their_digits() -> None:
+    vocabulary = 40
+    logits = torch.zeros(6, vocabulary)
+    logits[0] = torch.linspace(-1e4, 1e4, vocabulary)
+    logits[1] = 1e4 + torch.linspace(0, 3, vocabulary)  # a log-sum-exp of 1e4 has no digits left for these
+    logits[2] = -1e4 - torch.linspace(0, 3, vocabulary)
+    logits[3, :32] = -math.inf  # whole blocks of nothing, first and last
+    logits[4, 8:] = -math.inf
+    labels = torch.tensor([vocabulary - 2, 7, 7, 35, 2, 0])
+    check(logits.to(DEVICE), labels.to(DEVICE), Tiling(block=16))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ignored(bad: float) -> None:
+    logits, labels = draw(6, 40, torch.float32)
+    logits[0, 3] = logits[2, 3] = bad  # token 0 is ignored
+    losses = softmax_kernel.softmax_gradient_(logits, labels, IGNORE, Tiling(block=16))
+    assert losses.isnan().tolist() == [False, False, True, False, False, False]
+    assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("label", [-1, 40, 2**40])
+def test_a_label_outside_of_the_vocabulary_gives_nan(label: int) -> None:
+    logits, labels = draw(3, 40, torch.float32)
+    labels[1] = label
+    assert softmax_kernel.token_losses(logits, labels, IGNORE).isnan().tolist() == [False, True, False]
+
+
+def test_rows_that_do_not_follow_each_other_are_refused() -> None:
+    logits, labels = draw(4, 40, torch.float32)
+    with pytest.raises(ValueError, match=r"shape \[4, 20\] .* are not rows one after the other"):
+        softmax_kernel.softmax_gradient_(logits[:, ::2], labels, IGNORE)
+
+
+# ── In FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decoded(codes: Tensor, fp8: torch.dtype) -> Tensor:
+    return codes.view(fp8).float()
+
+
+def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Tensor | None, power_of_two: bool = False) -> None:
+    """Against the gradient that the other kernel writes in BF16, quantized apart."""
+    grid: Grid = GRIDS[fp8]
+    plain = logits.clone()
+    expected_losses = softmax_kernel.softmax_gradient_(plain, labels, IGNORE)
+    before = 0.0 if scale is None else 1e-3
+    amax = torch.full((1,), before, device=DEVICE)
+    losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale, power_of_two=power_of_two)
+    assert torch.equal(losses, expected_losses)
+    assert amax.item() == max(before, absolute_maximum(plain).item())
+    used = scale_from_amax(amax, grid.maximum, power_of_two=power_of_two) if scale is None else scale
+    assert torch.equal(gradient.scale_inv, decode_scale(used).reshape(1))
+    expected = quantize(plain, used, grid).operand
+    torch.testing.assert_close(decoded(gradient.rows, fp8), expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(gradient.columns, gradient.rows.t())
+
+
+@pytest.mark.parametrize("fp8", GRIDS)
+@pytest.mark.parametrize("shape", [(48, 80), (64, 128)])
+@pytest.mark.parametrize(("scale", "power_of_two"), [(None, False), (None, True), (1e3, False), (1e6, False)])
+def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
+    fp8: torch.dtype, shape: tuple[int, int], scale: float | None, power_of_two: bool
+) -> None:
+    logits, labels = draw(*shape, torch.bfloat16)
+    check_quantized(logits, labels, fp8, None if scale is None else torch.tensor(scale, device=DEVICE), power_of_two)
+
+
+def test_a_chunk_without_labels_has_an_amax_of_zero_and_a_scale_of_one() -> None:
+    logits, labels = draw(16, 32, torch.bfloat16)
+    check_quantized(logits, labels.fill_(IGNORE), torch.float8_e5m2, None)
+
+
+def test_nan_stays_nan_in_the_codes_and_out_of_the_amax() -> None:
+    logits, labels = draw(16, 32, torch.bfloat16)
+    logits[1] = math.nan
+    amax = torch.zeros(1, device=DEVICE)
+    losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, torch.float8_e5m2, amax, None)
+    assert losses.isnan().sum() == 1 and 0 < amax.item() <= 1
+    assert decoded(gradient.rows, torch.float8_e5m2).isnan().any(1).sum() == 1
+
+
+# ── At full size ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cuda_only
+@pytest.mark.parametrize("vocabulary", [151_936, 128_256, 50_257, 32_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tiling", [FASTEST, Tiling(16_384, 16, programs=40)])
+def test_real_vocabularies(vocabulary: int, dtype: torch.dtype, tiling: Tiling) -> None:
+    check(*draw(96, vocabulary, dtype), tiling)
+
+
+@cuda_only
+def test_a_chunk_of_more_than_two_to_the_31_logits_is_right_to_its_last_row() -> None:
+    vocabulary, n = 151_936, 14_208
+    assert n * vocabulary > 2**31
+    logits = torch.zeros(n, vocabulary, device=DEVICE, dtype=torch.bfloat16)
+    labels = torch.zeros(n, device=DEVICE, dtype=torch.int64)
+    logits[-64:], labels[-64:] = draw(64, vocabulary, torch.bfloat16)
+    losses, gradient = reference(logits[-64:], labels[-64:])
+    amax = torch.zeros(1, device=DEVICE)
+    ours, quantized = quantized_softmax_gradient(logits, labels, IGNORE, torch.float8_e5m2, amax, None)
+    torch.testing.assert_close(ours[-64:].double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[:-64], torch.full_like(ours[:-64], math.log(vocabulary)))
+    for codes in (quantized.rows[-64:], quantized.columns[:, -64:].t()):
+        values = decoded(codes, torch.float8_e5m2) * quantized.scale_inv
+        torch.testing.assert_close(values.double(), gradient, rtol=0.13, atol=2e-9)
+    del quantized
+    softmax_kernel.softmax_gradient_(logits, labels, IGNORE)
+    torch.testing.assert_close(logits[-64:].double(), gradient, rtol=2**-8 + 1e-5, atol=2e-7)
+
+
+@cuda_only
+@pytest.mark.parametrize("fp8", GRIDS)
+def test_real_sizes_in_fp8_and_the_same_bits_again(fp8: torch.dtype) -> None:
+    logits, labels = draw(512, 151_936, torch.bfloat16)
+    check_quantized(logits, labels, fp8, None)
+    results = []
+    for _ in range(2):
+        amax = torch.zeros(1, device=DEVICE)
+        losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None)
+        results.append([losses, *gradient, amax])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

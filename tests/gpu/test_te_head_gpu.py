@@ -1,0 +1,207 @@
+"""The LM head's FP8 products together with the loss, against the same products differentiated one by one."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretrain.loss import IGNORE, LossHead
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import LowPrecisionHeadProduct, LowPrecisionLinear
+from pretrain.precision.product import Product, Role
+from pretrain.precision.recipes import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.statistics import OperandStatistics
+from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
+from pretrain.settings import LossSettings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
+
+
+class DifferentiatedHead(LowPrecisionHeadProduct):
+    """Takes the path of every other product."""
+
+    fuses = False
+
+
+class Model:
+    """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
+
+    def __init__(self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any) -> None:
+        if lacking := unavailable_because(RECIPES[recipe]):
+            pytest.skip(f"{recipe} needs {lacking}")
+        torch.manual_seed(0)
+        options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
+        settings = LowPrecisionSettings(**options).resolved(recipe)
+        self.engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", settings)
+        self.backend = TransformerEngineBackend(self.engaged, torch.device("cuda"))
+        self.context = PrecisionContext(self.backend, torch.bfloat16)
+        below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
+        self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)
+        linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
+        nn.init.normal_(linear.weight, std=0.2)
+        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK))
+        product = LowPrecisionHeadProduct("head", self.backend.product("head", HIDDEN, VOCABULARY, bias=False), self.context)
+        if fused and not product.fuses:
+            pytest.skip("products of this GPU read operands as they lie")
+        self.head.low_precision = product if fused else DifferentiatedHead(**vars(product))
+
+    def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
+        generator = torch.Generator("cuda").manual_seed(number)
+        x = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+        labels = torch.randint(VOCABULARY, (TOKENS,), device="cuda", generator=generator)
+        labels[::9] = IGNORE
+        self.context.first_microbatch = first
+        self.below.weight.grad = self.head.weight.grad = None
+        with self.context.forward(training=True):
+            loss = self.head(self.below(x), labels)
+        (loss / TOKENS).backward()
+        return {"loss": loss.detach(), "x": x.grad, "below": self.below.weight.grad, "weight": self.head.weight.grad}
+
+    def run(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+        """Two steps of two microbatches: losses and gradients of each, and the state after it."""
+        found, states = [], []
+        for number in range(4):
+            found.append(self.microbatch(number, first=number % 2 == 0))
+            states.append({name: tensor.clone() for name, tensor in self.backend.state().items()})
+            if number % 2:
+                with torch.no_grad():
+                    self.head.weight.mul_(1.01)
+        return found, states
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("delayed", {}),
+        ("delayed", {"fp8_format": "E4M3", "margin": 1}),
+        ("current", {}),
+        ("current", {"use_power_2_scales": True}),
+    ],
+)
+def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dict[str, Any], weights: torch.dtype) -> None:
+    """Operands have the same bits, so losses and input gradients do too. The weight's gradient adds up in FP32 from chunk to
+    chunk, where one by one each is rounded to BF16."""
+    fused, one_by_one = (Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False))
+    for number, (ours, theirs) in enumerate(zip(fused[0], one_by_one[0], strict=True)):
+        errors = {key: relative_error(ours[key], theirs[key]) for key in ours}
+        print(f"{recipe}, microbatch {number}: {errors}")
+        assert errors.pop("weight") < 4e-3
+        assert max(errors.values()) < 1e-6, errors
+    for ours, theirs in zip(fused[1], one_by_one[1], strict=True):
+        assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set()
+    if recipe == "delayed":
+        assert fused[1][-1]["fp8/head/backward/amax_history"][:, 0].any()
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_a_second_run_has_the_same_bits(recipe: str) -> None:
+    runs = [Model(recipe, fused=True).run()[0] for _ in range(2)]
+    for one, other in zip(*runs, strict=True):
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
+    model = Model(recipe, fused=True)
+    with model.backend.observed_products() as seen:
+        model.microbatch(0, first=True)
+    gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
+    chunk = [("forward", e4m3, e4m3), ("dgrad", gradient, e4m3), ("wgrad", gradient, e4m3)]
+    assert seen["head"] == chunk * 3
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
+    seen: dict[str, dict[str, list[Tensor]]] = {}
+    results = {}
+    for kind, fused in (("fused", True), ("one by one", False)):
+        model = Model(recipe, fused=fused)
+        model.microbatch(0, first=True)
+        roles = seen[kind] = {"input": [], "weight": [], "grad_output": []}
+
+        def observe(name: str, role: Role, tensor: Tensor, product: Product, roles: dict[str, list[Tensor]] = roles) -> None:
+            if name == "head":
+                roles[role].append(tensor.clone())
+
+        model.context.observers.append(observe)
+        results[kind] = model.microbatch(1, first=True)
+    unwatched = Model(recipe, fused=True)
+    unwatched.microbatch(0, first=True)
+    expected = unwatched.microbatch(1, first=True)
+    assert all(torch.equal(results["fused"][key], expected[key]) for key in expected)
+    for role in ("input", "grad_output"):
+        assert len(seen["fused"][role]) == 3
+        assert all(torch.equal(a, b) for a, b in zip(seen["fused"][role], seen["one by one"][role], strict=True)), role
+    assert torch.equal(seen["fused"]["weight"][0], seen["one by one"]["weight"][0])
+
+
+def test_statistics_of_a_watched_step_are_measured() -> None:
+    model = Model("delayed", fused=True)
+    model.microbatch(0, first=True)
+    statistics = OperandStatistics(model.engaged, model.backend)
+    with statistics.watching(model.context):
+        model.microbatch(1, first=True)
+    records = {(record["layer"], record["operand"]): record for record in statistics.records()}
+    assert records["head", "grad_output"]["amax"] == pytest.approx(1, abs=0.01)
+    assert records["head", "weight"]["amax"] == model.head.weight.abs().max()
+
+
+@pytest.mark.parametrize("frozen", ["below", "head"])
+def test_a_frozen_part_gets_no_gradient_and_the_other_its_own(frozen: Literal["below", "head"]) -> None:
+    whole = Model("current", fused=True).microbatch(0, first=True)
+    model = Model("current", fused=True)
+    getattr(model, frozen).weight.requires_grad_(False)
+    found = model.microbatch(0, first=True)
+    assert found["below" if frozen == "below" else "weight"] is None
+    trained = "weight" if frozen == "below" else "below"
+    assert torch.equal(found[trained], whole[trained])
+
+
+def test_a_head_alone_moves_its_own_history_on() -> None:
+    model = Model("delayed", fused=True)
+    model.below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=torch.bfloat16)
+    model.microbatch(0, first=True)
+    history = model.backend.state()["fp8/head/backward/amax_history"]
+    assert history[0, 0] == 0 and history[-1, 0] > 0.9
+
+
+def test_peak_memory_is_the_logits_twice_the_sum_and_the_weight_in_fp8_without_a_second_copy() -> None:
+    tokens, hidden, vocabulary, chunk = 8192, 512, 50_304, 2048
+    settings = LowPrecisionSettings().resolved("current")
+    if lacking := unavailable_because(RECIPES["current"]):
+        pytest.skip(f"current needs {lacking}")
+    backend = TransformerEngineBackend(
+        Engaged("current", RECIPES["current"], "transformer_engine", settings), torch.device("cuda")
+    )
+    context = PrecisionContext(backend, torch.bfloat16)
+    linear = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
+    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
+    head.low_precision = LowPrecisionHeadProduct("head", backend.product("head", hidden, vocabulary, bias=False), context)
+    linear.weight.main_grad = torch.zeros(vocabulary, hidden, device="cuda")
+    states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(vocabulary, (tokens,), device="cuda")
+
+    def step() -> None:
+        with context.forward(training=True):
+            loss = head(states, labels)
+        torch.autograd.grad(loss, states)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
+    logits, weight_sum, state_gradient = 2 * chunk * vocabulary, 4 * vocabulary * hidden, 2 * tokens * hidden
+    assert peak < 1.1 * (2 * logits + weight_sum + state_gradient)
