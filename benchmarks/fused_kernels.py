@@ -30,7 +30,8 @@ from benchmarks.optimizer_step import copy_bandwidth, median_ms
 from packing.batch import IGNORE
 from pretrain import softmax_kernel
 from pretrain.fused import rotary_kernel
-from pretrain.fused.rotary import HeadNorms, Heads, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+from pretrain.fused.heads import HeadNorms, Heads
+from pretrain.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 from pretrain.fused.rotary_kernel import Tiling
 from pretrain.precision.softmax_fp8_kernel import quantized_softmax_gradient
 from pretrain.run_folder import describe_environment

@@ -169,7 +169,7 @@ class Bench:
     def _other(self, entry: Entry, environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
         """With the recipe's microbatch, or the largest half, quarter, ... of it that fits: plain transformers hold all logits."""
         settings, tried = self.settings, []
-        microbatch = settings.loaded.batch.microbatch
+        microbatch = entry.packs or settings.loaded.batch.microbatch
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]

@@ -33,19 +33,19 @@ CONFIG = Path("accelerate_configs/bf16.yaml")
 
 def main() -> None:
     arguments = parse_arguments()
-    results = [measure(variant.split(), arguments) for variant in arguments.variant]
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.training_speed", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": describe_environment({}),
         "processor": processor(),
         "recipe": arguments.recipe.read_text(),
-        "results": results,
+        "results": [],
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    for result in results:
-        print(line(result))
+    for variant in arguments.variant:
+        report["results"].append(measure(variant.split(), arguments))
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n")  # whole after each: the next may be interrupted
+        print(line(report["results"][-1]), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -83,7 +83,8 @@ class Assembly:
         if self.engaged.backend != "transformer_engine" or fastest is None:
             return None
         fused = unwrapped(self.model).fused
-        return LowPrecisionProducts(low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0), fastest)
+        weights = low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0)
+        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
@@ -122,10 +123,10 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     kept_in = recipe.gradients_kept_in(accelerator.num_processes)
     if accelerator.num_processes == 1:
         attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
-    adamw.materialise()
     for name, parameter in hf.named_parameters():
-        if name in masters:  # taken out one by one, so that the FP32 weights go as the remainders come
+        if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
+    adamw.materialise()
 
     products = rehearse(job, accelerator, prepared, packed, adamw, decisions)
     found = {
@@ -170,7 +171,7 @@ def rehearse(
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
     prepared.train()
-    run = prepared if packed.precision else packed  # gradients are looked at in low precision only: then all ranks take part
+    run = prepared if packed.precision or packed.fused else packed  # where gradients are looked at, all ranks take part
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)

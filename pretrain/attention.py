@@ -138,7 +138,7 @@ def packed_sdpa(
     heads = query.shape[1]
 
     def by_pack(states: Tensor) -> Tensor:  # [1, KV heads, T, D] -> [packs, heads, max_seqlen, D]
-        states = states[0].unflatten(1, (-1, max_seqlen)).transpose(0, 1)
+        states = states.squeeze(0).unflatten(1, (-1, max_seqlen)).transpose(0, 1)
         return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
 
     output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scaling)
@@ -213,7 +213,7 @@ def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     Under autocast a norm or a rotation with FP32 factors leaves queries and keys in FP32, while the values come straight from
     a product and so have the dtype that attention is to compute in.
     """
-    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
     return query.to(value.dtype), key.to(value.dtype), value
 
 

@@ -1,18 +1,18 @@
-"""How much memory training will take on one device: exact where shapes decide it, an estimate for activations.
+"""How much memory training will take on one device: exact where shapes decide it, an estimate for what a compiler decides.
 
-Activations are counted from what a compiled decoder layer keeps for backward, in the compute dtype and by token:
+What is there all the time (weights, gradients, the optimizer's state, quantized weights) and what the layers keep for backward
+(pretrain.layer_memory) stand beside one of two things: what the loss needs, while every layer's activations are kept, or what a
+layer's backward needs, the layers behind it already free. The larger of the two makes the peak.
 
-    4 · hidden                        the layer's input, the attention's residual sum, and what the two norms make of them
-    in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up and their product
-    query and key widths              once more, after normalisation and rotation
+Beside peaks measured on one H200 (Qwen3-1.7B's shape, 8 packs of 4,096 tokens, chunked loss, no checkpointing, exact BF16 weights
+with FP32 gradients and moments): fused layers are met within 0.2 %, 74.0 GiB in BF16, 74.9 in FP8, 75.0 with block scales; with
+the head in FP8 too, 1 % is missing of 77.3, which the first step's look at its operands takes. Compiled layers are met within
+1 %: 77.0 GiB with BF16 weights and gradients, 93.0 with FP32 ones (benchmarks/results/h200_bf16.json); those in pieces, around
+low-precision products, within 5 %: 98.0 to 102.4 GiB (h200_low_precision.json, h200_emulated.json; gradients in BF16).
 
-For Qwen3-1.7B that is 71,680 bytes a token and layer. On one H200 (8 packs of 4,096 tokens, chunked loss, no checkpointing) the
-estimate is within 1 % of the measured peaks: 77.0 GiB with BF16 weights, 86.6 with exact ones, 93.0 with FP32 weights
-(benchmarks/results/h200_bf16.json; gradients in the weights' dtype). Around low-precision products a layer is compiled in pieces,
-which keep what a whole layer would compute again: 98.0 to 98.5 GiB in FP8, 99.7 to 102.4 emulated (h200_low_precision.json,
-h200_emulated.json), met to 5 %.
-Layers that are not compiled keep FP32 intermediates of their norms as well and take more; so does masked `sdpa` attention.
-`batch.microbatch: auto` therefore tries on the device, and only begins where this estimate says.
+Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
+the mask of `sdpa` attention in layers that are not fused. `batch.microbatch: auto` therefore tries on the device, and only begins
+where this estimate says.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pretrain.layer_memory import LayerMemory, compiled_layer
 from pretrain.metrics.flops import ModelFlops
 from pretrain.precision.recipes import RECIPES
 from pretrain.settings import Recipe
 
-# What a layer in pieces keeps for backward, over what a whole one does: measured, see above.
-IN_PIECES = 1.15
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
 _BYTES = {"fp32": 4, "bf16": 2}
+_FUSED_HEADS = ("delayed", "current")  # whose FP8 products add a chunk's gradient to the sum (pretrain.precision.te_head)
 
 
 @dataclass(frozen=True)
@@ -40,52 +40,58 @@ class MemoryEstimate:
     gradients: int  # one sum a parameter for the whole step; under DDP views into its buckets, so no second copy
     moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
-    working_copies: int  # BF16 casts of FP32 parameters that backward needs again
+    working_copies: int  # of the layers' FP32 weights in BF16, for forward and backward
     quantized_weights: int  # of low-precision linears, for forward and backward; made once a step, kept between microbatches
-    head_gradient: int  # the LM head's, summed over chunks in FP32
-    activations_by_pack: int
-    layer_by_pack: int  # backward's workspace: the gradients of one layer's activations
+    activations_by_pack: int  # what all layers keep
+    loss: int  # the head's gradient, summed over chunks in FP32, and its working copy
+    loss_by_pack: int  # the last hidden states, the final norm's output and its gradient
     logits_by_pack: int  # the loss's buffers, were all logits held at once
     logits_at_most: int | None  # the same for one chunk; None: not chunked
+    backward: int  # a tied head's gradient, where autograd holds it until it has the embedding's
+    backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
 
     @classmethod
-    def of(cls, recipe: Recipe, flops: ModelFlops, precision: str, world_size: int, sharded: bool) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2)."""
-        shape, length = flops.shape, recipe.data.length
-        stored, computed = (4 if recipe.weights == "fp32" else 2), (4 if precision == "fp32" else 2)
-        shards = world_size if sharded else 1
-        values = math.ceil(flops.parameters / shards)
-        weights = values * stored
-        recomputed = _recomputed_layers(recipe, shape.layers)
-        quantized = RECIPES[precision].quantized
-        layer = int(_layer_elements(flops) * computed * length * (IN_PIECES if quantized else 1))
-        kept = shape.layers - recomputed
-        # A recomputed layer keeps its input; one at a time is whole again while its backward runs.
-        activations = kept * layer + recomputed * shape.hidden * computed * length + (layer if recomputed else 0)
-        # The final norm's output and its gradient stand beside the logits. The chunked loss overwrites a logit with its gradient;
-        # the reference keeps the product, the softmax and its gradient, the last two in FP32.
-        final = 2 * shape.hidden * computed * length
-        chunked = recipe.loss.kind == "chunked"
-        logit = computed if chunked else 8 + computed
-        materialised = recipe.loss.kind != "cce"
+    def of(
+        cls,
+        recipe: Recipe,
+        flops: ModelFlops,
+        precision: str,
+        world_size: int,
+        sharded: bool,
+        layers: Sequence[LayerMemory] | None = None,
+    ) -> MemoryEstimate:
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2).
+
+        `layers`: of the model, in order; None: all are compiled, none is fused.
+        """
+        length, stored = recipe.data.length, 4 if recipe.weights == "fp32" else 2
+        values = math.ceil(flops.parameters / (world_size if sharded else 1))
+        layers = layers or [compiled_layer(flops, precision, recipe.weights)] * flops.shape.layers
+        again = _recomputed(recipe, len(layers))
+        head = _HeadMemory.of(recipe, flops, precision)
         return cls(
-            parameters=weights,
+            parameters=values * stored,
             gradients=values * _BYTES[recipe.gradients_kept_in(world_size)],
             moments=2 * values * _moment_bytes(recipe),
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
-            working_copies=_working_copies(flops, kept) if stored > computed else 0,
-            quantized_weights=2 * _linear_weights(flops) if quantized else 0,
-            head_gradient=shape.vocabulary * shape.hidden * (4 if chunked else computed),
-            activations_by_pack=activations + final,
-            layer_by_pack=layer,
-            logits_by_pack=length * shape.vocabulary * logit if materialised else 0,
-            logits_at_most=recipe.loss.chunk * shape.vocabulary * logit if chunked else None,
+            working_copies=_working_copies(layers, again),
+            quantized_weights=sum(layer.quantized_weights for layer in layers) + head.quantized_weights,
+            activations_by_pack=length * sum(_kept(layers, again)),
+            loss=head.at_the_loss,
+            loss_by_pack=length * 3 * head.hidden_states,
+            logits_by_pack=length * head.logits,
+            logits_at_most=recipe.loss.chunk * head.logits if recipe.loss.kind == "chunked" else None,
+            # One process adds it to the main gradient at once.
+            backward=stored * head.weights if flops.tied and world_size > 1 else 0,
+            backward_by_pack=length * _backward(layers, again),
         )
 
     def parts(self, microbatch: int) -> dict[str, int]:
-        """Bytes by part while a microbatch of that many packs is in flight, empty parts left out."""
+        """Bytes by part at the peak, while a microbatch of that many packs is in flight; empty parts left out."""
         logits = self.logits_by_pack * microbatch
-        loss = logits if self.logits_at_most is None else min(logits, self.logits_at_most)
+        at_the_loss = self.loss + self.loss_by_pack * microbatch
+        at_the_loss += logits if self.logits_at_most is None else min(logits, self.logits_at_most)
+        in_backward = self.backward + self.backward_by_pack * microbatch
         parts = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -93,10 +99,9 @@ class MemoryEstimate:
             "remainder bits": self.remainders,
             "BF16 working copies": self.working_copies,
             "quantized weights": self.quantized_weights,
-            "head gradient": self.head_gradient,
             "activations": self.activations_by_pack * microbatch,
-            # The logits are gone when the layers' backward begins, so only the larger of the two counts.
-            "loss or backward workspace": max(loss, self.layer_by_pack * microbatch),
+            "the loss": at_the_loss if at_the_loss >= in_backward else 0,
+            "a layer's backward": in_backward if in_backward > at_the_loss else 0,
         }
         return {name: size for name, size in parts.items() if size}
 
@@ -128,31 +133,66 @@ def divisors_of(number: int) -> list[int]:
     return sorted({*small, *(number // d for d in small)})
 
 
-def _layer_elements(flops: ModelFlops) -> int:
-    """Numbers that one layer keeps for each token."""
-    shape = flops.shape
-    rotated = shape.query_width + shape.kv_heads * shape.head_dim
-    return 4 * shape.hidden + _linear_weights(flops) // shape.layers // shape.hidden + rotated
+@dataclass(frozen=True)
+class _HeadMemory:
+    """Of the LM head and its loss. `logits` and `hidden_states` are bytes a token, the rest bytes."""
+
+    weights: int  # how many
+    quantized_weights: int
+    at_the_loss: int
+    logits: int
+    hidden_states: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, flops: ModelFlops, precision: str) -> _HeadMemory:
+        shape, kind = flops.shape, recipe.loss.kind
+        weights, computed = shape.vocabulary * shape.hidden, 4 if precision == "fp32" else 2
+        quantized = RECIPES[precision].quantized and recipe.fp8_config.scope != "linear"
+        cast = recipe.weights == "fp32" and precision != "fp32" and not quantized
+        a_chunks_own = computed * weights if quantized and kind == "chunked" and precision not in _FUSED_HEADS else 0
+        # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
+        # reference keeps the product, the softmax and its gradient, the last two in FP32.
+        logit = {"chunked": computed + (2 if quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
+        return cls(
+            weights=weights,
+            quantized_weights=2 * weights if quantized else 0,
+            at_the_loss=(4 if kind == "chunked" else computed) * weights + (computed * weights if cast else 0) + a_chunks_own,
+            logits=shape.vocabulary * logit,
+            hidden_states=shape.hidden * computed,
+        )
 
 
-def _linear_weights(flops: ModelFlops) -> int:
-    return sum(m.inputs * m.outputs for m in flops.matrices if m.part != "head")
+def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
+    """Of each layer, whether backward computes it again."""
+    setting = recipe.model.gradient_checkpointing
+    every = {"none": layers + 1, "full": 1}[setting] if isinstance(setting, str) else setting.every
+    return [setting != "none" and index % every == 0 for index in range(layers)]
+
+
+def _kept(layers: Sequence[LayerMemory], again: Sequence[bool]) -> list[int]:
+    """Bytes a token that each layer keeps for backward."""
+    return [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
+
+
+def _backward(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int:
+    """The most bytes a token that the backward of a layer stands in beyond what all layers keep.
+
+    A layer that is recomputed is whole again while its backward runs; by then the layers behind it have given back theirs.
+    """
+    kept, given_back, most = _kept(layers, again), 0, 0
+    for layer, size in zip(reversed(layers), reversed(kept), strict=True):
+        most = max(most, layer.kept - size + layer.workspace - given_back)
+        given_back += size
+    return most
+
+
+def _working_copies(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int:
+    """A fused layer keeps its copies for the whole step, another one while the graph of its forward lives."""
+    passing = [not layer.fused and recomputed for layer, recomputed in zip(layers, again, strict=True)]
+    kept = sum(layer.working_copies for layer, gone in zip(layers, passing, strict=True) if not gone)
+    return kept + max((layer.working_copies for layer, gone in zip(layers, passing, strict=True) if gone), default=0)
 
 
 def _moment_bytes(recipe: Recipe) -> int:
     moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
     return _BYTES[moments]
-
-
-def _recomputed_layers(recipe: Recipe, layers: int) -> int:
-    setting = recipe.model.gradient_checkpointing
-    if isinstance(setting, str):
-        return layers if setting == "full" else 0
-    return math.ceil(layers / setting.every)
-
-
-def _working_copies(flops: ModelFlops, kept_layers: int) -> int:
-    """Bytes of BF16 copies alive at once: the head's, all kept layers' and one recomputed layer's; embeddings are cast by row."""
-    head = sum(m.inputs * m.outputs for m in flops.matrices if m.part == "head")
-    alive = min(kept_layers + 1, flops.shape.layers)
-    return 2 * (head + _linear_weights(flops) * alive // flops.shape.layers)

@@ -253,13 +253,15 @@ def wrap_layers(
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
             continue
         # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
-        # cannot end inside of the context that swaps the parameters.
+        # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
+        # rounding of its weight out.
         in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
-        if compile_layers and in_pieces:
-            unit.forward = torch.compile(unit.forward, dynamic=False)
+        casts_outside = in_pieces or not isinstance(unit, GradientCheckpointingLayer)
+        if compile_layers and casts_outside:
+            unit.forward = torch.compile(unit.forward, dynamic=False, fullgraph=not in_pieces)
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
-        if compile_layers and not in_pieces:
+        if compile_layers and not casts_outside:
             # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
             # layers.
             unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)

@@ -17,10 +17,12 @@ from pretrain.data import Data, check_data, check_tokenizer, load_tokenizer, ope
 from pretrain.distributed import device_of
 from pretrain.evaluate import check_samples
 from pretrain.fused.heads import Heads
+from pretrain.layer_memory import layers_of
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
-from pretrain.plan import Plan, check_model, check_settings
+from pretrain.plan import Plan
+from pretrain.plan_checks import check_model, check_settings
 from pretrain.precision.convert import check_shapes
 from pretrain.precision.device import missing_on
 from pretrain.precision.engage import Engaged, check_fit, engage
@@ -100,6 +102,7 @@ def prepare_job(
         packs_vocabulary=data.vocabulary,
         world_size=accelerator.num_processes,
         sharded=accelerator.is_fsdp2,
+        layers=layers_of(shapes, recipe, engaged, accelerator.device.type, backend.name),
         device_name=device_name,
         device_memory=device_memory,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),

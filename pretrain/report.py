@@ -43,6 +43,7 @@ def summary_table(runs: Sequence[Run]) -> str:
         "precision": lambda run: run.precision or UNKNOWN,
         "weights": lambda run: run.config.get("weights", UNKNOWN),
         **{key: lambda run, key=key: variants.value(run, key) for key in variants.keys},
+        **{key: lambda run, key=key: variants.kept_in(run, key) for key in variants.kept},
         "backend": lambda run: run.backend or UNKNOWN,
     }
     columns = settings | {

@@ -1,7 +1,7 @@
 """Every setting a training recipe can have, typed; unknown keys are errors.
 
 The classes hold defaults and the rules that one section can check alone. What needs two sections, or the world size, is checked
-in `pretrain.plan`. Nothing here imports torch, so a mistyped key is reported at once.
+in `pretrain.plan_checks`. Nothing here imports torch, so a mistyped key is reported at once.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Recipe(Settings):
     def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.
 
-        Several processes exchange gradients in the parameters' dtype, and `pretrain.plan` refuses the wish for another.
+        Several processes exchange gradients in the parameters' dtype, and `pretrain.plan_checks` refuses the wish for another.
         """
         if world_size > 1:
             return "fp32" if self.weights == "fp32" else "bf16"

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from pretrain.fused.tile import (
+from pretrain.precision.fp8_tile import (
     BLOCK,
     record_amax,
     store_block_scaled,

@@ -100,7 +100,8 @@ class Arithmetic(Protocol):
         """After that backward."""
 
     def save(self, ctx: FunctionCtx, *operands: Operand) -> None:
-        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes."""
+        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. In a forward that
+        will not be differentiated nothing need be kept."""
 
     def saved(self, ctx: FunctionCtx) -> list[Operand]:
         """What `save` was given, in order."""

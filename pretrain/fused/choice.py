@@ -24,17 +24,24 @@ def choose_arithmetic(
 
     `context`: of the low precision that is `engaged`, None without one.
     """
-    if setting == "off":
-        return None, "nothing: model.fused is off"
-    if engaged.backend == "emulation":
-        return None, "nothing: emulated products are computed one by one"
+    if reason := not_fused_because(setting, engaged, device_type, dtype):
+        return None, reason
     if device_type == "cpu":
         return PlainArithmetic(dtype), ""
-    if engaged.backend == "torch":
-        if dtype != torch.bfloat16:
-            return None, "nothing: on a GPU, layers are fused in BF16 and below"
-        if lacking := transformer_engine.lacking():
-            return None, f"nothing: that needs {lacking}"
     from pretrain.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context.backend if context else None, context), ""
+
+
+def not_fused_because(setting: Literal["auto", "off"], engaged: Engaged, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why no layer is fused, whatever its architecture; None: those that can be are."""
+    if setting == "off":
+        return "nothing: model.fused is off"
+    if engaged.backend == "emulation":
+        return "nothing: emulated products are computed one by one"
+    if device_type == "cpu" or engaged.backend == "transformer_engine":
+        return None
+    if dtype != torch.bfloat16:
+        return "nothing: on a GPU, layers are fused in BF16 and below"
+    lacking = transformer_engine.lacking()
+    return f"nothing: that needs {lacking}" if lacking else None

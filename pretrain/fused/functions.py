@@ -10,12 +10,13 @@ look them up themselves.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from pretrain import attention_cudnn
 from pretrain.fused.arithmetic import Activation, Arithmetic, Norm, Product
 from pretrain.fused.heads import HeadNorms, Heads
 from pretrain.fused.rotary import rotate, rotate_backward
@@ -138,14 +139,15 @@ class Rotation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.heads, ctx.eps = heads, eps
         ctx.save_for_backward(cos, sin, *((qkv, *norms) if norms else ()))
-        return rotate(qkv, cos, sin, heads, _head_norms(norms, eps))
+        return rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
         cos, sin, *rest = ctx.saved_tensors
         qkv, *norms = rest or (None,)
-        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, _head_norms(norms, ctx.eps))
+        head_norms = _head_norms(norms, ctx.eps, dq.dtype)
+        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
         return dqkv, None, None, None, None, *(norm_gradients[: len(norms)])
 
 
@@ -160,7 +162,6 @@ class RotatedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx,
-        attention: Any,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -171,11 +172,11 @@ class RotatedAttention(torch.autograd.Function):
         scale: float,
         *norms: Tensor,
     ) -> Tensor:
-        q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps))
+        q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
         keep = any(ctx.needs_input_grad)
-        output, kept = attention.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=keep)
-        ctx.attention, ctx.heads, ctx.eps = attention, heads, eps
-        ctx.max_seqlen, ctx.scale, ctx.norms = max_seqlen, scale, len(norms)
+        output, kept = attention_cudnn.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=keep)
+        ctx.heads, ctx.eps, ctx.norms = heads, eps, len(norms)
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
         ctx.save_for_backward(cos, sin, cu_seqlens, output, *kept, *((qkv, *norms) if norms else (q, k, v)))
         return output.view(len(qkv), -1)
 
@@ -185,17 +186,21 @@ class RotatedAttention(torch.autograd.Function):
         cos, sin, cu_seqlens, output, statistics, random_state, *rest = ctx.saved_tensors
         if ctx.norms:
             qkv, *norms = rest
-            head_norms = _head_norms(norms, ctx.eps)
+            head_norms = _head_norms(norms, ctx.eps, qkv.dtype)
             q, k, v = rotate(qkv, cos, sin, ctx.heads, head_norms)
         else:
             qkv, head_norms, (q, k, v) = None, None, rest
-        dq, dk, dv = ctx.attention.cudnn_backward(
+        dq, dk, dv = attention_cudnn.cudnn_backward(
             d_output.view(output.shape), q, k, v, output, (statistics, random_state), cu_seqlens, ctx.max_seqlen, ctx.scale
         )
         del q, k, v, rest
         dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
-        return None, dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
+        return dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
 
 
-def _head_norms(norms: Any, eps: float) -> HeadNorms | None:
-    return HeadNorms(*norms, eps) if norms else None
+def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
+    """In the dtype of activations, as the unfused layer's working copies are: FP32 weights compute what exact BF16 ones do.
+
+    Cast in here and not before: autograd would round the gradients to that dtype on their way back.
+    """
+    return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None

@@ -61,11 +61,17 @@ def fuse(layers: Mapping[str, nn.Module], decisions: Mapping[str, Decision], ari
     """
     fused, left_out = {}, {}
     for name, layer in layers.items():
-        inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
-        verdicts = {decisions[linear].reason for linear in inner} if decisions else set()
-        reason = unfit(layer) or ("its linears compute in different precisions" if len(verdicts) > 1 else None)
+        reason, low_precision = verdict(name, layer, decisions)
         if reason:
             left_out[name] = reason
         else:
-            layer.forward = fused[name] = FusedLayer(layer, name, arithmetic, low_precision=verdicts == {None})
+            layer.forward = fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
     return FusedLayers(fused, left_out, arithmetic)
+
+
+def verdict(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, bool]:
+    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and whether all of it is in low precision."""
+    inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
+    low = {decisions[linear].reason is None for linear in inner} if decisions else {False}
+    mixed = "its linears compute in different precisions" if len(low) > 1 else None
+    return unfit(layer) or mixed, low == {True}

@@ -137,7 +137,8 @@ class FusedLayer:
             if position_embeddings is not None:
                 kwargs["position_embeddings"] = position_embeddings
             return self.unfused(hidden_states, *args, **kwargs)
-        x, parts, arithmetic = hidden_states[0], self.parts, self._arithmetic
+        # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
+        x, parts, arithmetic = hidden_states.squeeze(0), self.parts, self._arithmetic
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         qkv, x = NormProduct.apply(
             arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
@@ -166,15 +167,12 @@ class FusedLayer:
         else:
             cos, sin = (table.flatten(0, -2) for table in position_embeddings)
             if name == "packed_cudnn":
-                from pretrain import attention_cudnn
-
-                return RotatedAttention.apply(
-                    attention_cudnn, qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, attention.scaling, *norms
-                )
+                scale = attention.scaling
+                return RotatedAttention.apply(qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, scale, *norms)
             q, k, v = Rotation.apply(qkv, cos, sin, heads, eps, *norms)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "scaling": attention.scaling}
         if document_mask is not None:
             options["document_mask"] = document_mask
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
-        return function(attention, q, k, v, None, **options)[0][0].flatten(1)
+        return function(attention, q, k, v, None, **options)[0].squeeze(0).flatten(1)

@@ -85,7 +85,7 @@ class PlainArithmetic(Witness):
         return dtype_name(operand.dtype)
 
     def norm(self, x: Tensor, norm: Norm, product: PlainProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
-        weight, *bias = (parameter.detach().float() for parameter in norm.parameters)
+        weight, *bias = self._parameters_of(norm)
         wide = x.float()
         if norm.kind == "layer":
             y, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias[0] if bias else None, norm.eps)
@@ -96,7 +96,7 @@ class PlainArithmetic(Witness):
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
-        weight, *bias = (parameter.detach().float() for parameter in norm.parameters)
+        weight, *bias = self._parameters_of(norm)
         dy, wide = dy.float(), x.float()
         if norm.kind == "layer":
             mean, rstd = statistics
@@ -138,6 +138,10 @@ class PlainArithmetic(Witness):
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
         return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+
+    def _parameters_of(self, norm: Norm) -> list[Tensor]:
+        """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
+        return [parameter.detach().to(self.dtype).float() for parameter in norm.parameters]
 
     def opens_forward(self) -> bool:
         return False

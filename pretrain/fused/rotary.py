@@ -33,21 +33,19 @@ def has_kernel(rows: Tensor, heads: Heads) -> bool:
     return rows.is_cuda and rows.dtype in KERNEL_DTYPES and heads.dim in KERNEL_DIMS
 
 
-def rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None, *, values: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
     """Split the rows of `qkv` [T, heads.width], normalise and rotate: queries [T, query, dim], keys and values [T, kv, dim].
 
-    `cos`, `sin`: [T, dim], their halves equal, any float dtype. The results are contiguous and in qkv's dtype. Without `values`
-    the third is None, for a recomputation that still has them. Raises ValueError where shapes disagree.
+    `cos`, `sin`: [T, dim], their halves equal, any float dtype. The results are contiguous and in qkv's dtype. Raises
+    ValueError where shapes disagree.
     """
     _check_rows(qkv, heads)
     _check_angles(cos, sin, len(qkv), heads)
     if has_kernel(qkv, heads):
         from pretrain.fused import rotary_kernel  # needs Triton, which machines without a GPU may lack
 
-        return rotary_kernel.rotate(qkv, cos, sin, heads, norms, values=values)
-    return rotate_by_formula(qkv, cos, sin, heads, norms, values=values)
+        return rotary_kernel.rotate(qkv, cos, sin, heads, norms)
+    return rotate_by_formula(qkv, cos, sin, heads, norms)
 
 
 def rotate_backward(
@@ -96,14 +94,14 @@ def _check_angles(cos: Tensor, sin: Tensor, tokens: int, heads: Heads) -> None:
 
 
 def rotate_by_formula(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None, *, values: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """`rotate` on any device."""
     q, k, v = heads.split(qkv)
     cos, sin = _angles(cos, sin, heads, _compute_dtype(qkv))
     q = _rotated(q if norms is None else _normalised(q, norms.query, norms.eps)[0], cos, sin)
     k = _rotated(k if norms is None else _normalised(k, norms.key, norms.eps)[0], cos, sin)
-    return q.to(qkv.dtype), k.to(qkv.dtype), v.contiguous() if values else None
+    return q.to(qkv.dtype), k.to(qkv.dtype), v.contiguous()
 
 
 def rotate_backward_by_formula(

@@ -62,11 +62,11 @@ def _rotate_forward(
     query: tl.constexpr,
     kv: tl.constexpr,
     dim: tl.constexpr,
-    blocks: tl.constexpr,  # of heads, without the values' where v is not wanted
     heads: tl.constexpr,  # in a block
     rows: tl.constexpr,
 ):
     half: tl.constexpr = dim // 2
+    blocks: tl.constexpr = (query + 2 * kv) // heads
     head = tl.program_id(0) % blocks * heads
     first = tl.program_id(0) // blocks * (rows // heads)
     here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
@@ -87,7 +87,7 @@ def _rotate_forward(
         y_at += _tile(first, tl.where(is_query, query, kv) * dim, dim, rows, heads, half)
         tl.store(y_at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=here)
         tl.store(y_at + half, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=here)
-    elif v is not None:  # without v there are no such blocks, and still the compiler reads on
+    else:
         v_at = v + (head - query - kv) * dim + _tile(first, kv * dim, dim, rows, heads, half)
         tl.store(v_at, tl.load(x_at, mask=here), mask=here)
         tl.store(v_at + half, tl.load(x_at + half, mask=here), mask=here)
@@ -184,16 +184,15 @@ def rotate(
     heads: Heads,
     norms: HeadNorms | None,
     *,
-    values: bool = True,
     tiling: Tiling = FORWARD,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.fused.rotary.rotate, for rows that it says have a kernel."""
     tokens = len(qkv)
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
-    v = torch.empty_like(k) if values else None
+    v = torch.empty_like(k)
     cut = _cut(heads, tiling)
-    blocks = (heads.count if values else heads.rotated) // cut.heads
+    blocks = heads.count // cut.heads
     if tokens:
         with torch.cuda.device_of(qkv):
             _rotate_forward[(blocks * triton.cdiv(tokens, cut.tokens),)](
@@ -210,7 +209,6 @@ def rotate(
                 heads.query,
                 heads.kv,
                 heads.dim,
-                blocks,
                 cut.heads,
                 cut.rows,
                 num_warps=tiling.warps,

@@ -86,9 +86,9 @@ class TransformerEngineProduct:
         return x if quantizer is None else quantizer(x)
 
     def forward(self, x: Operand) -> Tensor:
-        arithmetic = self._arithmetic
-        anew = arithmetic.first_microbatch or not arithmetic.differentiable
-        return self._multiply("fprop", self._weight(anew=anew), x, layout="TN", bias=self.weights.bias(torch.bfloat16))
+        weight = self._weight(anew=self._arithmetic.first_microbatch or not self._arithmetic.differentiable)
+        self._arithmetic.note(self, "forward", x, weight)
+        return self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
 
     # ── Backward ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -109,12 +109,16 @@ class TransformerEngineProduct:
         weight = self._weight(anew=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
+        self._arithmetic.note(self, "dgrad", dy, weight)
         return self._multiply("dgrad", weight, dy, layout="NN", grad=True)
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        self._arithmetic.note(self, "wgrad", dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(self._multiply("wgrad", x, dy, layout="NT", grad=True))
+        # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
+        # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
         into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
         self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
@@ -143,6 +147,8 @@ class TransformerEngineProduct:
         self.show("weight", weight)
         quantizer = self._holder.quantizers["scaling_fwd"][1]
         quantizer.set_usage(rowwise=True, columnwise=differentiable)
+        # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
+        quantizer.optimize_for_gemm = self._holder._enable_weight_preswizzle(quantizer, weight)
         if not differentiable:  # evaluation neither uses nor replaces the copy that training made
             return quantizer(weight)
         kept.pop(_WEIGHT, None)
@@ -152,8 +158,7 @@ class TransformerEngineProduct:
     def _multiply(
         self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> Any:
-        """cuBLAS counts columns first, so what multiplies from the left is named second."""
-        self._arithmetic.note(self, {"fprop": "forward"}.get(gemm, gemm), right, left)
+        """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
         split = self.low_precision and self._arithmetic.split_accumulator(gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
@@ -250,6 +255,8 @@ class TransformerEngineArithmetic(Witness):
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
     def save(self, ctx: FunctionCtx, *operands: Operand) -> None:
+        if not self.differentiable:  # nothing was quantized for a weight's gradient, and nobody will ask for it
+            return
         for operand in operands:
             if isinstance(operand, QuantizedTensorStorage):
                 operand.update_usage(rowwise_usage=False)

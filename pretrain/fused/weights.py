@@ -3,7 +3,8 @@
 Queries, keys and values are one product of the same input, as gate and up are, and one large product is faster than three. Their
 parameters are laid into one storage, one after the other, so the matrix is a view and costs nothing. Whoever looks at a parameter
 sees its own shape and name: optimizer, checkpoints and export know nothing of the stack. FSDP2 shards parameters one by one and
-gathers them apart; there the matrix is put together when it is used.
+gathers them apart; there the matrix is put together when it is used. So it is where a model was copied or converted after its
+layers were fused: right, and slower.
 """
 
 from __future__ import annotations

@@ -44,11 +44,12 @@ class LowPrecisionProducts:
     """The part of a model whose products run on a device's FP8 or FP4 units, and how fast those are.
 
     weights: of all linears that are multiplied so, a tied head's among them if its product is; each costs three multiply-adds a
-    token. peak_tflops: dense peak of one device for that precision.
+    token. peak_tflops: dense peak of one device for that precision. head: the head's product is one of them.
     """
 
     weights: int
     peak_tflops: float
+    head: bool = False
 
 
 @dataclass(frozen=True)

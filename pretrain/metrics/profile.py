@@ -163,14 +163,11 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
     rates = {}
     if work.flops is not None:
         parts = work.flops.by_part(work.tokens, work.sum_squared_lengths)
-        low = work.low_precision
+        low, peak = work.low_precision, work.peak_tflops
         done = {
-            "products of the layers": (
-                parts["attention projections"] + parts["mlp"],
-                low.peak_tflops if low else work.peak_tflops,
-            ),
-            "products of the head": (parts["head"], work.peak_tflops),
-            "attention": (parts["attention products"], work.peak_tflops),
+            "products of the layers": (parts["attention projections"] + parts["mlp"], low.peak_tflops if low else peak),
+            "products of the head": (parts["head"], low.peak_tflops if low and low.head else peak),
+            "attention": (parts["attention products"], peak),
         }
         for part, (flops, peak) in done.items():
             if seconds.get(part):

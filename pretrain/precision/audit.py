@@ -43,21 +43,23 @@ def observe(
     and in which dtype it is stored.
 
     `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
-    multiplies in low precision. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. `fused`: the
-    layers whose linears are parts of larger products; they are asked for the operands of those. Raises InputError if a product
-    computed in another precision than was decided, or not at all, and if a parameter that is trained was not reached.
+    multiplies in low precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to
+    do. `fused`: the layers whose linears are parts of larger products; they are asked for the operands of those. Raises
+    InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is trained was
+    not reached.
     """
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
     others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
     stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
     observed: Observed = {}
     with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes, _within(fused) as inside:
-        if context is None:
+        if context is not None:
+            context.plain_calls.clear()
+        if context is None and fused is None:
             with torch.no_grad():
                 run()
-        else:
-            context.plain_calls.clear()
-            with context.backend.observed_products() as observed:
+        else:  # whoever multiplies in products of ours differentiates them too, and both are to be seen
+            with context.backend.observed_products() if context else nullcontext({}) as observed:
                 run().backward()
             _check_reached(hf)
     observed |= inside

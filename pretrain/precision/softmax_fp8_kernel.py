@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.fused.tile import FP32_MAX, record_amax, scale_from_amax, store_tensor_scaled
-from pretrain.fused.tile import reciprocal as inverse
+from pretrain.precision.fp8_tile import FP32_MAX, record_amax, scale_from_amax, store_tensor_scaled
+from pretrain.precision.fp8_tile import reciprocal as inverse
 from pretrain.softmax_kernel import FASTEST, check_rows, row_sums, score_gradient, target_score
 
 TILE = (64, 64)  # tokens and words of a tile that is transposed, by WARPS: the fastest of those measured on an H200

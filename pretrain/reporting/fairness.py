@@ -20,7 +20,9 @@ from pretrain.config import identity_of
 from pretrain.run_files import Run
 from pretrain.settings import Recipe
 
-COMPARED = ("precision", "weights", "fp8_config.")  # what a comparison is about; where a run computes is no part of its identity
+# What a comparison is about: the dtypes of products, of weights, and of what is kept beside them. Where a run computes is no part
+# of its identity.
+COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
 LATE_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
 
 

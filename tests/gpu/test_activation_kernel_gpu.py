@@ -21,7 +21,14 @@ from torch import Tensor
 
 from pretrain.fused import activation_kernel as kernel
 from pretrain.fused.activation_kernel import BlockScaled, TensorScaled
-from pretrain.fused.tile import FP32_MAX, reciprocal, record_amax, scale_from_amax, store_block_scaled, store_tensor_scaled
+from pretrain.precision.fp8_tile import (
+    FP32_MAX,
+    reciprocal,
+    record_amax,
+    scale_from_amax,
+    store_block_scaled,
+    store_tensor_scaled,
+)
 from pretrain.precision.quantizers import block, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, round_to_grid
 

@@ -53,9 +53,7 @@ def assemble(
     recompute: bool = False,
 ) -> PackedLanguageModel:
     hf = build(config, torch.float32, "cuda", attention)
-    model.round_weights(hf, torch.bfloat16)
-    if weights == torch.float32:  # the very values that BF16 weights have
-        model.round_weights(hf, torch.float32)
+    model.round_weights(hf, weights)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
     backend = "transformer_engine" if RECIPES[recipe].quantized else "torch"
     engaged = Engaged(recipe, RECIPES[recipe], backend, LowPrecisionSettings().resolved(recipe))
@@ -177,18 +175,35 @@ def test_recomputed_layers_give_the_same_bits(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
-def test_every_product_multiplies_in_the_recipes_formats(recipe: str) -> None:
+@pytest.mark.parametrize(("name", "linears"), [("qwen3", 14), ("gpt2", 8)])
+@pytest.mark.parametrize("main", [torch.float32, None])
+def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int, recipe: str, main: torch.dtype | None) -> None:
     from pretrain.precision.audit import _is_expected, expected_formats
 
-    packed = assemble(larger("qwen3"), recipe, fused=True)
+    packed = assemble(larger(name), recipe, fused=True, main=main)
     engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
     with packed.fused.observed_products() as seen:
         train(packed, steps=1)
     formats = expected_formats(engaged)
-    assert len(seen) == 14
+    assert len(seen) == linears
     for products in seen.values():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         assert all(_is_expected(product, formats[product.gemm], engaged) for product in products), products
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_trace(recipe: str) -> None:
+    packed = assemble(larger("qwen3"), recipe, fused=True)
+    packed.precision.evaluates_low = True
+    train(packed)
+    before = {name: tensor.clone() for name, tensor in packed.precision.backend.state().items()}
+    batch = inputs(packs=4, seed=0, device="cuda", length=LENGTH)
+    with torch.no_grad():
+        evaluated = packed.eval()(**batch).item()
+    for name, tensor in packed.precision.backend.state().items():
+        assert torch.equal(tensor, before[name]), name
+    packed.begin_microbatch(first=True)  # evaluation has quantized the weights with the scales of now
+    assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)
 
 
 def test_statistics_are_shown_every_operand() -> None:

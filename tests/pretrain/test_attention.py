@@ -121,37 +121,6 @@ def test_autocast_with_fp32_parameters_computes_attention_in_bf16() -> None:
     torch.testing.assert_close(half.float(), model(input_ids=ids, **inputs).logits, rtol=0, atol=0.05)
 
 
-def probabilities(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Softmax over each query's document up to itself, [heads, T, T]; q and k [T, heads, D]."""
-    mask = attention.document_mask(cu_seqlens, len(q), len(q))[0]
-    scores = scale * torch.einsum("thd,shd->hts", q, k)
-    return scores.masked_fill(~mask, -torch.inf).softmax(-1)
-
-
-@pytest.fixture
-def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas in place of cuDNN's two calls, with what they return; the operator around them is the real one."""
-
-    def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, *, keep: bool):
-        k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        output = torch.einsum("hts,shd->thd", probabilities(q, k, cu_seqlens, scale), v).contiguous()
-        return output, (torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)) if keep else ()
-
-    def backward(d_output, q, k, v, output, saved, cu_seqlens: Tensor, max_seqlen: int, scale: float):
-        groups = k.shape[1]
-        k, v = (states.repeat_interleave(q.shape[1] // groups, dim=1) for states in (k, v))
-        p = probabilities(q, k, cu_seqlens, scale)
-        assert torch.equal(output, torch.einsum("hts,shd->thd", p, v)) and saved[0].shape == (*q.shape[:2], 1)
-        d_p = torch.einsum("thd,shd->hts", d_output, v)
-        d_s = scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
-        dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
-        dk, dv = (gradient.unflatten(1, (groups, -1)).sum(2) for gradient in (dk, dv))
-        return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
-
-    monkeypatch.setattr(attention_cudnn, "cudnn_forward", forward)
-    monkeypatch.setattr(attention_cudnn, "cudnn_backward", backward)
-
-
 @pytest.mark.parametrize("name", ["packed_sdpa", "packed_cudnn"])
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
     torch._dynamo.reset()

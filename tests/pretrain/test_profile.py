@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,10 @@ def test_rates_are_work_over_time_and_shares_of_what_the_device_could_do() -> No
     rates = reached(seconds, work, copied_per_second=4e12)
     layers = parts["attention projections"] + parts["mlp"]
     assert rates["products of the layers"] == f"{layers / 1e6:.4g} TFLOP/s, {layers / 1e6 / 2:.1%} of the peak".replace("%", " %")
+    head = parts["head"] / 1e6
+    assert rates["products of the head"] == f"{head:.4g} TFLOP/s, {head:.1%} of the peak".replace("%", " %")
+    with_the_head = reached(seconds, replace(work, low_precision=replace(low, head=True)), None)
+    assert with_the_head["products of the head"] == f"{head:.4g} TFLOP/s, {head / 2:.1%} of the peak".replace("%", " %")
     assert rates["attention"].startswith(f"{parts['attention products'] / 2e6:.4g} TFLOP/s")
     assert rates["optimizer"] == "2600 GB/s, 65.0 % of a copy's"
     assert "loss" not in rates
