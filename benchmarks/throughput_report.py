@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,8 +148,8 @@ def remarks_on(way: Way) -> list[str]:
 def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
     """Bars of tokens/s, a panel a result: ours in colour, the others grey, wrong ones hatched, the machine's limits as lines."""
     ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
-    heights = [0.32 * len(each) + 1.1 for each in ways]
-    figure = new_figure(9, sum(heights) + 0.4)
+    heights = [0.32 * max(len(each), 3) + 1.1 for each in ways]
+    figure = new_figure(10, sum(heights) + 0.4)
     panels = figure.subplots(len(results), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, result, each in zip(panels, results, ways, strict=True):
         draw_bars(panel, each)
@@ -175,7 +176,7 @@ def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
         mark = f"  {way['verdict']}" if way["verdict"] in (WRONG, LOSES) else ""
         label = panel.text(speed["max"], place, f"  {speed['median']:,.0f}{mark}", va="center", fontsize="small")
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the limits' lines
-    names = [f"{way['label']}; {way['weights']} weights" for way in ways]
+    names = [textwrap.fill(f"{way['label']}; {way['weights']} weights", 46) for way in ways]
     panel.set_yticks(range(len(ways)), names, fontsize="small")
     panel.invert_yaxis()
     panel.xaxis.set_major_formatter("{x:,.0f}")

@@ -30,12 +30,12 @@ class ModelSettings(Settings):
     attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
-    fused: Literal["auto", "off"] = "auto"  # auto: layers of known architectures as a few large products, where that is faster
+    fused: Literal["auto", "on", "off"] = "auto"  # layers of known architectures as a few large products; auto: where faster
 
     @field_validator("fused", mode="before")
     @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare `off` as false
+    def _on_and_off_are_words(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads a bare `off` as false
 
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:

@@ -57,6 +57,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
+    """The small recipe, its layers fused: on a CPU that is to be asked for."""
+
+    def recipe(run_dir: Path) -> dict[str, Any]:
+        plain = recipe_for(run_dir)
+        return plain | {"model": plain["model"] | {"fused": "on"}}
+
+    return recipe
+
+
+@pytest.fixture(scope="module")
 def launch(start_here: Callable, recipe_for: Callable, folder: Path) -> Callable[..., Any]:
     """Train in the run folder `name` and come to a good end."""
 
@@ -148,7 +159,7 @@ def no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_fp32_and_exact_bf16_weights_walk_one_trajectory_bit_for_bit(kind: str, launch: Callable) -> None:
     """Four microbatches a step. Norms and biases soon leave one and zero, and are rounded for computing as all weights are."""
-    changes = {"model": {"config": GPT2}} if kind == "gpt2" else {}
+    changes = {"model": {"config": GPT2, "fused": "on"}} if kind == "gpt2" else {}
     one, other = (launch(f"{kind}-{w}", "precision=bf16", f"weights={w}", **changes) for w in ("fp32", "bf16_exact"))
     assert {audit_of(run)["fused"] for run in (one, other)} == {"2 of 2 layers"}
     assert one.losses() == other.losses() and len(one.losses()) == 12
@@ -185,14 +196,14 @@ def test_samples_are_drawn_from_a_fused_model_as_from_an_unfused_one(
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(folder / "tokenizer")
     data = recipe_for(folder)["data"] | {"tokenizer": str(folder / "tokenizer")}
     changes = {"data": data, "train": {"steps": 2}, "evaluate": {"samples": ["w1 w2", ""], "sample_tokens": 8}}
-    said = [launch(f"samples-{f}", f"model.fused={f}", **changes).output for f in ("auto", "off")]
+    said = [launch(f"samples-{f}", f"model.fused={f}", **changes).output for f in ("on", "off")]
     samples = [each.partition("sample after")[2].partition("\n\n")[0] for each in said]
     assert samples[0].count("│ w") == 2 and samples[0] == samples[1]
 
 
 def test_the_plan_on_a_cpu_does_not_depend_on_it(start_here: Callable, recipe_for: Callable, folder: Path) -> None:
-    auto, off = (start_here(recipe_for(folder / "planned"), folder, "--plan", f"model.fused={f}") for f in ("auto", "off"))
-    assert auto == off and auto.status == 0 and "12 steps" in auto.output and not auto.run_dir.exists()
+    on, off = (start_here(recipe_for(folder / "planned"), folder, "--plan", f"model.fused={f}") for f in ("on", "off"))
+    assert on == off and on.status == 0 and "12 steps" in on.output and not on.run_dir.exists()
 
 
 # ── Resumed ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -208,12 +219,12 @@ def test_a_fused_run_resumed_in_the_middle_is_the_uninterrupted_one(
     assert differences(run.run_dir, copy) == []
 
 
-@pytest.mark.parametrize("then", ["auto", "off"])
+@pytest.mark.parametrize("then", ["on", "off"])
 def test_a_checkpoint_of_a_fused_run_is_an_unfused_ones_and_the_other_way_round(
     then: str, fused: Any, unfused: Any, launch: Callable, folder: Path
 ) -> None:
     """What is fused is no part of a training's identity, as the kind of attention is not."""
-    begun = unfused if then == "auto" else fused
+    begun = unfused if then == "on" else fused
     continued = launch("either", without_steps_after(4, begun, folder / f"then_{then}"), f"model.fused={then}")
     assert "at step 4" in continued.output and "has changed" not in continued.output
     assert audit_of(continued)["fused"] == (OFF if then == "off" else "2 of 2 layers")
@@ -240,15 +251,27 @@ def test_the_audit_names_every_linear_and_the_product_that_it_is_part_of(fused: 
 @pytest.mark.parametrize(("rate", "said"), [(0.0, "2 of 2 layers"), (0.1, "0 of 2 layers; 2 not: has dropout")])
 def test_gpt2_is_fused_where_it_has_no_dropout(rate: float, said: str, launch: Callable) -> None:
     changes = {"model": {"config": GPT2 | {"resid_pdrop": rate}}, "train": {"steps": 4}}
-    auto, off = (launch(f"gpt2-{rate}-{f}", f"model.fused={f}", **changes) for f in ("auto", "off"))
-    assert audit_of(auto)["fused"] == said and said in auto.output
-    assert auto.losses() == (pytest.approx(off.losses(), abs=1e-5) if rate == 0 else off.losses())
+    on, off = (launch(f"gpt2-{rate}-{f}", f"model.fused={f}", **changes) for f in ("on", "off"))
+    assert audit_of(on)["fused"] == said and said in on.output
+    assert on.losses() == (pytest.approx(off.losses(), abs=1e-5) if rate == 0 else off.losses())
 
 
 def test_emulated_products_are_not_fused_whatever_is_kept_in_bf16(launch: Callable) -> None:
     emulated = ("precision=current", "fp8_config.on_unsupported=emulate", "fp8_config.keep_bf16_layers.first=1")
-    run = launch("emulated", *emulated, train={"steps": 1}, evaluate={}, schedule={})
+    run = launch("emulated", *emulated, "model.fused=auto", train={"steps": 1}, evaluate={}, schedule={})
     assert audit_of(run)["fused"] == "nothing: emulated products are computed one by one"
+
+
+def test_what_cannot_be_fused_is_refused_where_it_is_asked_for(
+    start_here: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    said = start_here(recipe_for(tmp_path / "run"), tmp_path, "precision=current", "fp8_config.on_unsupported=emulate")
+    assert said.status == 2 and "`model.fused: on`: emulated products are computed one by one" in said.output
+
+
+def test_a_cpu_fuses_nothing_by_itself(launch: Callable) -> None:
+    run = launch("auto", "model.fused=auto", train={"steps": 1}, evaluate={}, schedule={})
+    assert audit_of(run)["fused"] == "nothing: it gains nothing on a CPU; model.fused: on does it all the same"
 
 
 def in_fp32(product: PlainProduct, x: Tensor) -> Tensor:

@@ -91,7 +91,8 @@ def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_layer_on_a_cpu_is_said_to_keep_what_its_graph_holds(architecture: str, precision: str, dtype: torch.dtype) -> None:
     config = ARCHITECTURES[architecture]
-    said = layers(config, precision, device="cpu", backend="packed_sdpa", length=LENGTH)
+    on = {"model": {"source": "m", "fused": "on"}}
+    said = layers(config, precision, device="cpu", backend="packed_sdpa", length=LENGTH, **on)
     assert [layer.fused for layer in said] == [True, True]
     assert {layer.kept for layer in said} == {bytes_held(config, dtype)}
 
@@ -119,7 +120,7 @@ def test_attention_other_than_cudnns_keeps_turned_queries_and_keys_beside_what_n
 
 def test_a_gelu_is_kept_on_a_gpu_and_made_again_on_a_cpu() -> None:
     config = MLP_4096 | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
-    options = {"backend": "packed_sdpa", "length": 1024}
+    options = {"backend": "packed_sdpa", "length": 1024, "model": {"source": "m", "fused": "on"}}
     gpu, cpu = (layers(config, "bf16", device=device, **options)[0].kept for device in ("cuda", "cpu"))
     assert gpu - cpu == 2 * 4096
 
