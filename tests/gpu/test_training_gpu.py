@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,7 +201,10 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     assert summary["recompiles"] == 0
     assert summary["held_out_loss"] < finished.losses()[0]
     found = json.loads((finished.run_dir / "audit.json").read_text())
-    assert (found["precision"], found["attention"]["kind"], found["compiled"]) == ("bf16", "packed_varlen", "each layer")
+    fused = importlib.util.find_spec("transformer_engine") is not None
+    kind, compiled = ("packed_cudnn", "nothing") if fused else ("packed_varlen", "each layer")
+    assert (found["precision"], found["attention"]["kind"], found["compiled"]) == ("bf16", kind, compiled)
+    assert found["fused"].startswith("2 of 2 layers" if fused else "nothing: it needs")
     assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bf16")}
 
 
