@@ -36,7 +36,7 @@ class PlainProduct:
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._kept_matrix(anew=self._arithmetic.first_microbatch or not self._arithmetic.differentiable)
+        weight = self._matrix(anew=self._arithmetic.first_microbatch)
         self._arithmetic.note(self, "forward", x, weight)
         return F.linear(x, weight, self.weights.bias(x.dtype))
 
@@ -44,7 +44,7 @@ class PlainProduct:
         return dy
 
     def input_gradient(self, dy: Tensor) -> Tensor:
-        weight = self._kept_matrix(anew=False)
+        weight = self._matrix(anew=False)
         self._arithmetic.note(self, "dgrad", dy, weight)
         return dy @ weight
 
@@ -60,7 +60,9 @@ class PlainProduct:
             main_gradient += left.t() @ right
         return [None] * len(self.weights.weights)
 
-    def _kept_matrix(self, *, anew: bool) -> Tensor:
+    def _matrix(self, *, anew: bool) -> Tensor:
+        if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
+            return self.weights.matrix(self._arithmetic.dtype)
         return self.weights.kept_matrix(self._arithmetic.dtype, anew=anew)
 
 

@@ -139,6 +139,8 @@ class TransformerEngineProduct:
     def _weight(self, *, anew: bool) -> Operand:
         """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
         if not self.low_precision:
+            if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
+                return self.weights.matrix(torch.bfloat16)
             return self.weights.kept_matrix(torch.bfloat16, anew=anew)
         kept = self._holder._fp8_workspaces
         if not anew and _WEIGHT in kept:

@@ -146,6 +146,22 @@ def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest(
     assert weights.kept_matrix(torch.float32, anew=False).dtype == torch.float32
 
 
+def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
+    hf = build(ARCHITECTURES["qwen3"])
+    whole = packed(hf, fused=True, dtype=torch.bfloat16)
+    model.wrap_layers(hf, ModelSettings(config=ARCHITECTURES["qwen3"]), cast_to=torch.bfloat16, compile_layers=False)
+    stacks = [product.weights for product in whole.fused.products]
+    with torch.no_grad():
+        before = whole(**inputs()).item()
+    assert all(weights._copy is None for weights in stacks)
+    trained = whole(**inputs())
+    copies = [weights._copy for weights in stacks]
+    with torch.no_grad():
+        assert whole(**inputs()).item() == before == trained.item()
+    assert all(weights._copy is copy is not None for weights, copy in zip(stacks, copies, strict=True))
+    trained.backward()
+
+
 def test_what_a_fused_product_multiplied_is_told_for_each_linear_in_it() -> None:
     whole = packed(build(ARCHITECTURES["llama"]), fused=True)
     with whole.fused.observed_products() as seen:
