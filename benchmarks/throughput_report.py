@@ -139,6 +139,8 @@ def remarks_on(way: Way) -> list[str]:
     remarks = [*way["reasons"]] if way["verdict"] != UNKNOWN else []
     if tried := way.get("microbatches_that_did_not_fit"):
         remarks.append(f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not fit")
+    elif way.get("packs"):
+        remarks.append(f"in microbatches of {way['microbatch']}, with which it began")
     return remarks
 
 

@@ -6,6 +6,7 @@ norm or an activation can write it in the format of that product's input and not
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,7 +111,7 @@ class Arithmetic(Protocol):
         """Collects, while entered, what the products multiply, by the names of their members."""
 
 
-class Witness:
+class Witness(ABC):
     """Of an arithmetic: notes the operands of its matrix products while somebody looks."""
 
     def __init__(self) -> None:
@@ -122,9 +123,9 @@ class Witness:
             for member in product.members:
                 self._seen.setdefault(member, []).append(ObservedProduct(gemm, self.kind(left), self.kind(right)))
 
+    @abstractmethod
     def kind(self, operand: Operand) -> str:
         """What an operand is called in the audit."""
-        raise NotImplementedError
 
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
