@@ -11,6 +11,7 @@ run that is started again goes on where it was.
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import signal
@@ -117,7 +118,9 @@ def launch(arguments: argparse.Namespace) -> int:
     # ── It happens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
     with RunFolder(job.run_dir, owner=accelerator.is_main_process) as folder:
         stopped_by = run_to_its_end(build(job, accelerator, folder, console, arguments))
-    # Only now that the model is gone: a process group whose last holder is DistributedDataParallel can deadlock as it is freed.
+    # Only now that the model is gone, of which wrapped layers refer to themselves: a process group whose last holder is
+    # DistributedDataParallel can deadlock as it is freed, and one under FSDP2 was seen to abort its process at the very end.
+    gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended

@@ -125,6 +125,7 @@ RECIPES = {
                 "margin": Option(0),
                 "amax_history_len": Option(1024),
                 "amax_compute_algo": Option("max"),
+                "fast_accumulation": Option(True),
             },
             hardware=_FP8,
         ),
@@ -135,7 +136,11 @@ RECIPES = {
             "FP8 products; a scale a tensor, from its own largest value",
             _FP8_TOLERANCE,
             multiple_of=16,
-            options={"fp8_format": Option("HYBRID", _HYBRID_OR_E4M3), "use_power_2_scales": Option(False)},
+            options={
+                "fp8_format": Option("HYBRID", _HYBRID_OR_E4M3),
+                "use_power_2_scales": Option(False),
+                "fast_accumulation": Option(True),
+            },
             hardware=_FP8,
         ),
         PrecisionRecipe(

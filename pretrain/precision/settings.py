@@ -44,6 +44,8 @@ class LowPrecisionSettings(Settings):
     margin: Count | None = None  # each one halves the scale, for room above the largest value seen
     amax_history_len: PositiveCount | None = None  # microbatches whose largest values are remembered
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
+    # delayed, current
+    fast_accumulation: bool | None = None  # forward products add up in fewer bits than FP32; on hardware, emulation has FP32
     # current
     use_power_2_scales: bool | None = None
     # block

@@ -52,15 +52,17 @@ def _delayed(te: Any, settings: LowPrecisionSettings) -> tuple[type, Attributes,
         "scaling_factor_compute_algo": None,
         "reduce_amax": True,  # over all ranks: every rank quantizes the same weight, and must do so with the same scale
     }
-    return te.DelayedScaling, arguments | _NO_MORE, {}
+    # What its products ask every recipe for, and this one has by no field.
+    in_full = {} if settings.fast_accumulation else {"fp8_gemm_fprop": te.MMParams(use_split_accumulator=True)}
+    return te.DelayedScaling, arguments | _NO_MORE, in_full
 
 
 def _current(te: Any, settings: LowPrecisionSettings) -> tuple[type, Attributes, Attributes]:
     arguments = {
         "use_power_2_scales": settings.use_power_2_scales,
         "fp8_format": te.Format[settings.fp8_format],
-        # Tensor cores add FP8 products up in fewer bits than FP32 unless the accumulator is split; the forward does without.
-        "fp8_gemm_fprop": te.MMParams(use_split_accumulator=False),
+        # Tensor cores add FP8 products up in fewer bits than FP32 unless the accumulator is split; the forward may do without.
+        "fp8_gemm_fprop": te.MMParams(use_split_accumulator=not settings.fast_accumulation),
         "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
         "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
     }

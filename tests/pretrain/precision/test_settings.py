@@ -19,7 +19,7 @@ VALUES = {
 } | {
     key: [False, True]
     for key in (
-        *("use_power_2_scales", "use_f32_scales", "enable_2d_quantization"),
+        *("use_power_2_scales", "use_f32_scales", "enable_2d_quantization", "fast_accumulation"),
         *("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"),
     )
 }

@@ -101,7 +101,10 @@ def test_without_options_a_recipe_is_transformer_engines_default_whatever_the_en
             {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
         ),
         ("delayed", {}, {"reduce_amax": True, "scaling_factor_compute_algo": None, "backward_override": None}),
+        ("delayed", {"fast_accumulation": False}, {"fp8_gemm_fprop.use_split_accumulator": True}),
         ("current", {"fp8_format": "E4M3"}, {"fp8_format.name": "E4M3"}),
+        ("current", {}, {"fp8_gemm_fprop.use_split_accumulator": False, "fp8_gemm_wgrad.use_split_accumulator": True}),
+        ("current", {"fast_accumulation": False}, {"fp8_gemm_fprop.use_split_accumulator": True}),
         (
             "current",
             {"use_power_2_scales": True},
@@ -165,7 +168,9 @@ def test_every_option_of_the_registry_changes_the_recipe_object(te_recipes: Inst
             if key == "scale_rounding" or (option.allowed and len(option.allowed) == 1):
                 continue  # emulation's alone; no other value to choose
             value = other[key][option.default] if key in other else not option.default
-            assert te_recipe(name, resolved(name, **{key: value})) != te_recipe(name, resolved(name)), (name, key)
+            changed, plain = (vars(te_recipe(name, resolved(name, **options))) for options in ({key: value}, {}))
+            changed, plain = ({k: repr(v) for k, v in each.items() if k != "_cached_repr"} for each in (changed, plain))
+            assert changed != plain, (name, key)
 
 
 def test_a_rounding_that_the_hardware_lacks_is_refused(te_recipes: Install) -> None:
