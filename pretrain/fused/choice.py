@@ -47,7 +47,8 @@ def not_fused_because(setting: Setting, engaged: Engaged, device_type: str, dtyp
 
 
 def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why fused layers gain nothing where nothing is quantized. On a CPU the demo's model trains 6 % slower so."""
+    """Why fused layers gain nothing where nothing is quantized. On a CPU the demo's model trains 5 to 6 % slower so
+    (benchmarks/results/cpu_fused.json)."""
     if device_type == "cpu":
         return "it gains nothing on a CPU"
     if dtype != torch.bfloat16:

@@ -29,11 +29,10 @@ from pretrain.fused.weights import StackedWeight
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.product import Role
 from pretrain.precision.te_observation import operand_kind
+from pretrain.precision.te_recipes import split_accumulator
 from pretrain.precision.transformer_engine import TransformerEngineBackend
 
 _BF16 = tex.DType.kBFloat16
-# Whether a product adds up its partial sums in full FP32, where a recipe does not say: what Transformer Engine does then.
-_SPLIT_ACCUMULATOR = {"fprop": False, "dgrad": True, "wgrad": True}
 _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
 
 
@@ -161,7 +160,7 @@ class TransformerEngineProduct:
         self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> Any:
         """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
-        split = self.low_precision and self._arithmetic.split_accumulator(gemm)
+        split = self.low_precision and split_accumulator(self._arithmetic.recipe, gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
 
@@ -185,9 +184,9 @@ class TransformerEngineArithmetic(Witness):
             holder = self._backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return TransformerEngineProduct(name, members, weights, self, holder)
 
-    def split_accumulator(self, gemm: str) -> bool:
-        wanted = getattr(self._backend.recipe, f"fp8_gemm_{gemm}", None)
-        return _SPLIT_ACCUMULATOR[gemm] if wanted is None else wanted.use_split_accumulator
+    @property
+    def recipe(self) -> Any:
+        return self._backend.recipe
 
     def kind(self, operand: Operand) -> str:
         return operand_kind(te, operand)

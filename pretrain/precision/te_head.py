@@ -25,6 +25,7 @@ from packing.batch import IGNORE
 from pretrain.chunked_loss import ChunkLoss, HeadGradients
 from pretrain.precision.product import Show
 from pretrain.precision.softmax_fp8_kernel import QuantizedGradient, quantized_softmax_gradient
+from pretrain.precision.te_recipes import split_accumulator
 from pretrain.softmax import softmax_gradient_
 
 _BF16 = torch.bfloat16
@@ -134,7 +135,5 @@ class Fp8ChunkLoss:
 
     def _multiply(self, left: Any, right: Any, product: str, **options: Any) -> Any:
         """TE's GEMM, looked up at each call, with the accumulators that te.Linear takes for `product`."""
-        split = getattr(self.module, f"_2X_ACC_{product.upper()}")
-        if hasattr(self.recipe, f"fp8_gemm_{product}"):
-            split = getattr(self.recipe, f"fp8_gemm_{product}").use_split_accumulator
+        split = split_accumulator(self.recipe, product)
         return self.module.general_gemm(left, right, use_split_accumulator=split, grad=product != "fprop", **options)

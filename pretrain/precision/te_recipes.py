@@ -43,6 +43,13 @@ def te_recipe(recipe_name: str, settings: LowPrecisionSettings) -> Any:
     return recipe
 
 
+def split_accumulator(recipe: Any, product: str) -> bool:
+    """Whether `product` (fprop, dgrad, wgrad) adds up its partial sums in full under `recipe`, as te.Linear's does: what the
+    recipe says, and where it says nothing, gradients alone."""
+    wanted = getattr(recipe, f"fp8_gemm_{product}", None)
+    return product != "fprop" if wanted is None else wanted.use_split_accumulator
+
+
 def _delayed(te: Any, settings: LowPrecisionSettings) -> tuple[type, Attributes, Attributes]:
     arguments = {
         "margin": settings.margin,

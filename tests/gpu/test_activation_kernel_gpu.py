@@ -7,10 +7,7 @@ even, nor keep subnormals; they are replaced here by ones that do.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import triton
@@ -30,7 +27,7 @@ from pretrain.precision.fp8_tile import (
     store_tensor_scaled,
 )
 from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, round_to_grid
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -38,6 +35,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities and NaN
+    pytest.mark.usefixtures("conversions_that_round"),
 ]
 
 TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
@@ -47,30 +45,6 @@ by_power_of_two = pytest.mark.parametrize("power_of_two", [False, True], ids=["f
 # The sigmoid is a few FP32 ulps off, 2^-21 or so; an FP8 rounding spans 2^-4 of a value at least and is decided by less than
 # that for one value in 2^17, and twice for a value that is rounded to BF16 in between.
 FLIPPED = 1e-4
-
-
-@pytest.fixture(autouse=True, scope="module")
-def conversions_that_round() -> Iterator[None]:
-    if not INTERPRETED:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    theirs, grids = interpreter._convert_float, {tl.float8e4nv: E4M3, tl.float8e5: E5M2}
-
-    def convert(values: np.ndarray, of: tl.dtype, to: tl.dtype, mode: Any) -> np.ndarray:
-        if (of, to) == (tl.bfloat16, tl.float32):
-            return values.view(np.uint16).astype(np.uint32) << 16
-        if of != tl.float32 or to not in (*grids, tl.bfloat16):
-            return theirs(values, of, to, mode)
-        x = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-        if to == tl.bfloat16:
-            return x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-        return round_to_grid(x, grids[to]).to(TORCH[grids[to].name]).view(torch.uint8).numpy()
-
-    interpreter._convert_float = convert
-    yield
-    interpreter._convert_float = theirs
 
 
 def decoded(codes: Tensor, grid: Grid) -> Tensor:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from packing.errors import InputError
 from pretrain.plan import Plan
 from pretrain.settings import Recipe
+from tests.pretrain.plan_recipe import recipe
 
 GIB = 2**30
 
@@ -21,19 +22,6 @@ def qwen3() -> PreTrainedModel:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=True, **sizes, **heads))
-
-
-def recipe(**changes: Any) -> Recipe:
-    values = {
-        "name": "small",
-        "model": {"source": "some/model"},
-        "data": {"packs": "packs", "length": 4096},
-        "batch": {"tokens": 131_072, "microbatch": 8},
-        "schedule": {"warmup": 100},
-        "optimizer": {"learning_rate": 2e-5},
-        "train": {"epochs": 4},
-    }
-    return Recipe.model_validate({**values, **changes})
 
 
 def plan(model: PreTrainedModel, changed: Recipe | None = None, **changes: Any) -> Plan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,20 +10,8 @@ from hypothesis import strategies as st
 
 from packing.errors import InputError
 from pretrain.plan_checks import check_settings, steps_of
-from pretrain.settings import Recipe, TrainSettings
-
-
-def recipe(**changes: Any) -> Recipe:
-    values = {
-        "name": "small",
-        "model": {"source": "some/model"},
-        "data": {"packs": "packs", "length": 4096},
-        "batch": {"tokens": 131_072, "microbatch": 8},
-        "schedule": {"warmup": 100},
-        "optimizer": {"learning_rate": 2e-5},
-        "train": {"epochs": 4},
-    }
-    return Recipe.model_validate({**values, **changes})
+from pretrain.settings import TrainSettings
+from tests.pretrain.plan_recipe import recipe
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,6 @@ class Head:
         state = SimpleNamespace(is_first_fp8_module=lambda: self.first_module, reduce_and_update_fp8_tensors=self._update)
         module = ModuleType(MODULE)
         vars(module).update(general_gemm=general_gemm, quantize_weight=quantize_weight, FP8GlobalStateManager=state)
-        vars(module).update(_2X_ACC_FPROP=False, _2X_ACC_DGRAD=True, _2X_ACC_WGRAD=True)
         module.FP8FwdTensorIdx = SimpleNamespace(GEMM1_INPUT=0, GEMM1_WEIGHT=1)
         module.FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0)
         for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module"):
