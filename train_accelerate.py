@@ -27,39 +27,43 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
 import torch
 from accelerate import Accelerator
 
+from foundation.errors import InputError
+from foundation.units import duration
 from packing.batch import BatchStream, StepBatches, evaluation_batches
-from packing.errors import InputError
 from packing.order import PackOrder
-from pretrain import config, model, optimizer, schedule
-from pretrain.assembly import Assembly, assemble
-from pretrain.checkpoint import Checkpoints, bytes_needed, check_space
-from pretrain.closing import last_screen
-from pretrain.command_line import parse_arguments, say_once
-from pretrain.distributed import describe_topology, full_state_dict, gathered, make_accelerator
-from pretrain.evaluate import held_out_loss, sample
-from pretrain.exact_weights import local_part
+from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.compare.curves import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
+from pretrain.metrics.last_screen import last_screen
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
 from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
+from pretrain.metrics.run_files import read_metrics, read_run
+from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
 from pretrain.metrics.summary import is_evaluation
 from pretrain.metrics.trackers import Trackers, resolve
-from pretrain.metrics.units import duration
-from pretrain.microbatch import settle_microbatch
-from pretrain.parity import Parity, check_parity
-from pretrain.plan import Plan
-from pretrain.precision import audit
-from pretrain.precision.launch_environment import with_precision
-from pretrain.preflight import Job, prepare_job
-from pretrain.reporting.curves import plot_losses
-from pretrain.resume import find_source, restore
-from pretrain.run_files import read_metrics, read_run
-from pretrain.run_folder import RunFolder, check_free, describe_environment
-from pretrain.signals import StopRequest
-from pretrain.state import TrainState, seed_step
-from pretrain.step import forward_backward, frozen_share, largest_over_ranks
+from pretrain.model import huggingface as model
+from pretrain.model.distributed import describe_topology, full_state_dict, gathered, largest_over_ranks, make_accelerator
+from pretrain.model.step import forward_backward
+from pretrain.optimizer import build as optimizer
+from pretrain.optimizer import schedule
+from pretrain.optimizer.exact_adamw import frozen_share
+from pretrain.optimizer.exact_weights import local_part
+from pretrain.plan.plan import Plan
+from pretrain.plan.preflight import Job, prepare_job
+from pretrain.run.assembly import Assembly, assemble
+from pretrain.run.command_line import parse_arguments, say_once
+from pretrain.run.evaluate import held_out_loss, sample
+from pretrain.run.microbatch import settle_microbatch
+from pretrain.run.resume import find_source, restore
+from pretrain.run.signals import StopRequest
+from pretrain.settings import config
+from pretrain.settings.launch_environment import with_precision
+from pretrain.verify import audit
+from pretrain.verify.parity import Parity, check_parity
 
 
 @dataclass

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
-from pretrain import attention, attention_cudnn
-from pretrain.fused.heads import Heads
-from pretrain.run_folder import describe_environment
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model import attention, attention_cudnn
+from pretrain.model.fused.heads import Heads
 
 PACK, TOKENS = 4096, 32_768
 CHARACTERS_A_TOKEN = 4  # of Python code, in the vocabularies of today's models

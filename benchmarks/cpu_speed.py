@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.machine import processor
-from pretrain.run_folder import describe_environment
+from pretrain.metrics.run_folder import describe_environment
 
 RECIPE = Path("recipes/smoke.yaml")
 STEPS, WARM_UP = 40, 5
@@ -87,8 +87,8 @@ def plain_tokens_per_second() -> float:
     from transformers import AutoModelForCausalLM
 
     from packing.store import open_packs
-    from pretrain import model
-    from pretrain.config import load_recipe
+    from pretrain.model import huggingface as model
+    from pretrain.settings.config import load_recipe
 
     recipe = load_recipe(RECIPE)
     packs = open_packs(recipe.data, "train")

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from benchmarks.machine import processor
 from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE, median_ms
+from pretrain.metrics.run_folder import describe_environment
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.run_folder import describe_environment
 
 # name: (which input it takes, in_features, out_features). Linears that share an input keep it once for backward.
 LINEARS = {

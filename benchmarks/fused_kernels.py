@@ -28,13 +28,13 @@ from torch import Tensor
 
 from benchmarks.optimizer_step import copy_bandwidth, median_ms
 from packing.batch import IGNORE
-from pretrain import softmax_kernel
-from pretrain.fused import rotary_kernel
-from pretrain.fused.heads import HeadNorms, Heads
-from pretrain.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
-from pretrain.fused.rotary_kernel import Tiling
-from pretrain.precision.softmax_fp8_kernel import quantized_softmax_gradient
-from pretrain.run_folder import describe_environment
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model.fused import rotary_kernel
+from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+from pretrain.model.fused.rotary_kernel import Tiling
+from pretrain.model.loss import softmax_kernel
+from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
 
 BF16 = torch.bfloat16
 TOKENS = 32_768  # of a microbatch: 8 packs of 4,096
@@ -266,7 +266,7 @@ def activation() -> Iterator[Case]:
     import transformer_engine.pytorch  # noqa: F401  its kernels cannot be imported before
     import transformer_engine_torch as tex
 
-    from pretrain.fused.activation import swiglu, swiglu_backward
+    from pretrain.model.fused.activation import swiglu, swiglu_backward
 
     s = SwiGLU()
     hidden, d_activated = s.hidden, s.d_activated
@@ -284,8 +284,8 @@ def activation() -> Iterator[Case]:
 
 def activation_tilings() -> Iterator[Case]:
     """By replacing the kernels' own tiles."""
-    from pretrain.fused import activation_kernel as kernel
-    from pretrain.fused.activation_kernel import BlockScaled, TensorScaled, Tile
+    from pretrain.model.fused import activation_kernel as kernel
+    from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled, Tile
 
     s = SwiGLU()
     hidden, d_activated = s.hidden, s.d_activated

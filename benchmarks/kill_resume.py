@@ -31,10 +31,10 @@ import yaml
 
 from benchmarks.machine import processor
 from packing.store import Pack, PackWriter
-from pretrain.checkpoint_folder import step_folders
-from pretrain.manifest import damage, read_manifest
-from pretrain.run_files import read_metrics
-from pretrain.run_folder import describe_environment
+from pretrain.checkpoint.folder import step_folders
+from pretrain.checkpoint.manifest import damage, read_manifest
+from pretrain.metrics.run_files import read_metrics
+from pretrain.metrics.run_folder import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from packing.errors import InputError
-from pretrain.config import load_recipe
+from foundation.errors import InputError
 from pretrain.metrics.flops import TERA, ModelFlops
-from pretrain.model import build_on_meta, load_config
-from pretrain.settings import Recipe
+from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 WARM_UP, TIMES = 3, 10

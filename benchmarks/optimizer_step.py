@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from pretrain.exact_adamw import ExactAdamW
-from pretrain.exact_adamw_kernel import FusedUpdate
-from pretrain.run_folder import describe_environment
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.exact_adamw_kernel import FusedUpdate
 
 FP32, BF16 = torch.float32, torch.bfloat16
 HIDDEN, INTERMEDIATE, LAYERS, KEY_VALUE, HEAD, VOCABULARY = 2048, 6144, 28, 1024, 128, 151_936

@@ -22,15 +22,15 @@ import torch
 
 from packing.batch import BatchStream, StepBatches
 from packing.order import PackOrder
-from pretrain.assembly import assemble
-from pretrain.config import load_recipe
-from pretrain.distributed import make_accelerator
-from pretrain.parity import compare, fast_pass, valid_share
-from pretrain.plain import Pass, plain_model, plain_pass
-from pretrain.precision.launch_environment import with_precision
-from pretrain.precision.recipes import RECIPES
-from pretrain.preflight import Job, prepare_job
-from pretrain.run_folder import describe_environment
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model.distributed import make_accelerator
+from pretrain.plan.preflight import Job, prepare_job
+from pretrain.precision.registry import RECIPES
+from pretrain.run.assembly import assemble
+from pretrain.settings.config import load_recipe
+from pretrain.settings.launch_environment import with_precision
+from pretrain.verify.parity import compare, fast_pass, valid_share
+from pretrain.verify.plain_model import Pass, plain_model, plain_pass
 
 
 def main() -> None:

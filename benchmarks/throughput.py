@@ -21,7 +21,7 @@ from pathlib import Path
 from benchmarks import throughput_report
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, MODELS
-from packing.errors import InputError
+from foundation.errors import InputError
 
 
 def main() -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from packing.store import Pack, PackWriter
-from pretrain.config import load_recipe
+from pretrain.settings.config import load_recipe
 
 LOG_MEAN, LOG_DEVIATION, SHORTEST = 4.7, 1.1, 8  # of a document's length in tokens
 SPARED = 1936  # ids at the vocabulary's end that do not occur: special tokens, and rows that only round up its size

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
-from packing.durable import replace_file
-from packing.errors import InputError
-from pretrain.reporting.drawing import COLOURS, GREY, new_figure, plain_style, save
-from pretrain.reporting.tables import markdown, shown
+from foundation.errors import InputError
+from foundation.files import replace_file
+from pretrain.compare.drawing import COLOURS, GREY, new_figure, plain_style, save
+from pretrain.compare.tables import markdown, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

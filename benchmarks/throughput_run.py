@@ -27,11 +27,11 @@ from benchmarks.training_speed import measure as measure_ours
 from benchmarks.training_speed import run_to_its_end
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
-from packing.durable import replace_file
-from packing.errors import InputError
-from pretrain.config import load_recipe
-from pretrain.run_folder import describe_environment
-from pretrain.settings import Recipe
+from foundation.errors import InputError
+from foundation.files import replace_file
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
 SAID = 4000  # characters of a failed way's output that are kept
 

@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import processor
+from pretrain.metrics.run_files import read_metrics
+from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.summary import is_evaluation
-from pretrain.run_files import read_metrics
-from pretrain.run_folder import describe_environment
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
 CONFIG = Path("accelerate_configs/bf16.yaml")

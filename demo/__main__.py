@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from demo.command import CommandFailed
 from demo.last_screen import last_screen
 from demo.parts import RECIPE, Demo, Part
-from packing.errors import InputError
-from pretrain.config import load_recipe
+from foundation.errors import InputError
+from pretrain.settings.config import load_recipe
 
 
 def main() -> int:

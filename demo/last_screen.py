@@ -48,7 +48,7 @@ def _commands(demo: Demo) -> dict[str, str]:
     return {
         "another text": shown([PYTHON, "-m", "demo.sample", str(demo.model), "class "]),
         "read the packs": shown([PYTHON, "-m", "packing", "inspect", str(demo.packs)]),
-        "report": shown([PYTHON, "-m", "pretrain.report", str(demo.run_dir)]),
+        "report": shown([PYTHON, "-m", "pretrain", "report", str(demo.run_dir)]),
         "train longer": shown(train_command("cpu", RECIPE, *longer)),
         "": "key=value changes any setting. Ctrl-C saves a checkpoint, and the same command goes on from it.",
         "on a GPU": shown(train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4")),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from demo.command import run, script
-from pretrain.config import run_dir_of
-from pretrain.settings import Recipe
+from pretrain.settings.config import run_dir_of
+from pretrain.settings.recipe import Recipe
 
 RECIPE = Path("recipes/smoke.yaml")
 PYTHON = script("python")

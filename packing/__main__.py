@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from packing.errors import InputError
-from packing.settings import DataSettings, Settings, load_yaml, parse, value_from_text
+from foundation.errors import InputError
+from foundation.settings import Settings, load_yaml, parse, value_from_text
+from packing.settings import DataSettings
 
 
 class _Recipe(Settings):

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from packing.durable import fsync_folder, fsync_tree, is_disk_full
-from packing.errors import InputError
-from packing.integrity import FileRecord, check_hashes, check_sizes, hash_file, stamp_as_verified
+from foundation.errors import InputError
+from foundation.files import fsync_folder, fsync_tree, is_disk_full
+from foundation.integrity import FileRecord, check_hashes, check_sizes, hash_file, stamp_as_verified
 from packing.protocol import Pack, Split, as_token_ids, checked_index
 
 MANIFEST = "packs.json"
@@ -212,7 +212,7 @@ class ArrowPacks:
     """One split of a folder that PackWriter wrote, memory-mapped.
 
     The fingerprint comes from the manifest and covers tokens, lengths, positions and their order, however they lie in shards.
-    Raises InputError for a folder without a readable manifest, for missing or truncated shards and, as packing.integrity decides
+    Raises InputError for a folder without a readable manifest, for missing or truncated shards and, as foundation.integrity decides
     or if `verify` says so later, for damaged ones.
     """
 

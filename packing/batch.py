@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from packing.order import PackOrder, spread
 from packing.prefetch import Prefetch
 from packing.store import Pack, Packs

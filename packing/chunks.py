@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from packing.errors import InputError
+from foundation.errors import InputError
 
 CHUNK_BYTES = 2**20  # about 50 ms of tokenising a core: small enough to keep all busy, large enough to forget the cost of sending
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}

@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from foundation.errors import InputError
+from foundation.progress import Progress
+from foundation.settings import parse
 from packing.arrow import MANIFEST, ArrowPacks, PackWriter
-from packing.errors import InputError
 from packing.mds import MDSReader
 from packing.prepare import summary
-from packing.progress import Progress
 from packing.protocol import Packs, Split
-from packing.settings import DataSettings, parse
+from packing.settings import DataSettings
 from packing.statistics import draw_lengths, length_statistics
 from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer

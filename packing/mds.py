@@ -27,8 +27,8 @@ import numpy as np
 import pyarrow as pa
 import zstandard
 
-from packing.errors import InputError
-from packing.integrity import FileRecord, check_hashes, check_sizes, digests, hash_file
+from foundation.errors import InputError
+from foundation.integrity import FileRecord, check_hashes, check_sizes, digests, hash_file
 from packing.protocol import Pack, as_token_ids, checked_index
 
 INDEX = "index.json"
@@ -192,7 +192,7 @@ def _record(where: Path, data: dict[str, Any]) -> FileRecord:
 class MDSReader:
     """All samples of an MDS folder, or of several folders in turn, as dicts of decoded columns.
 
-    Opening checks sizes and hashes as packing.integrity says and decompresses what is compressed. Raises InputError for whatever
+    Opening checks sizes and hashes as foundation.integrity says and decompresses what is compressed. Raises InputError for whatever
     the folders lack, and for damage, unknown encodings and unknown compression.
     """
 

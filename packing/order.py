@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from packing.errors import InputError
+from foundation.errors import InputError
 
 # Eight rounds over 6 bits or more: every order of up to 8 packs is then as frequent as any other, as far as a chi-square test of
 # 20,000 seeds can see. Over 4 bits it is not, even with twelve rounds.

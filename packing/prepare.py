@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from foundation.errors import InputError
+from foundation.files import is_disk_full
+from foundation.lock import exclusive
+from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chunks import CHUNK_BYTES
-from packing.durable import is_disk_full
-from packing.errors import InputError
-from packing.lock import exclusive
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
-from packing.progress import Progress, say
 from packing.settings import DataSettings
 from packing.sources import FileSource, Source, open_source
 from packing.statistics import draw_lengths, length_statistics

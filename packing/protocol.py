@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from packing.errors import InputError
+from foundation.errors import InputError
 
 Split = Literal["train", "held_out"]
 

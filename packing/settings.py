@@ -1,51 +1,16 @@
-"""Typed settings that refuse what they do not know, and the settings of the `data` section.
-
-`parse` turns every pydantic error into one InputError that names the file, the key, what is wrong and the nearest known key.
-`DataSettings` stands here, beside the code it configures; `pretrain.settings` composes it into a whole recipe.
-"""
+"""The `data` section of a training recipe: where tokens come from and how they are packed."""
 
 from __future__ import annotations
 
-import difflib
-import os
 import re
-import types
-import typing
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from packing.errors import InputError
+from foundation.settings import PositiveCount, Seed, Settings, Share
 
-
-class Settings(BaseModel):
-    """Base of every settings class: unknown keys are errors, and a built object does not change."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
-
-
-def _count(value: object) -> object:
-    """Read `364e6` and `131_072`, which YAML hands over as text or float, as the whole numbers they are."""
-    if isinstance(value, bool):
-        raise ValueError("a whole number is wanted, not true or false")
-    if isinstance(value, str):
-        try:
-            value = float(value.replace("_", ""))
-        except ValueError:
-            return value
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
-Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=2**63 - 1)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 
 # What says how a source becomes packs.
 _FOR_PREPARING = (
@@ -99,119 +64,3 @@ class DataSettings(Settings):
         elif self.end_token is not None:
             raise ValueError("`end_token` is for token .bin files; packs that are prepared from a `source` know their documents")
         return self
-
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
-
-S = TypeVar("S", bound=BaseModel)
-
-# Pydantic puts the tried member of a union into an error's location, as in `literal['auto']`, `constrained-int` or the name of a
-# settings class. No user wrote those.
-_UNION_MEMBER = re.compile(r".*\[.*\].*|(constrained-)?(int|float|str|bool)|none|dict|list|[A-Z]\w*")
-
-
-def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], str]) -> S:
-    """Build `cls` from `values`.
-
-    Every mistake becomes a line of one InputError that starts with `origin`: a file's name, or a function from the dotted key to
-    the place it was set in.
-    """
-    try:
-        return cls.model_validate(values)
-    except ValidationError as error:
-        lines: dict[tuple[str, str], list[str]] = {}
-        for item in error.errors(include_url=False):
-            key, what, offered = _describe(cls, item)
-            lines.setdefault((key, what), []).append(offered)
-        texts = [
-            f"{origin if isinstance(origin, str) else origin(key)}: {what}{', or '.join(filter(None, dict.fromkeys(offered)))}"
-            for (key, what), offered in lines.items()
-        ]
-        raise InputError("\n".join(texts)) from None
-
-
-def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
-    """The dotted key of one pydantic error, what to say, and what would be taken (members of a union each say their own)."""
-    path, fields = _walk(cls, item["loc"])
-    key = ".".join(path)
-    if item["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(path[-1], fields, n=1, cutoff=0.5)
-        hint = f"did you mean `{'.'.join([*path[:-1], near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
-        return key, f"unknown key `{key}`; {hint}", ""
-    if item["type"] == "missing":
-        return key, f"`{key}` is required and missing", ""
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
-    if item["type"] == "value_error":
-        return key, f"`{key}`: {message}" if key else message, ""
-    message = message.partition(", unable to parse")[0]
-    got = "a mapping" if isinstance(item["input"], dict) else repr(item["input"])
-    return key, f"`{key}` is {got}; it should be ", message
-
-
-def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The user's own keys in a pydantic location, and the names of the fields that stand beside the last of them."""
-    path = [str(part) for part in loc if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
-    for part in path[:-1]:
-        field = cls.model_fields.get(part)
-        cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
-    return path, list(cls.model_fields)
-
-
-def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
-    """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
-
-    YAML would see a mapping in the template `{title}: {text}`. Shells leave `\\n` in quotes as two characters; in text it is a
-    line's end. `null` is none everywhere. Raises InputError where the text is not YAML.
-    """
-    *parents, name = key.split(".")
-    for part in parents:
-        field = cls.model_fields.get(part)
-        cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
-    field = cls.model_fields.get(name)
-    annotation = field.annotation if field else None
-    members = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
-    if members & {str, Path} and text != "null":
-        return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InputError(f"command line: the value of `{key}={text}` is not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _settings_classes(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
-        return [c for part in typing.get_args(annotation) for c in _settings_classes(part)]
-    return []
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets a repeated key silently win over the first; a recipe that says two things is a mistake."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping that the YAML file at `path` holds; InputError where there is none."""
-    path = Path(path)
-    try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except FileNotFoundError:
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
-        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-        raise InputError(f"{path}: no such file{hint}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
-    return values

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from foundation.errors import InputError
 from packing.chunks import CHUNK_BYTES, Chunk, TextTemplate, open_stream
-from packing.errors import InputError
 from packing.settings import HUB_NAME, DataSettings
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from foundation.errors import InputError
 from packing.arrow import MANIFEST, ArrowPacks, PackWriter, read_manifest
-from packing.errors import InputError
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.order import splitmix64
 from packing.protocol import Pack, Packs, Split, checked_index

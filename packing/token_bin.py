@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from packing.errors import InputError
-from packing.integrity import FileRecord, check_hashes, digests
+from foundation.errors import InputError
+from foundation.integrity import FileRecord, check_hashes, digests
 from packing.protocol import Pack, checked_index
 
 _SAMPLED_TOKENS = 2**20

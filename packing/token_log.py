@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from packing.durable import replace_file
-from packing.errors import InputError
+from foundation.errors import InputError
+from foundation.files import replace_file
 from packing.workers import Tokenized
 
 SOURCE_FILES = "source files"  # the part of a log's key that changes without anyone setting it

@@ -11,7 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from packing.settings import HUB_NAME
 
 _ROLES = ("bos", "eos", "pad")

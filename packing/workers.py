@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
+from foundation.errors import InputError
 from packing.chunks import Chunk, TextTemplate, read_chunk
-from packing.errors import InputError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -25,7 +25,7 @@ from packing.store import Pack, PackWriter
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[1]
 PACK_LENGTH = 32
 BLOCK_LENGTH = 128
 VOCABULARY = 61

@@ -14,10 +14,10 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 
 # Each process writes what it was started with; accelerate hands its file over as environment variables.
@@ -31,8 +31,8 @@ Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(d
 SETTLE = """
 import json, os, sys
 from pathlib import Path
-from pretrain.config import load_recipe
-from pretrain.precision.launch_environment import with_precision
+from pretrain.settings.config import load_recipe
+from pretrain.settings.launch_environment import with_precision
 recipe = with_precision(load_recipe(Path(sys.argv[1], "recipe.yaml")), os.environ)
 left = [key for key in os.environ if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"]
 found = {"precision": recipe.precision, "fp8_config": recipe.fp8_config.model_dump(), "left": left}

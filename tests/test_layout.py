@@ -14,11 +14,11 @@ import pytest
 from packaging.requirements import Requirement
 
 from demo.parts import RECIPE
-from pretrain.config import load_recipe
-from pretrain.settings import Recipe
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = ("packing", "pretrain", "demo", "benchmarks")
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
 MOST_LINES = 400
 
@@ -136,7 +136,12 @@ def test_no_module_and_no_class_is_named_after_nothing():
 
 @pytest.mark.parametrize(
     ("package", "allowed"),
-    [("packing", {"packing"}), ("pretrain", {"packing", "pretrain"}), ("demo", {"packing", "pretrain", "demo"})],
+    [
+        ("foundation", {"foundation"}),
+        ("packing", {"foundation", "packing"}),
+        ("pretrain", {"foundation", "packing", "pretrain"}),
+        ("demo", {"foundation", "packing", "pretrain", "demo"}),
+    ],
 )
 def test_packages_import_downward_only(package: str, allowed: set[str]):
     ours = {*PRODUCT, "tests", "train_accelerate"}
@@ -156,8 +161,15 @@ def test_no_modules_import_each_other_in_a_circle():
     tuple(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
-WITHOUT_TORCH = ("packing.settings", "packing.pack", "pretrain.settings", "pretrain.config", "pretrain.report", "pretrain.matrix")
-WITHOUT_TORCH += ("pretrain.cells", "pretrain.precision.settings", "pretrain.precision.recipes")
+WITHOUT_TORCH = (
+    "packing.settings",
+    "packing.pack",
+    "pretrain.settings.recipe",
+    "pretrain.settings.config",
+    "pretrain.compare.report",
+    "pretrain.compare.matrix",
+)
+WITHOUT_TORCH += ("pretrain.compare.cells", "pretrain.precision.settings", "pretrain.precision.registry")
 
 
 def test_settings_reports_and_the_matrix_do_without_torch():

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from packing.batch import Microbatch
-from pretrain import attention, model
-from pretrain.settings import Recipe
+from pretrain.model import attention
+from pretrain.model import huggingface as model
+from pretrain.settings.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.ways.task import Task, Way, missing
 from packing.batch import IGNORE, Microbatch
-from pretrain.model import decoder_layers
+from pretrain.model.huggingface import decoder_layers
 
 
 def obstacle(device: torch.device) -> str | None:

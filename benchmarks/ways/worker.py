@@ -21,10 +21,10 @@ from benchmarks.ways.task import Builder, Task, Way
 from packing.batch import BatchStream, StepBatches
 from packing.order import PackOrder
 from packing.store import open_packs
-from pretrain import schedule
-from pretrain.config import load_recipe
 from pretrain.metrics.recorder import memory_gib
-from pretrain.optimizer import set_learning_rate
+from pretrain.optimizer import schedule
+from pretrain.optimizer.build import set_learning_rate
+from pretrain.settings.config import load_recipe
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-from pretrain.metrics.units import count, duration, memory, percent, three_digits
+from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
 RECENT_STEPS = 50

@@ -19,7 +19,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.settings import HealthSettings
+from pretrain.settings.recipe import HealthSettings
 
 WINDOW = 100  # steps whose losses say what is usual
 QUIET_START = 20  # finite losses before any is called a spike: fewer say nothing of the noise

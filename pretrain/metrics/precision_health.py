@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.metrics.units import percent
+from foundation.units import percent
 from pretrain.precision.settings import LowPrecisionSettings
 
 Record = Mapping[str, Any]

@@ -21,14 +21,14 @@ from accelerate import Accelerator
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from packing.errors import InputError
+from foundation.errors import InputError
+from foundation.units import percent
+from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
-from pretrain.metrics.units import percent
-from pretrain.state import TrainState
+from pretrain.model.loss.head import LOSS_SCOPE
 
 PROFILED = 5  # the step of this process that is recorded: everything is compiled by then, and caches are warm
 TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
-LOSS_SCOPE = "loss"  # what `PackedLanguageModel` calls the part of its forward that is the head's
 _OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
 
 # In this order: the names of attention kernels have "gemm" in them now and then, those of products never "attention".

@@ -22,9 +22,9 @@ from typing import Any, TextIO
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from packing.durable import replace_file
-from packing.errors import InputError
-from pretrain.config import flatten
+from foundation.errors import InputError
+from foundation.files import replace_file
+from pretrain.settings.config import flatten
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -6,7 +6,7 @@ import torch
 
 from pretrain.precision import transformer_engine
 from pretrain.precision.engage import Missing
-from pretrain.precision.recipes import PrecisionRecipe
+from pretrain.precision.registry import PrecisionRecipe
 
 
 def missing_on(device_type: str) -> Missing:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from packing.errors import InputError
-from pretrain.precision.recipes import RECIPES, PrecisionRecipe
+from foundation.errors import InputError
+from pretrain.precision.registry import RECIPES, PrecisionRecipe
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import Recipe
 
 _FALLBACK = "delayed"  # the low precision that most GPUs have; where not even that, BF16
 
@@ -45,13 +44,13 @@ class Engaged:
         return f"{self.reason}: {instead}"
 
 
-def engage(recipe: Recipe, missing: Missing) -> Engaged:
-    """What `recipe`, whose precision is settled, gets on a device that lacks what `missing` says (`device.missing_on`).
+def engage(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> Engaged:
+    """What a run in `precision` gets on a device that lacks what `missing` says (`device.missing_on`).
 
     Raises InputError where the device lacks the precision and `on_unsupported` is `error`.
     """
-    wanted = RECIPES[recipe.precision]
-    settings = recipe.fp8_config.resolved(wanted.name)
+    wanted = RECIPES[precision]
+    settings = fp8_config.resolved(wanted.name)
     if not wanted.quantized:
         return Engaged(wanted.name, wanted, "torch", settings)
     if settings.backend == "emulation":
@@ -68,7 +67,7 @@ def engage(recipe: Recipe, missing: Missing) -> Engaged:
     if settings.on_unsupported == "fallback":
         low_precision = wanted.name != _FALLBACK and missing(RECIPES[_FALLBACK]) is None
         nearest = RECIPES[_FALLBACK if low_precision else "bf16"]
-        settings = recipe.fp8_config.without_options().resolved(nearest.name)
+        settings = fp8_config.without_options().resolved(nearest.name)
         return Engaged(wanted.name, nearest, "transformer_engine" if low_precision else "torch", settings, reason)
     raise InputError(f"{reason}. {_remedies(missing)}")
 
@@ -80,31 +79,3 @@ def _remedies(missing: Missing) -> str:
         "Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
         f"`fp8_config.on_unsupported: fallback` to train in {fallback}, or a `precision` that runs here: {', '.join(available)}"
     )
-
-
-def check_fit(engaged: Engaged, recipe: Recipe, layers: int) -> None:
-    """Refuse a training whose shapes or whose loss a quantized precision cannot take. `layers`: decoder layers of the model.
-
-    Linears that do not fit are kept in BF16 one by one, and the audit says so; what is refused here would leave none. Raises
-    InputError.
-    """
-    if not engaged.recipe.quantized:
-        return
-    name, multiple, length = engaged.recipe.name, engaged.recipe.multiple_of, recipe.data.length
-    if length % multiple:
-        lower, upper = length // multiple * multiple, (length // multiple + 1) * multiple
-        raise InputError(
-            f"`data.length: {length}` is not a multiple of {multiple}, in which `precision: {name}` takes tokens; the nearest "
-            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
-        )
-    kept = engaged.settings.keep_bf16_layers
-    if kept.first + kept.last >= layers:
-        raise InputError(
-            f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
-            f"keep fewer for `precision: {name}`, or set `precision: bf16`"
-        )
-    if engaged.settings.scope != "linear" and recipe.loss.kind == "cce":
-        raise InputError(
-            f"`loss.kind: cce` and `fp8_config.scope: {engaged.settings.scope}` contradict each other: cce multiplies by the "
-            "head inside its own kernel, in BF16; set `loss.kind: chunked`, or `scope: linear`"
-        )

@@ -8,8 +8,6 @@ and another begins after it.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pretrain.chunked_loss import ChunkLoss
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.product import FusedHeadProduct, NormFunction, Product, Role
+from pretrain.precision.product import NormFunction, Product
 
 
 class LowPrecisionLinear(nn.Module):
@@ -53,37 +50,6 @@ class LowPrecisionLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-
-
-@dataclass(frozen=True)
-class LowPrecisionHeadProduct:
-    """The LM head's product, for `LossHead.low_precision`: the head stays where it is, and tied, and only its products change."""
-
-    name: str
-    product: Product
-    context: PrecisionContext
-
-    @property
-    def engaged(self) -> bool:
-        return self.context.low_precision
-
-    @property
-    def fuses(self) -> bool:
-        """Whether the softmax can write its gradient as this product's operand; every product can `multiply`."""
-        return isinstance(self.product, FusedHeadProduct) and self.product.fuses_head
-
-    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor:
-        """x [n, hidden] -> logits [n, vocabulary], for a chunk of the tokens."""
-        return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
-
-    def fused(self, weight: Tensor) -> AbstractContextManager[ChunkLoss]:
-        """Entered around the chunks of one training forward, whose observers see what those of `multiply` see."""
-        show = self._show if self.context.observers else None
-        return self.product.head(weight, first_microbatch=self.context.first_microbatch, show=show)
-
-    def _show(self, role: Role, tensor: Tensor) -> None:
-        for observer in self.context.observers:
-            observer(self.name, role, tensor.detach(), self.product)
 
 
 class LowPrecisionNorm(nn.Module):

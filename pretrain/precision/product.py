@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
-
-from pretrain.chunked_loss import ChunkLoss
 
 Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
@@ -31,21 +29,6 @@ class Product(Protocol):
         """x [tokens, in], weight [out, in], bias [out], all BF16 -> [tokens, out] BF16, differentiable in each.
 
         `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept.
-        """
-
-
-@runtime_checkable
-class FusedHeadProduct(Protocol):
-    """A product that can be the LM head's together with the loss, forward and backward at once."""
-
-    @property
-    def fuses_head(self) -> bool:
-        """Whether `head` exists on this device, in this recipe."""
-
-    def head(self, weight: Tensor, *, first_microbatch: bool, show: Show | None) -> AbstractContextManager[ChunkLoss]:
-        """Entered around the chunks of one forward with gradients. weight [vocabulary, hidden] FP32 or BF16.
-
-        `show` is called with each operand as it stands before it is quantized: its role, and the tensor in BF16.
         """
 
 

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, model_validator
 
-from packing.settings import Count, PositiveCount, Settings
-from pretrain.precision import recipes
-from pretrain.precision.recipes import RECIPES, PrecisionRecipe
+from foundation.settings import Count, PositiveCount, Settings
+from pretrain.precision import registry as recipes
+from pretrain.precision.registry import RECIPES, PrecisionRecipe
 
 
 def _in_the_registry(name: str) -> str:

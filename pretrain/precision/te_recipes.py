@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from pretrain.precision.settings import LowPrecisionSettings
 
 Attributes = dict[str, Any]

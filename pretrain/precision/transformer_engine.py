@@ -21,10 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pretrain.chunked_loss import ChunkLoss
 from pretrain.precision.engage import Engaged
-from pretrain.precision.product import NormFunction, ObservedProduct, Show
-from pretrain.precision.recipes import PrecisionRecipe
+from pretrain.precision.product import NormFunction, ObservedProduct
+from pretrain.precision.registry import PrecisionRecipe
 from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe
 
@@ -51,7 +50,7 @@ def lacking() -> str | None:
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine, which is not installed (pip install --no-build-isolation -r requirements-cuda.txt)"
     try:
-        _library()
+        library()
     except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
         return f"a Transformer Engine that can be imported ({' '.join(str(error).split())})"
     if tuple(map(int, _version().split(".")[:2])) < OLDEST:
@@ -63,7 +62,7 @@ def unavailable_because(recipe: PrecisionRecipe) -> str | None:
     """The same for running a quantized `recipe` on it."""
     if missing := lacking():
         return missing
-    available, reason = getattr(_library(), _AVAILABLE[recipe.name])(return_reason=True)
+    available, reason = getattr(library(), _AVAILABLE[recipe.name])(return_reason=True)
     return None if available else f"what Transformer Engine misses here: {reason}"
 
 
@@ -73,7 +72,7 @@ class TransformerEngineProduct:
     def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
         self.name = name
         self.linear = linear
-        self._backend = backend
+        self.backend = backend
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out], BF16 -> [tokens, out] BF16; inside of the backend's `forward` only.
@@ -82,7 +81,7 @@ class TransformerEngineProduct:
         for this call alone: evaluation neither uses nor replaces the copy that training made.
         """
         cached = first_microbatch if torch.is_grad_enabled() else None
-        observer = self._backend.observer
+        observer = self.backend.observer
         with observer.forward_of(self.name) if observer else nullcontext(), _lent(self.linear, weight, bias):
             y = self.linear(x, is_first_microbatch=cached)
         if observer:
@@ -92,22 +91,9 @@ class TransformerEngineProduct:
     @property
     def fuses_head(self) -> bool:
         """Where one scale a tensor and operands along the inner dimension are what FP8 products take; without a bias."""
-        recipe = self._backend.recipe
+        recipe = self.backend.recipe
         per_tensor = recipe.delayed() or recipe.float8_current_scaling()
         return per_tensor and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
-
-    @contextmanager
-    def head(self, weight: Tensor, *, first_microbatch: bool, show: Show | None) -> Iterator[ChunkLoss]:
-        """This product as the LM head with its loss (pretrain.precision.te_head); a `FusedHeadProduct`."""
-        from pretrain.precision.te_head import fp8_head  # brings Triton, which takes a while
-
-        backend = self._backend
-        watched = backend.observer.forward_of(self.name) if backend.observer else nullcontext()
-        with (
-            watched,
-            fp8_head(_library(), self.linear, backend.recipe, weight, first_microbatch=first_microbatch, show=show) as chunk_loss,
-        ):
-            yield chunk_loss
 
 
 class TransformerEngineBackend:
@@ -117,7 +103,7 @@ class TransformerEngineBackend:
 
     def __init__(self, engaged: Engaged, device: torch.device) -> None:
         """Raises InputError where the installed Transformer Engine does not take the recipe as asked."""
-        self._te = _library()
+        self.te = library()
         self._device = device
         self.recipe = te_recipe(engaged.recipe.name, engaged.settings)
         self._products: dict[str, TransformerEngineProduct] = {}
@@ -127,7 +113,7 @@ class TransformerEngineBackend:
         """The product of the linear called `name`; its delayed scales and histories exist, and are fresh, from here on."""
         if name in self._products:
             raise ValueError(f"{name} has a product already, and two would share one place in a checkpoint")
-        linear = self._te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
+        linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
         # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
@@ -136,7 +122,7 @@ class TransformerEngineBackend:
 
     def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
         """(x [..., size], weight [size], bias [size] or None), BF16 -> the norm of x, BF16, statistics in FP32."""
-        make = {"rms": self._te.RMSNorm, "layer": self._te.LayerNorm}[kind]
+        make = {"rms": self.te.RMSNorm, "layer": self.te.LayerNorm}[kind]
         norm = make(size, eps=eps, zero_centered_gamma=False, dtype=torch.bfloat16, device="meta")
 
         def normalize(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -174,7 +160,7 @@ class TransformerEngineBackend:
             now, then = context_fn() if context_fn else (nullcontext(), nullcontext())
             return now, self._recomputation(then)
 
-        return self._te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
+        return self.te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
 
     def state(self) -> dict[str, Tensor]:
         """Delayed scaling's histories [length, slots] and scales [slots], FP32, live: copy into them to restore. Else empty.
@@ -195,7 +181,7 @@ class TransformerEngineBackend:
         """As before the first forward: no quantized weights kept, histories zero, scales one."""
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
-        stashes = self._te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
+        stashes = self.te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
         for product in self._products.values():
             product.linear._fp8_workspaces.clear()
             # Scales put aside for a recomputation that a failed step never came to; the next one would take them for its own.
@@ -209,7 +195,7 @@ class TransformerEngineBackend:
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
         """While entered, fills what it yields with the GEMMs of each product, by name: operands as the kernel gets them."""
-        observer = GemmObserver(self._te)
+        observer = GemmObserver(self.te)
         with observer.installed():
             self.observer = observer
             try:
@@ -219,7 +205,7 @@ class TransformerEngineBackend:
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         """No reduction group means the default one, all ranks."""
-        return self._te.autocast(enabled=enabled, recipe=self.recipe)
+        return self.te.autocast(enabled=enabled, recipe=self.recipe)
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
@@ -246,7 +232,7 @@ def _lent(linear: nn.Module, weight: Tensor, bias: Tensor | None) -> Iterator[No
         linear._parameters.update(own)
 
 
-def _library() -> ModuleType:
+def library() -> ModuleType:
     import transformer_engine.pytorch as te
 
     return te

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import yaml
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from packing.store import Pack, PackWriter
-from pretrain.checkpoint import Checkpoints
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import JsonlTracker, cut_back
-from pretrain.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from benchmarks.limits import floors, fp8_product, plain_product, stacked_products
-from packing.errors import InputError
-from pretrain.config import load_recipe
+from foundation.errors import InputError
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model import build_on_meta, load_config
-from pretrain.settings import ModelSettings
+from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -19,9 +19,9 @@ from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
 from benchmarks.ways.task import Task
-from packing.errors import InputError
-from pretrain.config import load_recipe
-from pretrain.run_folder import describe_environment
+from foundation.errors import InputError
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.settings.config import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}

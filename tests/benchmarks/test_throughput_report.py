@@ -12,8 +12,8 @@ import pytest
 from benchmarks.throughput_report import BEGIN, END, write
 from benchmarks.throughput_run import Settings, finish
 from benchmarks.ways.entries import MODELS
-from packing.errors import InputError
-from pretrain.config import load_recipe
+from foundation.errors import InputError
+from pretrain.settings.config import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN = MODELS["qwen3_1_7b"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import read_texts, split_module, standard_library, write_corpus
-from packing.errors import InputError
+from foundation.errors import InputError
 
 LONG = "A docstring that is long enough to be a document of its own, because it says a good deal about what follows."
 

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
     from transformer_engine.pytorch.cpp_extensions import general_gemm
     from transformer_engine.pytorch.quantized_tensor import prepare_for_saving, restore_from_saved
 
-    from pretrain.fused.activation import swiglu, swiglu_backward
+    from pretrain.model.fused.activation import swiglu, swiglu_backward
 
 TOKENS, WIDTH, OUT = 1024, 1536, 512
 SCALES = {"activated": 3.1, "gradient": 40.0, "weight": 100.0}

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.fused import activation_kernel as kernel
-from pretrain.fused.activation_kernel import BlockScaled, TensorScaled
+from pretrain.model.fused import activation_kernel as kernel
+from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled
 from pretrain.precision.fp8_tile import (
     FP32_MAX,
     reciprocal,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain import attention, attention_cudnn
-from pretrain.fused.heads import Heads
+from pretrain.model import attention, attention_cudnn
+from pretrain.model.fused.heads import Heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from packing.batch import build_microbatch
 from packing.protocol import Pack
-from pretrain import model
-from pretrain.model import PackedLanguageModel, decoder_layers, inputs_of
+from pretrain.model import huggingface as model
+from pretrain.model.conversion import convert, decide
+from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.convert import convert, decide
 from pretrain.precision.engage import Engaged
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import LossSettings, ModelSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -16,7 +16,7 @@ from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, mult
 from pretrain.precision.engage import Engaged
 from pretrain.precision.operands import Along
 from pretrain.precision.product import Role
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

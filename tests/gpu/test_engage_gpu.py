@@ -7,9 +7,9 @@ import torch
 
 from pretrain.precision.device import missing_on
 from pretrain.precision.engage import engage
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import Recipe
+from pretrain.settings.recipe import Recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -31,7 +31,7 @@ def test_a_recipe_runs_where_transformer_engine_says_that_it_does(name: str) -> 
     assert (RECIPES[name].hardware.lacking(capability, cuda) is None) == available
     values = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}, "precision": name}
     recipe = Recipe.model_validate(values | {"fp8_config": LowPrecisionSettings(on_unsupported="emulate")})
-    engaged = engage(recipe, missing_on("cuda"))
+    engaged = engage(recipe.precision, recipe.fp8_config, missing_on("cuda"))
     assert engaged.backend == ("transformer_engine" if available else "emulation")
     assert (engaged.reason is None) == available
     assert available or torch.cuda.get_device_name() in engaged.reason

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.adamw_update import Factors, Operands
-from pretrain.exact_adamw import ExactAdamW
-from pretrain.exact_weights import join, split
+from pretrain.optimizer.adamw_update import Factors, Operands
+from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.exact_weights import join, split
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -89,7 +89,7 @@ def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
 def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
     weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
 ) -> None:
-    from pretrain.exact_adamw_kernel import FusedUpdate
+    from pretrain.optimizer.exact_adamw_kernel import FusedUpdate
 
     fused, operands = FusedUpdate(), draw(weight, gradient, moment, exact)
     for factors in FACTORS:

@@ -13,19 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain import model
-from pretrain.fused.choice import choose_arithmetic
-from pretrain.fused.fuse import fuse
-from pretrain.gradients import attach_main_gradients, clear_main_gradients, gradient_of
-from pretrain.model import PackedLanguageModel, decoder_layers
+from pretrain.model import huggingface as model
+from pretrain.model.conversion import convert, decide
+from pretrain.model.fused.choice import choose_arithmetic
+from pretrain.model.fused.fuse import fuse
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.convert import convert, decide
 from pretrain.precision.engage import Engaged
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import LossSettings, ModelSettings
-from tests.pretrain.fused.fused_models import ARCHITECTURES, build, inputs
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -178,7 +178,7 @@ def test_recomputed_layers_give_the_same_bits(recipe: str) -> None:
 @pytest.mark.parametrize(("name", "linears"), [("qwen3", 14), ("gpt2", 8)])
 @pytest.mark.parametrize("main", [torch.float32, None])
 def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int, recipe: str, main: torch.dtype | None) -> None:
-    from pretrain.precision.audit import _is_expected, expected_formats
+    from pretrain.verify.audit import _is_expected, expected_formats
 
     packed = assemble(larger(name), recipe, fused=True, main=main)
     engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.chunked_loss import add_product_, products_sum_in_fp32
-from pretrain.loss import IGNORE, LossHead
-from pretrain.settings import LossSettings
+from pretrain.model.loss.chunked import add_product_, products_sum_in_fp32
+from pretrain.model.loss.head import IGNORE, LossHead
+from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 KINDS = [

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.fused.heads import HeadNorms, Heads
-from pretrain.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -58,13 +58,13 @@ class Problem:
 
 
 def kernel_forward(problem: Problem, **options: object) -> tuple[Tensor, Tensor, Tensor]:
-    from pretrain.fused import rotary_kernel
+    from pretrain.model.fused import rotary_kernel
 
     return rotary_kernel.rotate(problem.qkv, problem.cos, problem.sin, problem.heads, problem.norms, **options)
 
 
 def kernel_backward(problem: Problem, **options: object) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    from pretrain.fused import rotary_kernel
+    from pretrain.model.fused import rotary_kernel
 
     qkv = problem.qkv if problem.norms else None
     arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
@@ -118,7 +118,7 @@ def test_no_tokens_give_empty_results_and_norm_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize(("values", "programs"), [(256, 1), (512, 12), (4096, 528)])
 def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, programs: int) -> None:
-    from pretrain.fused.rotary_kernel import Tiling
+    from pretrain.model.fused.rotary_kernel import Tiling
 
     problem = Problem(50, Heads(4, 2, 32), FP32, normed=True)
     tiling = Tiling(values, warps=2, programs=programs)

@@ -17,12 +17,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from pretrain import softmax_kernel
-from pretrain.loss import IGNORE
+from pretrain.model.loss import softmax_kernel
+from pretrain.model.loss.head import IGNORE
+from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
+from pretrain.model.loss.softmax_kernel import FASTEST, Tiling
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
-from pretrain.precision.softmax_fp8_kernel import quantized_softmax_gradient
-from pretrain.softmax_kernel import FASTEST, Tiling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -8,16 +8,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.loss import IGNORE, LossHead
+from pretrain.model.loss.head import IGNORE, LossHead
+from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.engage import Engaged
-from pretrain.precision.linear import LowPrecisionHeadProduct, LowPrecisionLinear
+from pretrain.precision.linear import LowPrecisionLinear
 from pretrain.precision.product import Product, Role
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
-from pretrain.settings import LossSettings
+from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257

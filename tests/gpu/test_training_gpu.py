@@ -16,21 +16,22 @@ from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from foundation.errors import InputError
 from packing.batch import BatchStream, Microbatch, build_microbatch
-from packing.errors import InputError
 from packing.order import PackOrder
 from packing.protocol import Pack
 from packing.settings import DataSettings
 from packing.store import open_packs
-from pretrain import model, optimizer
-from pretrain.microbatch import largest_that_fits
-from pretrain.model import PackedLanguageModel
-from pretrain.precision import audit
+from pretrain.model import huggingface as model
+from pretrain.model.huggingface import PackedLanguageModel
+from pretrain.model.step import forward_backward
+from pretrain.optimizer import build as optimizer
 from pretrain.precision.engage import Engaged
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import LossSettings, ModelSettings, OptimizerSettings
-from pretrain.step import forward_backward
+from pretrain.run.microbatch import largest_that_fits
+from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
+from pretrain.verify import audit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

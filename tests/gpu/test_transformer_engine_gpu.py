@@ -20,7 +20,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear
 from pretrain.precision.product import Backend, Product
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 

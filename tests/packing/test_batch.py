@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundation.errors import InputError
 from packing.batch import IGNORE, BatchStream, Microbatch, StepBatches, build_microbatch, count_valid_tokens, evaluation_batches
-from packing.errors import InputError
 from packing.order import PackOrder
 from packing.pack import best_fit, materialise
 from packing.store import Pack

@@ -14,7 +14,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from packing.mds import MDSPacks, MDSReader, decoder, documents
 from packing.settings import DataSettings
 from packing.store import open_packs

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from packing.order import PackOrder, permute, splitmix64, spread
 from packing.pack import truncate
 

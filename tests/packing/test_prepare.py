@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, normalizers
 
+from foundation.errors import InputError
 from packing import prepare as prepare_module
 from packing import sources, token_log
 from packing.arrow import read_manifest
-from packing.errors import InputError
 from packing.prepare import prepare, split_documents
 from packing.settings import DataSettings
 from packing.store import open_packs

@@ -13,9 +13,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foundation.errors import InputError
 from packing import chunks, sources
 from packing.chunks import Texts, TextTemplate, read_chunk
-from packing.errors import InputError
 from packing.settings import DataSettings
 from packing.sources import open_source
 

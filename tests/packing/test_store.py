@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packing import integrity
+from foundation import integrity
+from foundation.errors import InputError
 from packing.arrow import ArrowPacks, PackWriter
-from packing.errors import InputError
 from packing.settings import DataSettings
 from packing.store import Pack, carve, check_model, open_packs
 

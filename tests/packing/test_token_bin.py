@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foundation.errors import InputError
 from packing import token_bin
-from packing.errors import InputError
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_bin import TokenBin, read_meta

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.protocol import Pack
-from pretrain import attention, attention_cudnn, model
-from pretrain.model import PackedLanguageModel
-from pretrain.settings import LossSettings, ModelSettings
+from pretrain.model import attention, attention_cudnn
+from pretrain.model import huggingface as model
+from pretrain.model.huggingface import PackedLanguageModel
+from pretrain.settings.recipe import LossSettings, ModelSettings
 
 VOCABULARY = 61
 _SHAPES = {

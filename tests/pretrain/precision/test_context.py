@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 
 SIZE = 32

@@ -16,7 +16,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
 from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 
 TOKENS, SIZE = 32, 16

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from packing.errors import InputError
-from packing.settings import parse
+from foundation.errors import InputError
+from foundation.settings import parse
+from pretrain.plan.checks import check_fit
 from pretrain.precision.device import missing_on
-from pretrain.precision.engage import Engaged, Missing, check_fit, engage
-from pretrain.precision.recipes import RECIPES, PrecisionRecipe
+from pretrain.precision.engage import Engaged, Missing, engage
+from pretrain.precision.registry import RECIPES, PrecisionRecipe
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.settings import Recipe
+from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
@@ -32,6 +33,10 @@ A100, H200, B200 = gpu("NVIDIA A100", (8, 0)), gpu("NVIDIA H200", (9, 0)), gpu("
 OLD_CUDA = gpu("NVIDIA H200", (9, 0), (12, 8))
 
 
+def asked(recipe: Recipe) -> tuple[str, LowPrecisionSettings]:
+    return recipe.precision, recipe.fp8_config
+
+
 def recipe_with(precision: str, fp8_config: dict[str, Any] | None = None, **values: Any) -> Recipe:
     return parse(Recipe, SMALLEST | {"precision": precision, "fp8_config": fp8_config or {}} | values, "recipe.yaml")
 
@@ -39,13 +44,13 @@ def recipe_with(precision: str, fp8_config: dict[str, Any] | None = None, **valu
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_what_quantizes_nothing_runs_on_torch_anywhere(name: str) -> None:
     for missing in (missing_on("cpu"), A100, B200):
-        engaged = engage(recipe_with(name, {"on_unsupported": "emulate", "backend": "emulation"}), missing)
+        engaged = engage(*asked(recipe_with(name, {"on_unsupported": "emulate", "backend": "emulation"})), missing)
         assert (engaged.requested, engaged.recipe.name, engaged.backend, engaged.reason) == (name, name, "torch", None)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_device_that_has_it_runs_it_on_transformer_engine(name: str) -> None:
-    engaged = engage(recipe_with(name), B200)
+    engaged = engage(*asked(recipe_with(name)), B200)
     assert (engaged.requested, engaged.recipe.name, engaged.backend) == (name, name, "transformer_engine")
     assert engaged.reason is None
     assert engaged.settings == LowPrecisionSettings().resolved(name)
@@ -54,7 +59,7 @@ def test_a_device_that_has_it_runs_it_on_transformer_engine(name: str) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_emulation_can_be_asked_for_where_the_hardware_could(name: str) -> None:
     for missing in (missing_on("cpu"), A100, B200):
-        engaged = engage(recipe_with(name, {"backend": "emulation"}), missing)
+        engaged = engage(*asked(recipe_with(name, {"backend": "emulation"})), missing)
         assert (engaged.recipe.name, engaged.backend, engaged.reason) == (name, "emulation", None)
 
 
@@ -64,22 +69,22 @@ def test_a_cpu_has_none_of_them_and_says_which_device_has(name: str) -> None:
         rf"`precision: {name}` needs a GPU of compute capability .*\d\); this run is on cpu\. .*`fp8_config.on_unsupported: emul"
     )
     with pytest.raises(InputError, match=says):
-        engage(recipe_with(name), missing_on("cpu"))
-    engaged = engage(recipe_with(name, {"on_unsupported": "emulate"}), missing_on("cpu"))
+        engage(*asked(recipe_with(name)), missing_on("cpu"))
+    engaged = engage(*asked(recipe_with(name, {"on_unsupported": "emulate"})), missing_on("cpu"))
     assert (engaged.recipe.name, engaged.backend) == (name, "emulation")
     assert f"`precision: {name}` needs a GPU" in engaged.reason
 
 
 def test_the_refusal_names_device_remedies_and_what_does_run_there() -> None:
     with pytest.raises(InputError) as error:
-        engage(recipe_with("nvfp4"), H200)
+        engage(*asked(recipe_with("nvfp4")), H200)
     assert str(error.value) == (
         "`precision: nvfp4` needs a GPU of compute capability 10.0 or higher (B200, GB200); this is an NVIDIA H200. "
         "Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, `fp8_config.on_unsupported: fallback` to "
         "train in delayed, or a `precision` that runs here: fp32, bf16, delayed, current, block"
     )
     with pytest.raises(InputError, match=r"`precision: block` needs CUDA 12.9 or newer, and this torch is built for 12.8"):
-        engage(recipe_with("block"), OLD_CUDA)
+        engage(*asked(recipe_with("block")), OLD_CUDA)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +102,7 @@ def test_the_refusal_names_device_remedies_and_what_does_run_there() -> None:
 def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf16(
     name: str, missing: Missing, effective: str, backend: str
 ) -> None:
-    engaged = engage(recipe_with(name, {"on_unsupported": "fallback", "scope": "linear+head"}), missing)
+    engaged = engage(*asked(recipe_with(name, {"on_unsupported": "fallback", "scope": "linear+head"})), missing)
     assert (engaged.requested, engaged.recipe.name, engaged.backend) == (name, effective, backend)
     assert (engaged.reason is None) == (name == effective)
     assert engaged.settings.scope == "linear+head"
@@ -105,16 +110,16 @@ def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf
 
 def test_what_is_fallen_back_to_has_its_own_defaults_and_no_option_of_the_other() -> None:
     recipe = recipe_with("block", {"on_unsupported": "fallback", "fp8_format": "E4M3", "use_f32_scales": True})
-    settings = engage(recipe, OLD_CUDA).settings
+    settings = engage(recipe.precision, recipe.fp8_config, OLD_CUDA).settings
     assert settings.options_set == LowPrecisionSettings().resolved("delayed").options_set
 
 
 def test_scales_rounded_down_exist_in_emulation_only() -> None:
     floor = {"scale_rounding": "floor"}
     with pytest.raises(InputError, match=r"`precision: mxfp8` needs emulation for `fp8_config.scale_rounding: floor`; the hardw"):
-        engage(recipe_with("mxfp8", floor), B200)
-    assert engage(recipe_with("mxfp8", floor | {"on_unsupported": "emulate"}), B200).backend == "emulation"
-    assert engage(recipe_with("mxfp8", floor | {"backend": "emulation"}), B200).settings.scale_rounding == "floor"
+        engage(*asked(recipe_with("mxfp8", floor)), B200)
+    assert engage(*asked(recipe_with("mxfp8", floor | {"on_unsupported": "emulate"})), B200).backend == "emulation"
+    assert engage(*asked(recipe_with("mxfp8", floor | {"backend": "emulation"})), B200).settings.scale_rounding == "floor"
 
 
 # What a precision cannot take
@@ -123,7 +128,7 @@ def test_scales_rounded_down_exist_in_emulation_only() -> None:
 def check(precision: str, *, length: int = 128, layers: int = 4, loss: str = "chunked", **fp8_config: Any) -> Engaged:
     values = {"data": {"packs": "packs", "length": length}, "loss": {"kind": loss}}
     recipe = recipe_with(precision, fp8_config | {"backend": "emulation"}, **values)
-    engaged = engage(recipe, missing_on("cpu"))
+    engaged = engage(recipe.precision, recipe.fp8_config, missing_on("cpu"))
     check_fit(engaged, recipe, layers)
     return engaged
 

@@ -15,7 +15,7 @@ from pretrain.precision.product import Role
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.quantized import Quantized
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from packing.errors import InputError
+from foundation.errors import InputError
 from pretrain.metrics.peaks import PeakDtype
-from pretrain.precision import recipes
-from pretrain.precision.recipes import RECIPES, Hardware
+from pretrain.precision import registry as recipes
+from pretrain.precision.registry import RECIPES, Hardware
 from pretrain.precision.settings import OPTIONS, LowPrecisionSettings
 
 CONFIGS = Path(__file__).parents[3] / "accelerate_configs"

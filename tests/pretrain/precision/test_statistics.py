@@ -20,7 +20,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
-from pretrain.precision.recipes import RECIPES
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, largest_held, summary
 

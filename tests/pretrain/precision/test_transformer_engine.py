@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packing.errors import InputError
-from pretrain.precision.recipes import RECIPES
+from foundation.errors import InputError
+from pretrain.precision.registry import RECIPES
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe

@@ -1,0 +1,1 @@
+"""What packing and pretrain both stand on: errors, files that survive a crash, typed settings, progress, units."""

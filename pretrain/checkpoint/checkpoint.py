@@ -1,0 +1,297 @@
+"""Checkpoints that are complete or absent, never half, and that any world size can load.
+
+    checkpoints/step-00000100/
+      model-00000-of-00002.safetensors        parameters under their Hugging Face names, by rank
+      optimizer-00000-of-00002.safetensors
+      state.json                              step, tokens and what defines the training
+      manifest.json                           sizes, SHA-256 and tensor index; written last
+
+A checkpoint is written into a hidden sibling folder, each file is flushed to the disk, the manifest comes last, and only then the
+folder gets its name. So a process may die at any instruction, and the machine at any moment, and what is named step-* is whole.
+Disks still flip bits and people still copy folders halfway, so every byte is hashed again before it is trusted.
+
+One run writes into a folder at a time: the run folder's lock sees to that (pretrain.metrics.run_folder).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import shutil
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed
+from torch import Tensor
+
+from foundation.errors import InputError
+from foundation.units import memory
+from pretrain.checkpoint import folder as checkpoint_folder
+from pretrain.checkpoint.folder import STATE, partial_of, step_folder, step_folders, step_of
+from pretrain.checkpoint.manifest import MANIFEST, THREADS, FileEntry, Manifest, TensorEntry, damage, read_manifest
+from pretrain.checkpoint.shards import (
+    PART_BYTES,
+    block_of,
+    lay_out,
+    load_tensors,
+    local_data,
+    misfits_of,
+    rank_stem,
+    stored_bytes,
+    write_tensors,
+)
+
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AllGather = Callable[[Any], list[Any]]
+Tensors = Mapping[str, Tensor]
+
+
+def alone(item: Any) -> list[Any]:
+    """The all-gather of a single process."""
+    return [item]
+
+
+def all_gather_objects(item: Any) -> list[Any]:
+    """What every rank of the default process group passed, in the order of the ranks; small objects only."""
+    gathered = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, item)
+    return gathered
+
+
+@dataclass(frozen=True)
+class Loaded:
+    state: dict[str, Any]  # what save() was given
+    notes: list[str]  # dtypes that were converted, for the user to see
+
+
+class Checkpoints:
+    """The checkpoints of one run. With several ranks every method is collective: all ranks call it, in the same order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        all_gather: AllGather = alone,
+        part_bytes: int = PART_BYTES,
+    ) -> None:
+        if keep < 1:
+            raise ValueError("keep must be at least 1: the newest checkpoint is never deleted")
+        self.folder = folder
+        self.keep = keep
+        self.rank = rank
+        self.world_size = world_size
+        self.all_gather = all_gather
+        self.part_bytes = part_bytes
+        self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
+        self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
+        self._verified: Path | None = None  # found intact by newest(): load() need not hash it again
+
+    @classmethod
+    def of_process_group(cls, folder: Path, keep: int) -> Checkpoints:
+        """For the default process group where torch.distributed is initialised, for a single process elsewhere."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return cls(folder, keep)
+        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return cls(folder, keep, rank=rank, world_size=world_size, all_gather=all_gather_objects)
+
+    # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Path:
+        """Write checkpoint `step`, then prune; returns its path. A step just saved or loaded is not written again.
+
+        `model` holds parameters and persistent buffers by Hugging Face name (a tied tensor once), `optimizer` whatever tensors
+        the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
+        Raises InputError where the file system refuses (full, read-only, not shared by all ranks); what was saved before stays.
+        """
+        final = step_folder(self.folder, step)
+        if self.current == final:
+            return final
+        groups = {"model": model, "optimizer": optimizer}
+        blocks = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        offers = self.all_gather(blocks)
+        index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
+        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
+        try:
+            self._on_every_rank(lambda: self.rank == 0 and checkpoint_folder.start_writing(final))
+            written = self._on_every_rank(lambda: self._write_shards(partial_of(final), index, groups))
+            files = {name: entry for entries in written for name, entry in entries.items()}
+            manifest = Manifest(step, self.world_size, files, index["model"], index["optimizer"])
+            self._on_every_rank(lambda: self.rank == 0 and checkpoint_folder.complete(final, manifest, state_json))
+        except _Refused as refusal:
+            if self.rank == 0:
+                shutil.rmtree(partial_of(final), ignore_errors=True)
+            raise InputError(self._describe(refusal, step, bytes_needed(model, optimizer))) from None
+        self.current = final
+        self.damaged.pop(final, None)  # set aside, where it was
+        self.prune()
+        return final
+
+    def _write_shards(
+        self, partial: Path, index: dict[str, dict[str, TensorEntry]], groups: dict[str, Tensors]
+    ) -> dict[str, FileEntry]:
+        """Write this rank's files into `partial`, several at a time."""
+        mine: dict[str, dict[str, Tensor]] = {}
+        for kind, group in groups.items():
+            for name, entry in index[kind].items():
+                for piece in entry.pieces:
+                    if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
+                        mine.setdefault(piece.file, {})[name] = local_data(group[name])
+        with ThreadPoolExecutor(THREADS) as threads:
+            entries = threads.map(lambda file: write_tensors(partial / file, mine[file]), mine)
+            return dict(zip(mine, entries, strict=True))
+
+    def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
+        """What `work` returned on each rank, once all are done; _Refused on all of them where the file system refused any."""
+        try:
+            outcome: tuple[T | None, str | None, int | None] = (work(), None, None)
+        except OSError as error:
+            outcome = (None, f"{error.strerror or error} (rank {self.rank})", error.errno)
+        outcomes = self.all_gather(outcome)
+        if refusals := [(message, number) for _, message, number in outcomes if message is not None]:
+            raise _Refused(*refusals[0])
+        return [result for result, _, _ in outcomes]
+
+    def _describe(self, refusal: _Refused, step: int, needed: int) -> str:
+        before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
+        full = "Free space there, or move the run folder to a larger disk"
+        remedy = full if refusal.number in _DISK_FULL else "Check that folder and its permissions"
+        return (
+            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal}. It takes {_memory(needed)}, "
+            f"{_memory(_free_bytes(self.folder))} are free; {before}. {remedy}, then start the same command again to resume."
+        )
+
+    def prune(self) -> None:
+        """Remove all but the `keep` newest checkpoints, and what dead writers left. Does nothing before this run's first save.
+
+        Never removed nor counted: damaged checkpoints, and those newer than the one just saved.
+        """
+        if self.rank != 0 or self.current is None or self.current.parent != self.folder:
+            return
+        steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(self.current)]
+        intact = [path for path in steps if path not in self.damaged and checkpoint_folder.looks_complete(path)]
+        checkpoint_folder.remove(self.folder, intact[self.keep :])
+
+    def set_aside_newer(self, step: int) -> list[Path]:
+        """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.
+
+        Without this the next automatic resume would take up the abandoned line. Returns the new paths.
+        """
+        moved = []
+        if self.rank == 0:
+            moved = [checkpoint_folder.set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
+        return self.all_gather(moved)[0]
+
+    # ── Resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def newest(self) -> Path | None:
+        """The newest intact checkpoint, every byte verified; None if there is none.
+
+        A damaged one is reported through `logging` and kept in `damaged`, left where it is, and the one before it is tried.
+        """
+        found = []
+        if self.rank == 0:
+            checkpoint_folder.finish_renames(self.folder)
+            found = step_folders(self.folder)
+        for path in self.all_gather(found)[0]:
+            problems = self._verify(path)
+            if not problems:
+                self._verified = path
+                return path
+            self.damaged[path] = problems
+            if self.rank == 0:
+                _log.warning("%s is DAMAGED and is not used; trying the one before it. %s", path, "; ".join(problems))
+        return None
+
+    def read_state(self, path: Path) -> dict[str, Any]:
+        """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
+        if not (path / MANIFEST).is_file():
+            raise InputError(
+                f"{path}: not a complete checkpoint: it has no {MANIFEST}; --resume takes a step-* folder of a run's "
+                "`checkpoints`, or auto"
+            )
+        self._require_intact(path)
+        try:
+            return json.loads((path / STATE).read_bytes())
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path / STATE}: cannot be read: {error}") from None
+
+    def load(self, path: Path, model: Tensors, optimizer: Tensors | None = None) -> Loaded:
+        """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding; `optimizer` may stay out.
+
+        Raises InputError, before anything is copied, where a file is damaged or names, shapes or integer dtypes differ.
+        """
+        self._require_intact(path)
+        manifest, notes = read_manifest(path), []
+        parts = [("model", model, manifest.model)] + (
+            [("optimizer", optimizer, manifest.optimizer)] if optimizer is not None else []
+        )
+        if misfits := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in misfits_of(index, tensors)]:
+            remedy = "Resume with the recipe it was made by, or set another `run_dir`"
+            raise InputError(f"{path}: does not fit this run: {'; '.join(misfits)}. {remedy}")
+        for kind, tensors, index in parts:
+            notes += [f"{kind}: {note}" for note in load_tensors(path, index, tensors)]
+        self.current = path
+        return Loaded(self.read_state(path), notes)
+
+    def _require_intact(self, path: Path) -> None:
+        """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
+        if path != self._verified and (problems := self._verify(path)):
+            raise InputError(
+                f"{path}: damaged: {'; '.join(problems)}. Use another checkpoint: --resume auto finds the newest intact one"
+            )
+        self._verified = path
+
+    def _verify(self, path: Path) -> list[str]:
+        """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""
+        try:
+            files = read_manifest(path).files
+            share = sorted(files)[self.rank :: self.world_size]
+            problems = damage(path, {name: files[name] for name in share})
+        except InputError as error:
+            problems = [str(error)]
+        return list(dict.fromkeys(problem for rank in self.all_gather(problems) for problem in rank))
+
+
+class _Refused(Exception):
+    """The file system refused some rank's work."""
+
+    def __init__(self, message: str, number: int | None) -> None:
+        super().__init__(message)
+        self.number = number
+
+
+def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
+    """Bytes that one checkpoint of these tensors takes on disk, over all ranks; headers and manifest are rounded up to 1 MiB."""
+    return stored_bytes(model) + stored_bytes(optimizer) + 2**20
+
+
+def check_space(folder: Path, needed: int) -> None:
+    """InputError if the disk of `folder` (which need not exist yet) has less than `needed` bytes free: a start-up check."""
+    free = _free_bytes(folder)
+    if free < needed:
+        raise InputError(
+            f"{folder}: checkpoints need {_memory(needed)} there and {_memory(free)} are free; "
+            "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
+        )
+
+
+def _free_bytes(folder: Path) -> int:
+    """Bytes free on the disk of `folder`, or of its nearest parent that exists."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free
+
+
+def _memory(count: int) -> str:
+    return memory(count / 2**30)

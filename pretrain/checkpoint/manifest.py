@@ -1,0 +1,138 @@
+"""What a checkpoint folder must hold: the size and SHA-256 of each file, and where each tensor's pieces are.
+
+    {"format": 1, "step": 100, "world_size": 2,
+     "files":     {"model-00000-of-00002.safetensors": {"bytes": 3441185, "sha256": "9f8e..."}, ...},
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+                      {"file": "model-00000-of-00002.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
+     "optimizer": {...},
+     "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
+
+A piece is a block of its tensor: `offset` and `shape` give its place in the whole, `file` the safetensors file that holds it
+under the name of the tensor. Nothing else ties a checkpoint to the processes that wrote it, so any world size loads it. No torch
+here: a folder can be listed and verified on a machine without it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+THREADS = 8  # hashing and file writing release the GIL; more threads than this only queue at the disk
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One block of a tensor and the file that holds it, under the tensor's name."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A whole tensor: safetensors dtype name, global shape, and the disjoint pieces that cover it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, data: bytes) -> FileEntry:
+        return cls(len(data), hashlib.sha256(data).hexdigest())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    world_size: int
+    files: dict[str, FileEntry]
+    model: dict[str, TensorEntry]
+    optimizer: dict[str, TensorEntry]
+
+    def to_json(self) -> bytes:
+        content = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint at `folder`; InputError where there is none, or none that can be trusted."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise InputError(f"{folder}: not a complete checkpoint: it has no {MANIFEST}") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    claimed = content.pop("sha256", None) if isinstance(content, dict) else None
+    if claimed is None or claimed != _digest(content):
+        raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
+    if content.pop("format") != FORMAT:
+        raise InputError(
+            f"{path}: written in another checkpoint format than this version's ({FORMAT}); resume with the version that wrote it"
+        )
+    return Manifest(
+        step=content["step"],
+        world_size=content["world_size"],
+        files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+        model=_read_index(content["model"]),
+        optimizer=_read_index(content["optimizer"]),
+    )
+
+
+def _read_index(index: dict[str, Any]) -> dict[str, TensorEntry]:
+    return {
+        name: TensorEntry(
+            dtype=entry["dtype"],
+            shape=tuple(entry["shape"]),
+            pieces=tuple(Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]),
+        )
+        for name, entry in index.items()
+    }
+
+
+def wrong_sizes(folder: Path, files: dict[str, FileEntry]) -> list[str]:
+    """One line for each of `files` that is missing from `folder` or has another size than its entry: what a stat can tell."""
+    wrong = []
+    for name, entry in files.items():
+        path = folder / name
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != entry.bytes:
+            wrong.append(f"{name} has {size} bytes instead of {entry.bytes}")
+    return wrong
+
+
+def damage(folder: Path, files: dict[str, FileEntry]) -> list[str]:
+    """One line for each of `files` that is not, to the bit, what was written; empty: intact. Reads every byte."""
+    if wrong := wrong_sizes(folder, files):
+        return wrong
+
+    def check(name: str) -> str | None:
+        try:
+            with open(folder / name, "rb") as file:
+                intact = hashlib.file_digest(file, "sha256").hexdigest() == files[name].sha256
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        return None if intact else f"{name} does not match its SHA-256"
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return [problem for problem in threads.map(check, files) if problem]

@@ -1,0 +1,281 @@
+"""Sharded tensors in safetensors files: which process writes which piece, the writing, and reading into any other sharding.
+
+Every process holds, of each tensor, one block: all of it (plain tensors, Replicate) or its part (DTensor, Shard). Blocks that
+several processes hold are written by one of them, so data-parallel replicas share the writing instead of repeating it.
+
+torch.distributed.checkpoint could do this too. It was not taken because its metadata is a pickle and it stores no hashes; here
+each file is plain safetensors under the Hugging Face names, and the model file of a single process loads anywhere as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pretrain.checkpoint.manifest import FileEntry, Piece, TensorEntry
+
+PART_BYTES = 2 * 2**30  # a file ends after this many: enough files to keep the hashing threads busy, few enough to list
+BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
+
+
+@dataclass(frozen=True)
+class Block:
+    """What this process holds of a tensor, described without its data, so that it can be sent to the others."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    bytes: int
+
+
+def local_data(tensor: Tensor) -> Tensor:
+    """The values this process holds of `tensor`, sharing its memory."""
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def block_of(tensor: Tensor) -> Block:
+    """Where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
+    local = local_data(tensor)
+    offset: tuple[int, ...] = (0,) * local.dim()
+    if isinstance(tensor, DTensor):
+        chunks = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
+        if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
+            raise ValueError(f"placements {tensor.placements}: this process's part is not one block of the tensor")
+        offset = tuple(chunks[0].offsets)
+    if local.dtype not in DTYPE_NAMES:
+        raise ValueError(f"{local.dtype} has no safetensors name")
+    return Block(DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.numel() * local.element_size())
+
+
+def rank_stem(kind: str, rank: int, world_size: int) -> str:
+    """What the names of all files that `rank` writes begin with."""
+    return f"{kind}-{rank:05d}-of-{world_size:05d}"
+
+
+Assignment = list[tuple[str, Block]]  # tensor names and what to write of each
+
+
+def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
+    """Decide which rank writes each block into which file: the index of a checkpoint.
+
+    `offers[rank]` says which block that rank holds of each tensor. A pure function of the offers, so every rank computes the same
+    index without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their
+    names, with `-part-<n>` where they exceed `part_bytes`.
+    """
+    whole = {name: block for offer in offers for name, block in offer.items()}
+    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
+    for rank, assigned in enumerate(_share_out(offers)):
+        for file, part in _parts(rank_stem(kind, rank, len(offers)), assigned, part_bytes):
+            for name, block in part:
+                pieces[name].append(Piece(file, block.offset, block.shape))
+    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(found)) for name, found in pieces.items()}
+
+
+def _share_out(offers: list[dict[str, Block]]) -> list[Assignment]:
+    """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
+    owners: dict[tuple[str, Block], list[int]] = {}
+    for rank, offer in enumerate(offers):
+        for name, block in offer.items():
+            owners.setdefault((name, block), []).append(rank)
+
+    load = [0] * len(offers)
+    assigned: list[Assignment] = [[] for _ in offers]
+    for name, block in sorted(owners, key=lambda item: (-item[1].bytes, item[0], item[1].offset)):
+        if block.bytes == 0:
+            continue  # more ranks than rows: some ranks hold nothing
+        writer = min(owners[name, block], key=lambda rank: (load[rank], rank))
+        load[writer] += block.bytes
+        assigned[writer].append((name, block))
+    return [sorted(blocks, key=lambda item: item[0]) for blocks in assigned]
+
+
+def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[str, Assignment]]:
+    """The files, named from `stem`, that hold `assigned` with at most `part_bytes` each; a larger block has one of its own."""
+    parts: list[Assignment] = []
+    room = 0
+    for name, block in assigned:
+        if not parts or block.bytes > room:
+            parts.append([])
+            room = part_bytes
+        parts[-1].append((name, block))
+        room -= block.bytes
+    for number, part in enumerate(parts):
+        yield f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors", part
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
+
+    safetensors' own writer wants all tensors of the file in host memory and knows nothing of hashes. The format is a length, a
+    JSON header and the bytes, so writing it here costs a few lines, needs BLOCK_BYTES of host memory, and hashes each block on
+    its way to the disk instead of reading the file back. Raises OSError.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    digest = hashlib.sha256()
+    with open(path, "wb") as file:
+
+        def put(data: bytes | memoryview) -> None:
+            digest.update(data)
+            file.write(data)
+
+        put(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for block in _host_blocks(tensors[name]):
+                put(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(8 + len(text) + end, digest.hexdigest())
+
+
+def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is valid until the next is asked for."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    with torch.cuda.device_of(data):  # threads start on device 0; pinning there would open a context on another rank's device
+        staging = torch.empty(min(BLOCK_BYTES, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
+        for start in range(0, data.numel(), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            if staging is not None:
+                block = staging[: block.numel()].copy_(block)
+            yield memoryview(block.numpy())
+
+
+class ShardReader:
+    """Reads tensors of a checkpoint folder into tensors of any sharding; a context manager that owns the open files.
+
+    Files are mapped, not loaded: a rank touches only the bytes of its own part.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stack = ExitStack()
+        self._files: dict[str, safe_open] = {}
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._files.clear()
+        self._stack.close()
+
+    def fill(self, name: str, entry: TensorEntry, target: Tensor) -> None:
+        """Copy the saved tensor `name` into `target`, of the same global shape, in place and converted to its dtype.
+
+        Raises ValueError where the saved pieces do not cover the target.
+        """
+        mine = block_of(target)
+        local = local_data(target)
+        copied = 0
+        for piece in entry.pieces:
+            overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
+            if overlap is None:
+                continue
+            source = self._read(name, piece, _relative(overlap, piece.offset))
+            local[_relative(overlap, mine.offset)].copy_(source)
+            copied += source.numel()
+        if copied != local.numel():
+            raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
+
+    def _read(self, name: str, piece: Piece, where: tuple[slice, ...]) -> Tensor:
+        if piece.file not in self._files:
+            self._files[piece.file] = self._stack.enter_context(safe_open(self.folder / piece.file, framework="pt", device="cpu"))
+        file = self._files[piece.file]
+        if where == tuple(slice(0, size) for size in piece.shape):
+            return file.get_tensor(name)  # also the only way to a tensor without dimensions
+        return file.get_slice(name)[where]
+
+
+Range = tuple[int, int]
+
+
+def _overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple[Range, ...] | None:
+    """What two blocks share, as (start, stop) per dimension in the coordinates of the whole; None if they share nothing."""
+    starts = [max(a, b) for a, b in zip(offset, other_offset, strict=True)]
+    stops = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)]
+    ranges = tuple(zip(starts, stops, strict=True))
+    return ranges if all(start < stop for start, stop in ranges) else None
+
+
+def _relative(ranges: tuple[Range, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(start - base, stop - base) for (start, stop), base in zip(ranges, offset, strict=True))
+
+
+def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+    """Why the saved tensors cannot be loaded into `targets`: one line for each difference; empty: they can.
+
+    A floating-point tensor may be loaded into another floating-point dtype: that is how a run changes its weight mode.
+    """
+    problems = []
+    if missing := sorted(targets.keys() - index.keys()):
+        problems.append(f"the checkpoint lacks {_some(missing)}")
+    if unexpected := sorted(index.keys() - targets.keys()):
+        problems.append(f"only the checkpoint has {_some(unexpected)}")
+    for name in sorted(targets.keys() & index.keys()):
+        saved, wanted = index[name], targets[name]
+        dtype = DTYPE_NAMES.get(wanted.dtype, str(wanted.dtype))
+        if saved.shape != tuple(wanted.shape):
+            problems.append(f"{name} has shape {list(saved.shape)} there and {list(wanted.shape)} here")
+        elif saved.dtype != dtype and not {saved.dtype, dtype} <= _FLOATS:
+            problems.append(f"{name} is {saved.dtype} there and {dtype} here")
+    return problems
+
+
+def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+    """Fill `targets`, which have no misfits, from the checkpoint in `folder`; returns notes about dtypes that were converted."""
+    conversions: Counter[tuple[str, str]] = Counter()
+    with ShardReader(folder) as reader, torch.no_grad():
+        for name, target in targets.items():
+            reader.fill(name, index[name], target)
+            conversions[index[name].dtype, DTYPE_NAMES[target.dtype]] += 1
+    return [
+        f"{count} tensors converted from {saved} to {wanted}" for (saved, wanted), count in conversions.items() if saved != wanted
+    ]
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes that `tensors` take in a checkpoint, over all ranks: a DTensor counts whole, a replicated one once."""
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,109 @@
+"""What a run is at between two steps: the counters a checkpoint holds, what defines the training, and its randomness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+
+_MASK = 2**64 - 1
+
+
+@dataclass
+class TrainState:
+    """Counters between two optimizer steps. Packs, learning rate and random numbers of a step follow from `step` alone."""
+
+    steps: int  # the horizon: the run is finished when `step` reaches it
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # tokens seen, padding included, over all ranks
+    valid_tokens: int = 0  # of these, the ones that bore a loss
+    skipped_steps: int = 0  # steps whose update was left out because a loss or gradient was not finite
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.steps
+
+    def advance(self, *, tokens: int, valid_tokens: int, skipped: bool = False) -> None:
+        """Count one step that took `tokens` over all ranks."""
+        self.step += 1
+        self.tokens += tokens
+        self.valid_tokens += valid_tokens
+        self.skipped_steps += skipped
+
+    def record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
+        """What `state.json` of a checkpoint holds: these counters, and what defines the training."""
+        return {"progress": asdict(self), "identity": dict(identity)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], steps: int, source: Path) -> TrainState:
+        """The state that `record` was made of, with the present recipe's horizon; InputError naming `source` if it is none."""
+        progress = record.get("progress")
+        wanted = {field.name for field in fields(cls)}
+        if not isinstance(progress, dict) or progress.keys() != wanted:
+            raise InputError(
+                f"{source}: its state.json is not a training state of this version (wanted {', '.join(sorted(wanted))})"
+            )
+        return cls(**{**progress, "steps": steps})
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """One line for each key whose value differs between two identities: flat mappings of dotted settings and fingerprints.
+
+    A key that is not set is one that is none: settings that came after a checkpoint was made, and are not used, do not differ.
+    """
+    current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
+    return [
+        f"{key}: saved {_value(saved, key)}, now {_value(current, key)}"
+        for key in sorted(saved.keys() | current.keys())
+        if saved.get(key) != current.get(key)
+    ]
+
+
+def _value(identity: Mapping[str, Any], key: str) -> str:
+    return json.dumps(identity[key]) if key in identity else "not set"
+
+
+def check_same_training(
+    record: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
+) -> list[str]:
+    """InputError if the checkpoint `source` belongs to another training than `current`; its differences with `accept_changes`.
+
+    A checkpoint continued under another recipe trains something that neither recipe describes, so it is never done silently.
+    """
+    changed = differences(record.get("identity", {}), current)
+    if changed and not accept_changes:
+        listed = "".join(f"\n  {line}" for line in changed)
+        raise InputError(
+            f"{source}: the checkpoint was made by another recipe:{listed}\n"
+            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values."
+        )
+    return changed
+
+
+def step_seed(seed: int, step: int, rank: int) -> int:
+    """A 64-bit seed for one rank's step, by chained splitmix64 (Steele, Lea, Flood 2014): near inputs give unrelated seeds."""
+    state = 0
+    for part in (seed, step, rank):
+        state = (state + part + 0x9E3779B97F4A7C15) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed torch's CPU and CUDA generators for one step of one rank; call it before the step's first forward.
+
+    Dropout is the only consumer of random numbers in a step: packing.order orders the packs, weights are drawn before step 0.
+    As the generators are a pure function of (seed, step, rank), a checkpoint holds no generator states: there is no file per rank
+    that another world size could not read, and nothing that an evaluation or a sample draws between two steps shifts the training
+    after it. A run resumed with the same world size repeats the same masks, bit for bit; with another, each rank sees other packs
+    and draws other masks, as independently as before; without dropout the world size makes no difference here.
+    """
+    import torch  # here, so that state and its errors are there before torch is
+
+    torch.manual_seed(step_seed(seed, step, rank))

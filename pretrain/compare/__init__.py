@@ -1,0 +1,1 @@
+"""Runs beside each other: matrices, reports, and whether a comparison is fair."""

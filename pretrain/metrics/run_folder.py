@@ -1,0 +1,162 @@
+"""The folder of one run: who may write into it, and the small files that say what it was."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+from foundation.errors import InputError
+from foundation.files import PARTIAL, replace_file
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
+OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
+
+
+class RunFolder:
+    """Creates the folder at `path` and locks it for this process; a context manager that gives the lock back.
+
+    The lock is the kernel's (flock), so a killed run leaves none behind. Raises InputError where the folder cannot be made or
+    another process holds it. With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of
+    paths.
+    """
+
+    def __init__(self, path: Path, *, owner: bool = True) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self.config = path / "config.yaml"
+        self.environment = path / "environment.json"
+        self.audit = path / "audit.json"
+        self.metrics = path / "metrics.jsonl"
+        self.summary = path / "summary.json"
+        self.loss_plot = path / "loss.png"
+        self.final = path / "final"
+        self._lock: IO[str] | None = None
+        if not owner:
+            return
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = _lock(path)
+            for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+                leftover.unlink()
+        except OSError as error:
+            raise InputError(f"{path}: cannot be used as the run folder: {error.strerror}; set another `run_dir`") from None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lock back; the folder stays."""
+        if self._lock is not None and not self._lock.closed:
+            self._lock.truncate(0)
+            self._lock.close()
+
+    def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Make the file at `path` hold `content`, at no moment half; InputError where the disk refuses."""
+        self._replace(path, json.dumps(content, indent=2).encode() + b"\n")
+
+    def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
+        """As `write_json`, in YAML with the keys in their order; `content` is plain JSON-like values."""
+        self._replace(path, yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120).encode())
+
+    def _replace(self, path: Path, data: bytes) -> None:
+        try:
+            replace_file(path, data)
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
+
+
+def check_free(path: Path) -> None:
+    """InputError as RunFolder(path) would raise it now; creates nothing and holds nothing.
+
+    For the main process, before data is prepared: hours later would be a bad time to learn it.
+    """
+    if path.exists():
+        RunFolder(path).close()
+
+
+def _lock(path: Path) -> IO[str]:
+    """The open lock file of the run folder `path`, holding the pid and host of its owner: this process."""
+    lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run; "w" would empty the owner's)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read().strip() or "another process"
+        lock.close()
+        raise InputError(
+            f"{path}: the run folder is in use by {owner}; wait for it or stop it, or set another `run_dir`"
+        ) from None
+    except OSError:
+        lock.close()
+        raise
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock
+
+
+def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run's figures depend on beside its settings: versions, device, driver, commit and accelerate's settings."""
+    versions = {package: _version(package) for package in PACKAGES}
+    versions |= {package: version for package in OPTIONAL_PACKAGES if (version := _version(package))}
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu_cores": os.cpu_count(),
+        "packages": versions,
+        **_devices(),
+        "git": _git(Path(__file__).resolve().parents[2]),
+        "accelerate": dict(accelerate),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> dict[str, Any]:
+    import torch  # slow to import, and the lock above must answer at once
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {"cuda": torch.version.cuda, "gpus": names, "driver": _driver() if names else None}
+
+
+def _driver() -> str | None:
+    """The NVIDIA driver's version as its kernel module states it; None where the module is not visible."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return match[1] if match else None
+
+
+def _git(root: Path) -> dict[str, Any] | None:
+    """Commit of the code at `root` and whether files differ from it; None if `root` is not the top of a git checkout."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != root:
+            return None  # installed somewhere below another project's checkout
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.CalledProcessError):
+        return None

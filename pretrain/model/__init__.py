@@ -1,0 +1,1 @@
+"""The Hugging Face model on packed documents: attention, fused layers, the loss, and what is put around them."""

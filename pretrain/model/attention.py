@@ -1,0 +1,253 @@
+"""Packed attention: every token sees its own document only, whichever kernel computes it.
+
+A model built with `attn_implementation=choose(...).name` calls one of the functions below in each layer, through transformers'
+attention registry, with q, k, v and the keyword arguments that its own forward was given:
+
+    hf.base_model(input_ids=..., position_ids=..., use_cache=False, cu_seqlens=..., max_seqlen=..., document_mask=...)
+
+* `cu_seqlens`: [bucket] int32 on the model's device, 0, then the documents' ends, then T repeated up to the bucket's size.
+* `max_seqlen`: int, always the pack length. No document spans a multiple of it, and it never changes: a kernel (or
+  torch.compile) that takes it as a constant is then built once.
+* `document_mask`: only packed_sdpa reads it; `document_mask()` makes it, once a batch and not once a layer.
+
+No attention mask is registered beside them: for a name that transformers' mask registry does not know, the model builds none.
+The bucket's size may change from batch to batch without a recompile if it is marked: `torch._dynamo.mark_dynamic(cu_seqlens, 0)`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.model import attention_cudnn
+from pretrain.model.fused.heads import Heads
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:  # an extra of requirements-cuda.txt
+    flash_attn_varlen_func = None
+
+Kind = Literal["cudnn", "varlen", "flash_attn", "sdpa"]
+FASTEST_FIRST: tuple[Kind, ...] = ("cudnn", "varlen", "flash_attn", "sdpa")
+MIN_CUDNN_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
+MAX_FLASH_HEAD_DIM = 256
+# torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
+VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class Choice(NamedTuple):
+    """An attention backend and why it was taken, for the audit."""
+
+    name: str  # transformers' `attn_implementation`
+    reason: str
+
+
+def register() -> None:
+    """Make `packed_sdpa`, `packed_varlen`, `packed_flash_attn` and `packed_cudnn` names that transformers' models accept."""
+    AttentionInterface.register("packed_sdpa", packed_sdpa)
+    AttentionInterface.register("packed_varlen", packed_varlen)
+    AttentionInterface.register("packed_flash_attn", packed_flash_attn)
+    AttentionInterface.register("packed_cudnn", packed_cudnn)
+
+
+def choose(requested: Literal["auto"] | Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> Choice:
+    """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
+
+    `auto` takes the first of FASTEST_FIRST that runs here, and cudnn only where it is measured to be the fastest. Raises
+    InputError when a backend was asked for by name and cannot run here.
+    """
+    if requested != "auto":
+        if obstacle := _obstacle(requested, device_type, heads, dtype, length):
+            raise InputError(f"model.attention: {requested} {obstacle}; or set model.attention: auto")
+        return Choice(f"packed_{requested}", "requested")
+    passed_over = []
+    for kind in FASTEST_FIRST:
+        against = _unmeasured(kind, heads) or _obstacle(kind, device_type, heads, dtype, length)
+        if not against:
+            break
+        passed_over.append(f"{kind} {against}")
+    why = "fastest that runs here" + (": 0.71 of varlen's time on an H200" if kind == "cudnn" else "")
+    return Choice(f"packed_{kind}", "; ".join([why, *passed_over]))
+
+
+def check(model: PreTrainedModel, length: int) -> None:
+    """Refuse a model that packed attention would train wrongly; `length` is the pack length in tokens.
+
+    A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
+    """
+    config, name = model.config, type(model).__name__
+    if not model._supports_attention_backend:  # it would ignore the name we registered and let documents see each other
+        raise InputError(f"model: {name} does not use transformers' attention registry, so its documents cannot be kept apart")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if model._is_stateful or layer_types - {"full_attention", "sliding_attention"}:
+        raise InputError(f"model: {name} has layers other than attention, whose state would run on into the next document")
+    window = getattr(config, "sliding_window", None)
+    everywhere = getattr(config, "layer_types", None) is None  # Mistral: one window for all layers
+    if window is not None and window < length and (everywhere or "sliding_attention" in layer_types):
+        raise InputError(
+            f"data.length: {length} is longer than the sliding window of {name}, {window}; set it to {window} or less"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise InputError(
+            f"model: {name} has latent attention, whose value heads are narrower than its query heads; no backend here"
+        )
+    for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
+        if getattr(config, key, None):
+            raise InputError(
+                f"model: {name} has {key} {getattr(config, key)}, which packed attention does not compute; set it to 0"
+            )
+
+
+def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+    """Which keys each query may see, [packs, 1, max_seqlen, max_seqlen] bool: its own document's, up to itself.
+
+    `tokens` is a multiple of `max_seqlen`. Nothing is read back from the device.
+    """
+    position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
+    return (document[..., :, None] == document[..., None, :]).tril_()
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    max_seqlen: int,
+    document_mask: Tensor,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention by torch's own kernels: any device, any dtype. q, k, v [1, heads, T, D] -> [1, T, heads, D].
+
+    Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. A boolean mask costs the
+    same as an additive one (within 2 % on a CPU) and serves every dtype, autocast's too. KV heads are repeated here: with a mask,
+    `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
+    """
+    _refuse_what_is_not_computed(max_seqlen, others)
+    heads = query.shape[1]
+
+    def by_pack(states: Tensor) -> Tensor:  # [1, KV heads, T, D] -> [packs, heads, max_seqlen, D]
+        states = states.squeeze(0).unflatten(1, (-1, max_seqlen)).transpose(0, 1)
+        return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
+
+    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scaling)
+    return output.transpose(1, 2).flatten(0, 1)[None], None
+
+
+def packed_varlen(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention by torch's variable-length kernel, which skips what lies between documents.
+
+    Shapes as in packed_sdpa; bf16 or fp16.
+    """
+    _refuse_what_is_not_computed(max_seqlen, others)
+    query, key, value = _tokens_first(query, key, value)
+    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # nothing to the right: causal
+    if VARLEN_HAS_GQA_FLAG:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)[None], None
+
+
+def packed_flash_attn(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention by the flash-attn package. Shapes as in packed_sdpa; bf16 or fp16."""
+    _refuse_what_is_not_computed(max_seqlen, others)
+    query, key, value = _tokens_first(query, key, value)
+    offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)[None], None
+
+
+def packed_cudnn(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention by cuDNN's variable-length kernels (pretrain.model.attention_cudnn). Shapes as in packed_sdpa; bf16 or fp16."""
+    _refuse_what_is_not_computed(max_seqlen, others)
+    query, key, value = _tokens_first(query, key, value)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attention_cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)[None], None
+
+
+def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[1, heads, T, D] -> [T, heads, D], all in the values' dtype.
+
+    Under autocast a norm or a rotation with FP32 factors leaves queries and keys in FP32, while the values come straight from
+    a product and so have the dtype that attention is to compute in.
+    """
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) -> None:
+    """The last guard, behind `check`: what a layer asks of its attention and would silently not get."""
+    if options.get("dropout"):
+        raise ValueError(f"packed attention does not compute dropout, and a layer asks for {options['dropout']}")
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ValueError(f"packed attention does not compute `{name}`, which a layer asks for")
+    window = options.get("sliding_window")
+    if window is not None and window < max_seqlen:
+        raise ValueError(f"packed attention computes no sliding window, and the layer's, {window}, is shorter than a pack")
+
+
+def _unmeasured(kind: Kind, heads: Heads) -> str | None:
+    """Why a backend that may run is not taken unasked; None if it may be."""
+    if kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
+        return f"is not measured with heads of {heads.dim}"
+    return None
+
+
+def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:
+    """Why a backend cannot run here and what would help; None if it can."""
+    if kind == "sdpa":
+        return None
+    if kind == "flash_attn" and flash_attn_varlen_func is None:
+        return "needs the flash-attn package: pip install -r requirements-cuda.txt"
+    if device_type != "cuda":
+        return f"needs a CUDA device, this is {device_type}"
+    if torch.cuda.get_device_capability() < (8, 0):
+        return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
+    if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
+        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
+    return attention_cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

@@ -1,0 +1,227 @@
+"""Packed attention by cuDNN's variable-length kernels, which Transformer Engine builds and calls.
+
+On an H200, 32,768 tokens in 190 documents (16 query heads, 8 KV heads of 128) take 2.1 ms forward and backward, where torch's
+own variable-length kernel takes 2.9: 8 % of a whole FP8 training step.
+
+Of TE, only the two calls below its DotProductAttention are used. That module chooses among backends anew in every call, and would
+cut each compiled layer in pieces. Here, `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend,
+and `cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
+
+What is to know about the kernels:
+
+* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and cuDNN
+  plans for that many: up to there slots cost nothing, and each of these numbers is planned for once.
+* Pointers are handed over without strides. What is not contiguous among q, k, v and d_output is copied first.
+* TE writes zeros into the output and all gradients before the kernels fill them, for sequences with gaps between them. Packs have
+  none, but TE's binding has no way round it: 0.6 % of a step.
+* Backward computes the scores again, from statistics that forward keeps (FP32 [T, H, 1]). On Hopper, blocks of keys add to dQ in
+  FP32 as they finish, so its last bits may differ from run to run; output, dK and dV repeat bit for bit. cuDNN can add in a fixed
+  order (torch.use_deterministic_algorithms asks for it), but on Hopper in a workspace that grows with the square of the tokens,
+  which no pack of thousands leaves room for: there `obstacle` says so, and `varlen` has a deterministic backward.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.model.fused.heads import Heads
+from pretrain.precision import transformer_engine
+
+GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell; others have no variable-length kernel, or statistics of the old kind
+SLOTS = 32  # the fewest that TE plans for; what is supported does not depend on it
+
+# Documents side by side, causal in each. `thd`: tokens, heads, head dimension.
+_PACKED: dict[str, Any] = {
+    "qkv_layout": "thd_thd_thd",
+    "o_format": "thd",
+    "attn_mask_type": "padding_causal",
+    "window_size": (-1, 0),
+}
+_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)"
+_BACKWARD_SCHEMA = (
+    "(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor output, Tensor statistics, Tensor rng_state, Tensor cu_seqlens,"
+    " int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, *, keep: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Causal attention within each document: q [T, H, D], k and v [T, KV, D], BF16 or FP16 -> output [T, H, D].
+
+    `cu_seqlens`: [slots + 1] int32, 0, the documents' ends, then T repeated. `max_seqlen`: no document is longer.
+    `scale`: what q k^T is multiplied by. `keep`: also return what backward needs beside the five tensors that it is given again:
+    softmax statistics [T, H, 1] FP32 and the state of the random numbers (unused without dropout); an empty tuple otherwise.
+    """
+    kernels = _kernels()
+    output, saved = kernels.fused_attn_fwd(
+        keep,
+        max_seqlen,
+        max_seqlen,
+        cu_seqlens,
+        cu_seqlens,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        q.dtype,
+        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
+        cu_seqlens_q_padded=cu_seqlens,  # where documents begin: where the last one ended
+        cu_seqlens_kv_padded=cu_seqlens,
+        attn_scale=scale,
+        cuda_graph=torch.cuda.is_current_stream_capturing(),
+        **_PACKED,
+    )
+    return output, tuple(saved) if keep else ()
+
+
+def cudnn_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    saved: tuple[Tensor, ...],
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `cudnn_forward` computed and kept; arguments as there."""
+    kernels = _kernels()
+    dq, dk, dv, *_ = kernels.fused_attn_bwd(
+        max_seqlen,
+        max_seqlen,
+        cu_seqlens,
+        cu_seqlens,
+        q.contiguous(),
+        k.contiguous(),
+        v.contiguous(),
+        output,
+        d_output.contiguous(),
+        q.dtype,
+        list(saved),
+        kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        attn_scale=scale,
+        do_format="thd",
+        dqkv_layout="thd_thd_thd",
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        cuda_graph=torch.cuda.is_current_stream_capturing(),
+        **_PACKED,
+    )
+    return dq, dk, dv
+
+
+def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+    """`cudnn_forward`'s output, differentiable in q, k and v; one operator to torch.compile, whatever the number of slots."""
+    return _attend(q, k, v, cu_seqlens, max_seqlen, scale)[0]
+
+
+def obstacle(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot attend on this CUDA device, worded to follow "cudnn"; None if they can.
+
+    `length`: tokens of a pack. Imports Transformer Engine, which takes seconds, where nothing else stands in the way.
+    """
+    capability = torch.cuda.get_device_capability()
+    if capability[0] not in GENERATIONS:
+        return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+    if capability[0] == 9 and torch.are_deterministic_algorithms_enabled():
+        return "has no deterministic backward on sm_90 whose workspace would fit: do without torch.use_deterministic_algorithms"
+    if missing := transformer_engine.lacking():
+        return f"needs {missing}"
+    refusal = _refusal(heads, length, dtype)
+    return f"is refused by Transformer Engine: {refusal}" if refusal else None
+
+
+def _refusal(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
+    """Transformer Engine's own answer for the very arguments that the two calls pass."""
+    from transformer_engine.pytorch.attention.dot_product_attention.utils import FusedAttentionParams
+    from transformer_engine.pytorch.constants import TE_DType
+
+    kernels = _kernels()
+    layout, tokens = kernels.QKVLayout[_PACKED["qkv_layout"]], kernels.QKVFormat[_PACKED["o_format"]]
+    asked = FusedAttentionParams(
+        is_training=True,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        attn_mask_type=kernels.AttnMaskType[_PACKED["attn_mask_type"]],
+        window_size_left=_PACKED["window_size"][0],
+        window_size_right=_PACKED["window_size"][1],
+        bottom_right_diagonal=False,
+        attn_scale=heads.dim**-0.5,
+        **dict.fromkeys(("qkv_dtype", "o_dtype", "do_dtype", "dqkv_dtype"), TE_DType[dtype]),
+        **dict.fromkeys(("qkv_layout", "dqkv_layout"), layout),
+        **dict.fromkeys(("o_format", "do_format"), tokens),
+        batch_size=SLOTS,
+        num_attn_heads=heads.query,
+        num_gqa_groups=heads.kv,
+        **dict.fromkeys(("head_dim_qk", "head_dim_v"), heads.dim),
+        **dict.fromkeys(("max_seqlen_q", "max_seqlen_kv", "num_tokens_q", "num_tokens_kv"), length),
+    )
+    backend, reason = kernels.tex.get_fused_attn_backend(asked)
+    if int(backend) == int(kernels.FusedAttnBackend["F16_arbitrary_seqlen"]):
+        return None
+    return reason or f"no kernel for {heads.query} query and {heads.kv} KV heads of {heads.dim}"
+
+
+def _kernels() -> ModuleType:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn
+
+
+# ── One operator to autograd and torch.compile ────────────────────────────────────────────────────────────────────────────────
+#
+# Only shapes are told to the compiler. The operator always keeps its statistics, an evaluation's too: 64 bytes a token.
+
+
+@torch.library.custom_op("pretrain::cudnn_attention", mutates_args=(), schema=_SCHEMA)
+def _attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    output, (statistics, rng_state) = cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=True)
+    return output, statistics, rng_state
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    statistics = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
+    return q.new_empty(q.shape), statistics, q.new_empty(2, dtype=torch.int64)
+
+
+@torch.library.custom_op("pretrain::cudnn_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
+def _attend_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    statistics: Tensor,
+    rng_state: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return cudnn_backward(d_output, q, k, v, output, (statistics, rng_state), cu_seqlens, max_seqlen, scale)
+
+
+@_attend_backward.register_fake
+def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)  # nothing flows into the statistics
+
+
+def _differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+    if d_output is None:
+        return (None,) * 6
+    *saved, cu_seqlens = ctx.saved_tensors
+    return *_attend_backward(d_output, *saved, cu_seqlens, ctx.max_seqlen, ctx.scale), None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)

@@ -1,0 +1,170 @@
+"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing.
+
+Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and
+a default sharding policy that neither computes in BF16 nor sums gradients in FP32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.state import PartialState
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from foundation.errors import InputError
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def make_accelerator() -> Accelerator:
+    """The Accelerator of this process, in no precision of its own: `pretrain.precision` has taken that over.
+
+    Raises InputError where several processes were launched but do not form a group (accelerate would train that many separate
+    copies without a word), and where the launch asks accelerate for what is done here or not at all.
+    """
+    # Views into the communication buckets spare a copy of all gradients.
+    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != accelerator.num_processes:
+        raise InputError(
+            f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
+            f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
+        _engage_fsdp(accelerator)
+    _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
+    return accelerator
+
+
+def prepare(
+    accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype
+) -> tuple[M, torch.optim.Optimizer]:
+    """The model wrapped for this topology and the optimizer over its (perhaps sharded) parameters.
+
+    Under FSDP2, parameters are gathered in `compute_dtype` and gradients are summed over ranks in FP32.
+    """
+    if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    model, wrapped = accelerator.prepare(model, optimizer)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        # The buffers are constants made from the config. Set here, as the argument of that name warns from torch 2.13 on.
+        model.broadcast_buffers = False
+    return model, wrapped.optimizer
+
+
+def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
+    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step.
+
+    FSDP2 sums them after each microbatch all the same. Waiting would hold the whole model's gradients on every device, unsharded
+    and in FP32, which is the very memory that sharding is there to save.
+    """
+    return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
+
+
+def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """`tensor`, the same on all ranks, laid out as `parameter` is: a DTensor where that is one."""
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else tensor
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel; FSDP2 changes a module in place and wraps nothing."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Layers gather themselves as they run.
+
+    For calls that go past the forward of the prepared `model`, whose own hooks would do it: generation calls the transformers
+    model inside. A collective call; elsewhere it does nothing.
+    """
+    groups = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, GradientCheckpointingLayer)]
+    for group in groups:
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+
+
+def device_of(accelerator: Accelerator) -> tuple[str, int]:
+    """Name and bytes of memory of the device that this process trains on; processes on CPUs share the machine's memory evenly."""
+    if accelerator.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(accelerator.device)
+        return properties.name, properties.total_memory
+    return "CPU", psutil.virtual_memory().total // accelerator.num_processes
+
+
+def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
+    """What accelerate set up, for the run's environment file."""
+    return {
+        "distributed_type": accelerator.distributed_type.value,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "sharded": accelerator.is_fsdp2,
+    }
+
+
+def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of the prepared `model` under `prefix`, whole, on the main process; collective."""
+    state_dict = accelerator.get_state_dict(model)
+    return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+
+
+def _engage_fsdp(accelerator: Accelerator) -> None:
+    """Turn FSDP2 on where the launch asked for it but accelerate chose plain DDP, as it does for CPU processes."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    if accelerator.num_processes == 1:
+        raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
+    plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
+
+
+def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> None:
+    kind = accelerator.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise InputError(f"accelerate configuration: `distributed_type: {kind.value}` is not supported; use MULTI_GPU or FSDP")
+    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # what `accelerate config` writes
+        raise InputError(
+            "accelerate configuration: `fsdp_cpu_ram_efficient_loading: true` would untie the head from the embedding; set it "
+            "to false"
+        )
+    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
+        raise InputError(
+            "accelerate configuration: `fsdp_activation_checkpointing` would recompute unknown to the plan; "
+            "set it to false, and `model.gradient_checkpointing: full` in the recipe"
+        )
+    parallel = accelerator.parallelism_config
+    if parallel is not None and parallel.non_data_parallel_size > 1:  # its ranks would train on other packs and drift apart
+        raise InputError("accelerate configuration: tensor, context and sequence parallelism are not supported; remove them")
+    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
+        raise InputError(
+            "accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`"
+        )
+    if accelerator.gradient_accumulation_steps != 1:  # accelerate would divide a loss that is already a mean over the step
+        raise InputError("accelerate configuration: `gradient_accumulation_steps` is not used; remove it and set `batch.tokens`")
+
+
+def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
+    """The largest of the ranks' values, the same on all of them, so that all leave a loop together."""
+    if accelerator.num_processes == 1:
+        return value
+    return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())

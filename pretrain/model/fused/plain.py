@@ -1,0 +1,165 @@
+"""The arithmetic of fused layers in plain torch: any device, any dtype, nothing quantized.
+
+It is what a CPU trains with, and what the arithmetic on Transformer Engine is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from pretrain.model.fused.arithmetic import Activation, Norm, Witness
+from pretrain.model.fused.weights import StackedWeight
+from pretrain.precision.observation import dtype_name
+
+
+class PlainProduct:
+    """y = x w^T + b by torch's own products; a `Product`."""
+
+    def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: PlainArithmetic) -> None:
+        self.name = name
+        self.members = members
+        self.weights = weights
+        self._arithmetic = arithmetic
+
+    def begin(self, x: Tensor) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def operand(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self._matrix(anew=self._arithmetic.first_microbatch)
+        self._arithmetic.note(self, "forward", x, weight)
+        return F.linear(x, weight, self.weights.bias(x.dtype))
+
+    def gradient_operand(self, dy: Tensor) -> Tensor:
+        return dy
+
+    def input_gradient(self, dy: Tensor) -> Tensor:
+        weight = self._matrix(anew=False)
+        self._arithmetic.note(self, "dgrad", dy, weight)
+        return dy @ weight
+
+    def weight_gradients(self, dy: Tensor, x: Tensor) -> list[Tensor | None]:
+        self._arithmetic.note(self, "wgrad", dy, x)
+        main_gradient = self.weights.main_gradient
+        if main_gradient is None:
+            return self.weights.weight_gradients(dy.t() @ x)
+        left, right = (x, dy) if self.weights.transposed else (dy, x)
+        if left.dtype == main_gradient.dtype:
+            main_gradient.addmm_(left.t(), right)
+        else:
+            main_gradient += left.t() @ right
+        return [None] * len(self.weights.weights)
+
+    def _matrix(self, *, anew: bool) -> Tensor:
+        if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
+            return self.weights.matrix(self._arithmetic.dtype)
+        return self.weights.kept_matrix(self._arithmetic.dtype, anew=anew)
+
+
+class PlainArithmetic(Witness):
+    """Norms and activations in FP32, rounded once to `dtype`; an `Arithmetic`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.first_microbatch = True
+        self.differentiable = True
+
+    def product(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+    ) -> PlainProduct:
+        """Raises ValueError for `low_precision`, which has no plain form."""
+        if low_precision:
+            raise ValueError(f"{name} in low precision is no plain product")
+        return PlainProduct(name, members, weights, self)
+
+    def kind(self, operand: Tensor) -> str:
+        return dtype_name(operand.dtype)
+
+    def norm(self, x: Tensor, norm: Norm, product: PlainProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
+        weight, *bias = self._parameters_of(norm)
+        wide = x.float()
+        if norm.kind == "layer":
+            y, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias[0] if bias else None, norm.eps)
+            return y.to(x.dtype), (mean, rstd)
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return ((wide * rstd).to(x.dtype) * weight).to(x.dtype), (rstd,)
+
+    def norm_backward(
+        self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        weight, *bias = self._parameters_of(norm)
+        dy, wide = dy.float(), x.float()
+        if norm.kind == "layer":
+            mean, rstd = statistics
+            mask = [True, True, bool(bias)]
+            dx, *gradients = torch.ops.aten.native_layer_norm_backward(
+                dy, wide, [x.shape[-1]], mean, rstd, weight, bias[0] if bias else None, mask
+            )
+        else:
+            (rstd,) = statistics
+            normed = wide * rstd
+            gradients = [(dy * normed).sum(0)]
+            dy = dy * weight
+            dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
+        dx = dx if residual is None else dx + residual
+        return dx.to(x.dtype), gradients[: len(norm.parameters)]
+
+    def activate(self, hidden: Tensor, kind: Activation, product: PlainProduct) -> tuple[Tensor, Tensor | None]:
+        return _activated(hidden, kind), None
+
+    def activate_backward(
+        self,
+        d_activated: Tensor,
+        hidden: Tensor,
+        kind: Activation,
+        kept: Tensor | None,
+        below: PlainProduct,
+        above: PlainProduct,
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        if kind != "swiglu":
+            approximate = "tanh" if kind == "gelu_tanh" else "none"
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximate)
+            activated = _activated(hidden, kind)
+        else:
+            gate, up = hidden.float().chunk(2, dim=-1)
+            sigmoid = gate.sigmoid()
+            silu = gate * sigmoid
+            dy = d_activated.float()
+            d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
+            d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
+            activated = (silu * up).to(hidden.dtype)
+        return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+
+    def _parameters_of(self, norm: Norm) -> list[Tensor]:
+        """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
+        return [parameter.detach().to(self.dtype).float() for parameter in norm.parameters]
+
+    def opens_forward(self) -> bool:
+        return False
+
+    def close_backward(self) -> None:
+        pass
+
+    def save(self, ctx: FunctionCtx, *operands: Tensor | None) -> None:
+        ctx.save_for_backward(*operands)
+
+    def saved(self, ctx: FunctionCtx) -> list[Tensor | None]:
+        return list(ctx.saved_tensors)
+
+
+def _activated(hidden: Tensor, kind: Activation) -> Tensor:
+    if kind == "swiglu":
+        gate, up = hidden.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(hidden.dtype)
+    return F.gelu(hidden, approximate="tanh" if kind == "gelu_tanh" else "none")

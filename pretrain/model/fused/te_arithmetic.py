@@ -1,0 +1,279 @@
+"""The arithmetic of fused layers on Transformer Engine: its quantizers, norms and matrix products, called one by one.
+
+Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's gradient in a kernel of its own, write the gradient of
+SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist. Here its kernels are called in the order
+that touches memory least, and two of our own take the place of its activation's (pretrain.model.fused.activation).
+
+Imported only where Transformer Engine can be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformer_engine.pytorch as te
+import transformer_engine_torch as tex
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from transformer_engine.pytorch.cpp_extensions import general_gemm
+from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_phase
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
+
+from pretrain.model.fused.activation import swiglu, swiglu_backward
+from pretrain.model.fused.arithmetic import Activation, Norm, Operand, Witness
+from pretrain.model.fused.weights import StackedWeight
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.product import Role
+from pretrain.precision.te_observation import operand_kind
+from pretrain.precision.te_recipes import split_accumulator
+from pretrain.precision.transformer_engine import TransformerEngineBackend
+
+_BF16 = tex.DType.kBFloat16
+_WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
+
+
+class TransformerEngineProduct:
+    """y = x w^T + b for stacked weights; a `Product`. `holder`: the te.Linear that has the quantizers, None in BF16."""
+
+    def __init__(
+        self,
+        name: str,
+        members: tuple[str, ...],
+        weights: StackedWeight,
+        arithmetic: TransformerEngineArithmetic,
+        holder: nn.Module | None,
+    ) -> None:
+        self.name = name
+        self.members = members
+        self.weights = weights
+        self.low_precision = False  # of the forward under way, and of its backward
+        self._arithmetic = arithmetic
+        self._holder = holder
+
+    # ── Forward ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, x: Tensor) -> None:
+        context = self._arithmetic.context
+        self.low_precision = self._holder is not None and context is not None and context.low_precision
+        if self.low_precision:
+            self._holder.prepare_forward(x)
+            forward, backward = (self._holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
+            for quantizer in (*forward[:2], backward[0]):
+                quantizer.internal = True  # plain storage in place of tensors that autograd could see
+            for quantizer in (forward[0], backward[0]):
+                quantizer.optimize_for_gemm = True
+
+    def end(self) -> None:
+        if self.low_precision:
+            self._holder.end_forward()
+
+    def input_quantizer(self, *, columnwise: bool) -> Any | None:
+        """Of this product's input, None in BF16. `columnwise`: for the weight's gradient too, if there will be one."""
+        if not self.low_precision:
+            return None
+        quantizer = self._holder.quantizers["scaling_fwd"][0]
+        quantizer.set_usage(rowwise=True, columnwise=columnwise and self._arithmetic.differentiable)
+        return quantizer
+
+    def operand(self, x: Tensor) -> Operand:
+        self.show("input", x)
+        quantizer = self.input_quantizer(columnwise=True)
+        return x if quantizer is None else quantizer(x)
+
+    def forward(self, x: Operand) -> Tensor:
+        weight = self._weight(anew=self._arithmetic.first_microbatch or not self._arithmetic.differentiable)
+        self._arithmetic.note(self, "forward", x, weight)
+        return self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
+
+    # ── Backward ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def gradient_quantizer(self) -> Any | None:
+        """Of this product's output gradient, None in BF16."""
+        if not self.low_precision:
+            return None
+        quantizer = self._holder.quantizers["scaling_bwd"][0]
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        return quantizer
+
+    def gradient_operand(self, dy: Tensor) -> Operand:
+        self.show("grad_output", dy)
+        quantizer = self.gradient_quantizer()
+        return dy.contiguous() if quantizer is None else quantizer(dy.contiguous())
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        weight = self._weight(anew=False)
+        if isinstance(weight, QuantizedTensorStorage):
+            weight.update_usage(columnwise_usage=True)
+        self._arithmetic.note(self, "dgrad", dy, weight)
+        return self._multiply("dgrad", weight, dy, layout="NN", grad=True)
+
+    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        self._arithmetic.note(self, "wgrad", dy, x)
+        main_gradient = self.weights.main_gradient
+        if main_gradient is None:
+            return self.weights.weight_gradients(self._multiply("wgrad", x, dy, layout="NT", grad=True))
+        # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
+        # quantized along the tokens.
+        left, right = (dy, x) if self.weights.transposed else (x, dy)
+        into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
+        self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
+        return [None] * len(self.weights.weights)
+
+    # ── Both ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def show(self, role: Role, tensor: Tensor) -> None:
+        """To whoever looks at operands: the statistics of a step."""
+        if self.low_precision:
+            for observer in self._arithmetic.context.observers:
+                observer(self.name, role, tensor.detach(), self)
+
+    @property
+    def watched(self) -> bool:
+        return self.low_precision and bool(self._arithmetic.context.observers)
+
+    def _weight(self, *, anew: bool) -> Operand:
+        """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
+        if not self.low_precision:
+            if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
+                return self.weights.matrix(torch.bfloat16)
+            return self.weights.kept_matrix(torch.bfloat16, anew=anew)
+        kept = self._holder._fp8_workspaces
+        if not anew and _WEIGHT in kept:
+            return kept[_WEIGHT]
+        weight, differentiable = self.weights.matrix(torch.bfloat16), self._arithmetic.differentiable
+        self.show("weight", weight)
+        quantizer = self._holder.quantizers["scaling_fwd"][1]
+        quantizer.set_usage(rowwise=True, columnwise=differentiable)
+        # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
+        quantizer.optimize_for_gemm = self._holder._enable_weight_preswizzle(quantizer, weight)
+        if not differentiable:  # evaluation neither uses nor replaces the copy that training made
+            return quantizer(weight)
+        kept.pop(_WEIGHT, None)
+        kept[_WEIGHT] = quantizer(weight)
+        return kept[_WEIGHT]
+
+    def _multiply(
+        self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
+    ) -> Any:
+        """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
+        split = self.low_precision and split_accumulator(self._arithmetic.recipe, gemm)
+        return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
+
+
+class TransformerEngineArithmetic(Witness):
+    """BF16 activations; products in BF16 or in the recipe of `backend`. An `Arithmetic`."""
+
+    dtype = torch.bfloat16
+
+    def __init__(self, backend: TransformerEngineBackend | None, context: PrecisionContext | None) -> None:
+        super().__init__()
+        self.context = context
+        self.first_microbatch = True
+        self.differentiable = True
+        self._backend = backend
+
+    def product(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool
+    ) -> TransformerEngineProduct:
+        holder = None
+        if low_precision:
+            holder = self._backend.product(name, weights.in_features, weights.out_features, bias=False).linear
+        return TransformerEngineProduct(name, members, weights, self, holder)
+
+    @property
+    def recipe(self) -> Any:
+        return self._backend.recipe
+
+    def kind(self, operand: Operand) -> str:
+        return operand_kind(te, operand)
+
+    # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def norm(self, x: Tensor, norm: Norm, product: TransformerEngineProduct) -> tuple[Operand, tuple[Tensor, ...]]:
+        if product.watched:
+            product.show("input", _normalize(x, norm, None)[0])
+        y, mean, rstd = _normalize(x, norm, product.input_quantizer(columnwise=True))
+        return y, (rstd,) if mean is None else (mean, rstd)
+
+    def norm_backward(
+        self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        weight = norm.parameters[0].detach().to(torch.bfloat16)
+        if norm.kind == "rms" and residual is not None:
+            dx, *gradients = tex.rmsnorm_bwd_add(dy, x, residual, *statistics, weight, 0, False)
+            return dx, gradients
+        backward = {"rms": tex.rmsnorm_bwd, "layer": tex.layernorm_bwd}[norm.kind]
+        dx, *gradients = backward(dy, x, *statistics, weight, 0, False)
+        return dx if residual is None else dx.add_(residual), gradients[: len(norm.parameters)]
+
+    # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def activate(self, hidden: Tensor, kind: Activation, product: TransformerEngineProduct) -> tuple[Operand, Operand]:
+        if kind == "swiglu":
+            if product.watched:
+                product.show("input", tex.swiglu(hidden, None))
+            return swiglu(hidden, product.input_quantizer(columnwise=True))
+        activated = product.operand(F.gelu(hidden, approximate=_approximation(kind)))
+        return activated, activated
+
+    def activate_backward(
+        self,
+        d_activated: Tensor,
+        hidden: Tensor,
+        kind: Activation,
+        kept: Operand,
+        below: TransformerEngineProduct,
+        above: TransformerEngineProduct,
+    ) -> tuple[Operand, Operand, list[Tensor]]:
+        if kind != "swiglu":
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=_approximation(kind))
+            return below.gradient_operand(d_hidden), kept, below.weights.bias_gradients(d_hidden)
+        biases = []
+        if below.watched or below.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
+            in_bf16 = tex.dswiglu(d_activated, hidden, None)
+            below.show("grad_output", in_bf16)
+            biases = below.weights.bias_gradients(in_bf16)
+        quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
+        return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
+
+    # ── Around a forward and its backward ─────────────────────────────────────────────────────────────────────────────────────
+
+    def opens_forward(self) -> bool:
+        if not FP8GlobalStateManager.is_fp8_enabled():
+            return False
+        state = FP8GlobalStateManager.quantization_state
+        before, first = state.is_first_fp8_module, FP8GlobalStateManager.is_first_fp8_module()
+        if in_fp8_activation_recompute_phase():  # the answer was given in forward, and is asked for again
+            state.is_first_fp8_module = before
+        return first
+
+    def close_backward(self) -> None:
+        """Delayed scaling moves its backward histories on: all gradients of this microbatch have been seen."""
+        FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+    def save(self, ctx: FunctionCtx, *operands: Operand) -> None:
+        if not self.differentiable:  # nothing was quantized for a weight's gradient, and nobody will ask for it
+            return
+        for operand in operands:
+            if isinstance(operand, QuantizedTensorStorage):
+                operand.update_usage(rowwise_usage=False)
+        tensors, ctx.tensor_objects = prepare_for_saving(*operands)
+        ctx.save_for_backward(*tensors)
+
+    def saved(self, ctx: FunctionCtx) -> list[Operand]:
+        return list(restore_from_func_ctx(ctx))
+
+
+def _normalize(x: Tensor, norm: Norm, quantizer: Any | None) -> tuple[Operand, Tensor | None, Tensor]:
+    """The norm of x, its mean (of a LayerNorm) and its reciprocal standard deviation."""
+    parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
+    forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
+    return forward(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
+
+
+def _approximation(kind: Activation) -> str:
+    return "tanh" if kind == "gelu_tanh" else "none"

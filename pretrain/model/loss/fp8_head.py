@@ -1,0 +1,155 @@
+"""The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk: a `ChunkLoss`.
+
+te.Linear knows nothing of what becomes of its logits. Given their gradient in BF16 it quantizes and transposes it, and returns
+the weight's gradient anew for each chunk, to be added to the last one's. Here the softmax writes the gradient as FP8 operands,
+and the product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
+histories, its copy of the quantized weight, its GEMM, called where the audit looks on.
+
+For one scale a tensor (delayed and current scaling) on GPUs whose FP8 products read both operands along the inner dimension, up
+to Hopper. Blackwell's take any layout; nothing is measured there, and the head takes the path of every other product.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from packing.batch import IGNORE
+from pretrain.model.loss.chunked import ChunkLoss, HeadGradients
+from pretrain.model.loss.softmax import softmax_gradient_
+from pretrain.model.loss.softmax_fp8_kernel import QuantizedGradient, quantized_softmax_gradient
+from pretrain.precision.product import Show
+from pretrain.precision.te_recipes import split_accumulator
+from pretrain.precision.transformer_engine import TransformerEngineProduct
+
+_BF16 = torch.bfloat16
+_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+
+
+@contextmanager
+def fused_head(
+    product: TransformerEngineProduct, weight: Tensor, *, first_microbatch: bool, show: Show | None
+) -> Iterator[ChunkLoss]:
+    """`product` as the LM head with its loss, around the chunks of one forward with gradients. weight [vocabulary, hidden].
+
+    `show` is called with each operand as it stands before it is quantized: its role, and the tensor in BF16.
+    """
+    backend = product.backend
+    watched = backend.observer.forward_of(product.name) if backend.observer else nullcontext()
+    head = fp8_head(backend.te, product.linear, backend.recipe, weight, first_microbatch=first_microbatch, show=show)
+    with watched, head as chunk_loss:
+        yield chunk_loss
+
+
+@contextmanager
+def fp8_head(
+    te: ModuleType, linear: nn.Module, recipe: Any, weight: Tensor, *, first_microbatch: bool, show: Show | None
+) -> Iterator[ChunkLoss]:
+    """Around the chunks of one forward with gradients, inside of the backend's `forward`.
+
+    `linear`: the te.Linear whose state it is; weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch.
+    `show` gets the operands in BF16.
+    """
+    module = importlib.import_module("transformer_engine.pytorch.module.linear")
+    probe = torch.empty(0, dtype=_BF16, device=weight.device)  # all that is asked of the input is its dtype and device
+    with linear.prepare_forward_ctx(probe):
+        alone = module.FP8GlobalStateManager.is_first_fp8_module()
+        quantized = _quantized_weight(module, linear, weight, first_microbatch=first_microbatch)
+        if show:
+            show("weight", weight.detach().to(_BF16))
+        yield Fp8ChunkLoss(te, module, linear, recipe, quantized, show)
+    if alone and recipe.delayed():
+        # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
+        module.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
+
+
+def _quantized_weight(module: ModuleType, linear: nn.Module, weight: Tensor, *, first_microbatch: bool) -> Any:
+    """Row-major and transposed, made once a step and kept where te.Linear keeps its own."""
+    quantizer = linear.quantizers["scaling_fwd"][module.FP8FwdTensorIdx.GEMM1_WEIGHT]
+    quantizer.set_usage(rowwise=True, columnwise=True)
+    kept = linear._fp8_workspaces.get("weight")
+    anew = first_microbatch or kept is None
+    quantized, made = module.quantize_weight(
+        tensor=weight.detach().to(_BF16) if anew else None,  # FP32 weights are cast when they are quantized and never again
+        quantizer=quantizer,
+        workspace=kept,
+        update_workspace=anew,
+        workspace_dtype=_BF16,
+        cache=True,
+    )
+    if made is not None:
+        linear._fp8_workspaces["weight"] = made
+    return quantized
+
+
+@dataclass(frozen=True)
+class Fp8ChunkLoss:
+    """`weight`: quantized, both layouts."""
+
+    te: ModuleType
+    module: ModuleType  # of te.Linear
+    linear: nn.Module
+    recipe: Any
+    weight: Any
+    show: Show | None
+
+    def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
+        """See `ChunkLoss`. No bias: a head that has one is not fused."""
+        x = self._quantized_input(hidden, for_weight_gradient=gradients.weight is not None)
+        logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
+        losses, codes = self._softmax_gradient(logits, labels)
+        if self.show:
+            softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
+            self.show("grad_output", logits)
+        del logits
+        gradient = self._operand(codes)
+        if gradients.hidden is not None:
+            self._multiply(self.weight, gradient, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
+        if gradients.weight is not None:
+            into = {"out": gradients.weight, "out_dtype": torch.float32, "accumulate": not first}
+            self._multiply(x, gradient, "wgrad", layout="NT", **into)
+        return losses
+
+    def _quantized_input(self, hidden: Tensor, *, for_weight_gradient: bool) -> Any:
+        x = hidden.to(_BF16)
+        if self.show:
+            self.show("input", x)
+        quantizer = self.linear.quantizers["scaling_fwd"][self.module.FP8FwdTensorIdx.GEMM1_INPUT]
+        quantizer.internal = True  # no tensor that autograd would have to know
+        quantizer.set_usage(rowwise=True, columnwise=for_weight_gradient)
+        return quantizer(x)
+
+    def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
+        """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
+        quantizer = self._gradient_quantizer
+        fp8 = _FORMATS[self.te.DType.cast(quantizer.dtype).name]
+        if self.recipe.delayed():
+            return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
+        amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
+        power_of_two = quantizer.force_pow_2_scales
+        return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
+
+    def _operand(self, gradient: QuantizedGradient) -> Any:
+        return self.te.Float8TensorStorage(
+            data=gradient.rows,
+            data_transpose=gradient.columns,
+            fp8_scale_inv=gradient.scale_inv,
+            fp8_dtype=self._gradient_quantizer.dtype,
+            fake_dtype=_BF16,
+        )
+
+    @property
+    def _gradient_quantizer(self) -> Any:
+        return self.linear.quantizers["scaling_bwd"][self.module.FP8BwdTensorIdx.GRAD_OUTPUT1]
+
+    def _multiply(self, left: Any, right: Any, product: str, **options: Any) -> Any:
+        """TE's GEMM, looked up at each call, with the accumulators that te.Linear takes for `product`."""
+        split = split_accumulator(self.recipe, product)
+        return self.module.general_gemm(left, right, use_split_accumulator=split, grad=product != "fprop", **options)

@@ -1,0 +1,1 @@
+"""AdamW for FP32, BF16 and exact BF16 weights, and the learning rate."""

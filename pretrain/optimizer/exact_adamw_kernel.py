@@ -1,0 +1,200 @@
+"""AdamW on a GPU: one launch over the blocks of many tensors, each value read once and written once.
+
+A launch takes all parameters of one group whose dtypes agree. It finds its tensors through a table of addresses on the device, so
+a model of hundreds of tensors, most of them small, costs one launch and not hundreds. The table is copied again only when an
+address has changed: gradients may be allocated anew every step.
+
+The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart. All modes share it, so FP32
+masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round (lerp_ and addcmul_ use
+fused multiply-adds, here tl.fma), for beta1 above 0.5, where lerp_ changes its formula. Its square root is the nearest FP32
+number; torch's on a CPU may be the one beside it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pretrain.optimizer.adamw_update import Factors, Operands
+
+_ALIGNMENT = 16  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
+
+_Kind = tuple[torch.dtype, torch.dtype, torch.dtype, bool, bool]
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.constexpr):
+    """Where the values `at` of the tensor in `column` of a table row lie; address 0 stands for no tensor and is never read."""
+    pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
+    return tl.multiple_of(pointers, 16) if aligned else pointers
+
+
+@triton.jit
+def _adamw(
+    table,  # int64 [tensors, 6]: addresses of weight, remainder, gradient, exp_avg, exp_avg_sq, and how many values they have
+    blocks,  # int32 [programs, 2]: tensor, and which block of it
+    frozen,  # int32 [programs]: lost updates
+    clip_coefficient,  # FP32 scalar
+    decay,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    bias_correction2_sqrt,
+    eps,
+    negative_step_size,
+    learning_rate,
+    weight_decay,
+    weight_type: tl.constexpr,
+    gradient_type: tl.constexpr,
+    moment_type: tl.constexpr,
+    exact: tl.constexpr,
+    aligned: tl.constexpr,
+    count: tl.constexpr,
+    block: tl.constexpr,
+):
+    program = tl.program_id(0)
+    row = table + 6 * tl.load(blocks + 2 * program)
+    # 64 bits: one tensor may have more than 2**31 values.
+    at = tl.load(blocks + 2 * program + 1).to(tl.int64) * block + tl.arange(0, block)
+    inside = at < tl.load(row + 5)
+    if aligned:  # neighbours are inside or outside together, so that they may be loaded together
+        inside = tl.max_constancy(inside, 16)
+
+    weight_at = _pointers(row, 0, weight_type, at, aligned)
+    remainder_at = _pointers(row, 1, tl.int16, at, aligned)
+    exp_avg_at = _pointers(row, 3, moment_type, at, aligned)
+    exp_avg_sq_at = _pointers(row, 4, moment_type, at, aligned)
+    weight = tl.load(weight_at, mask=inside, other=0)
+    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
+    exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
+    exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
+    if exact:  # exact_weights.join
+        remainder = tl.load(remainder_at, mask=inside, other=0)
+        bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
+        before = bits.to(tl.float32, bitcast=True)
+    else:
+        before = weight.to(tl.float32)
+
+    gradient = gradient * tl.load(clip_coefficient)
+    exp_avg = tl.fma(one_minus_beta1, gradient - exp_avg, exp_avg)
+    exp_avg_sq = tl.fma(one_minus_beta2 * gradient, gradient, exp_avg_sq * beta2)
+    denominator = tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias_correction2_sqrt) + eps
+    after = before * decay + tl.div_rn(negative_step_size * exp_avg, denominator)
+
+    tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
+    tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
+    if exact:  # exact_weights.split
+        bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
+        tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(remainder_at, bits.to(tl.int16), mask=inside)
+        stored = after
+    else:
+        rounded = after.to(weight_type)
+        tl.store(weight_at, rounded, mask=inside)
+        stored = rounded.to(tl.float32)
+    if count:
+        moved = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
+        # A counter per program: adding to one counter would queue a million programs up behind each other.
+        tl.store(frozen + program, tl.sum((inside & moved & (stored == before)).to(tl.int32)))
+
+
+@dataclass
+class _Launch:
+    """What a launch needs on the device, kept from step to step."""
+
+    rows: list[tuple[int, ...]]
+    table: Tensor
+    blocks: Tensor
+    frozen: Tensor
+
+
+@dataclass
+class FusedUpdate:
+    """Updates many parameters in one launch for each combination of dtypes. Called once for each parameter group and step."""
+
+    block: int = 1024  # values a program takes; with 4 warps 8 a thread, 16 bytes of BF16
+    warps: int = 4
+    count: bool = True  # frozen updates; benchmarks alone leave them out
+    _launches: dict[tuple, _Launch] = field(default_factory=dict)
+
+    def __call__(self, operands: list[Operands], factors: Factors, clip_coefficient: Tensor | None) -> list[Tensor]:
+        """Update `operands`, all on one device, in place; returns counts of lost updates, to be summed."""
+        device = operands[0].weight.device
+        coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
+        if coefficient.dtype != torch.float32 or coefficient.device != device:
+            raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
+        kinds: dict[_Kind, list[Operands]] = defaultdict(list)
+        for each in operands:
+            kinds[_kind_of(each)].append(each)
+        return [self._launch(kind, each, factors, coefficient) for kind, each in kinds.items()]
+
+    def _launch(self, kind: _Kind, operands: list[Operands], factors: Factors, coefficient: Tensor) -> Tensor:
+        launch = self._prepare(kind, operands)
+        weight_type, gradient_type, moment_type, exact, aligned = kind
+        with torch.cuda.device_of(launch.table):
+            _adamw[(len(launch.blocks),)](
+                launch.table,
+                launch.blocks,
+                launch.frozen,
+                coefficient,
+                factors.decay,
+                1 - factors.beta1,
+                factors.beta2,
+                1 - factors.beta2,
+                factors.bias_correction2_sqrt,
+                factors.eps,
+                -factors.step_size,
+                factors.learning_rate,
+                factors.weight_decay,
+                _TYPES[weight_type],
+                _TYPES[gradient_type],
+                _TYPES[moment_type],
+                exact,
+                aligned,
+                self.count,
+                self.block,
+                num_warps=self.warps,
+                enable_fp_fusion=False,
+            )
+        return launch.frozen
+
+    def _prepare(self, kind: _Kind, operands: list[Operands]) -> _Launch:
+        """The tables for `operands`: those of an earlier step where they still hold."""
+        rows = [_row(each) for each in operands]
+        key = (kind, rows[0][0])  # groups do not share parameters, so the first weight's address tells launches apart
+        launch = self._launches.get(key)
+        if launch is None or [row[-1] for row in launch.rows] != [row[-1] for row in rows]:
+            blocks = self._blocks([row[-1] for row in rows]).to(operands[0].weight.device)
+            frozen = torch.zeros(len(blocks), dtype=torch.int32, device=blocks.device)
+            launch = self._launches[key] = _Launch([], torch.empty(0), blocks, frozen)
+        if launch.rows != rows:
+            table = torch.tensor(rows, dtype=torch.int64, pin_memory=launch.blocks.is_cuda)
+            launch.table = table.to(launch.blocks.device, non_blocking=True)
+            launch.rows = rows
+        return launch
+
+    def _blocks(self, sizes: list[int]) -> Tensor:
+        """int32 [programs, 2]: for each program its tensor and block, tensor by tensor."""
+        counts = torch.tensor([triton.cdiv(size, self.block) for size in sizes])
+        tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        firsts = (counts.cumsum(0) - counts)[tensors]
+        return torch.stack([tensors, torch.arange(len(tensors)) - firsts], dim=1).to(torch.int32)
+
+
+def _row(operands: Operands) -> tuple[int, ...]:
+    remainder = 0 if operands.remainder is None else operands.remainder.data_ptr()
+    tensors = (operands.gradient, operands.exp_avg, operands.exp_avg_sq)
+    return (operands.weight.data_ptr(), remainder, *(tensor.data_ptr() for tensor in tensors), operands.weight.numel())
+
+
+def _kind_of(operands: Operands) -> _Kind:
+    """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, others 16 bytes at a time."""
+    aligned = all(number % _ALIGNMENT == 0 for number in _row(operands))
+    dtypes = (operands.weight.dtype, operands.gradient.dtype, operands.exp_avg.dtype)
+    return (*dtypes, operands.remainder is not None, aligned)

@@ -1,0 +1,148 @@
+"""The learning rate as a pure function of the step, so that resuming needs no scheduler state.
+
+Steps count from 0, and the rate of step s is the one that its update uses. Both ends follow one convention:
+
+* warm-up is linear and its first step already moves: (s + 1) / warmup. A first rate of zero would waste a step's work.
+* decay starts from the full rate and would reach its end at step `total_steps`, which is never run. The last step that is run
+  therefore still has min + (peak - min) / decay_steps, and none is wasted at a rate of zero.
+
+From the end of warm-up on this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from foundation.errors import InputError
+from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+
+BRAILLE = 0x2800
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of a braille cell's dot by column (2) and row from the top (4)
+
+
+def learning_rate(
+    step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int
+) -> float:
+    """Learning rate of `step` (0 is the first). Beyond `total_steps` it stays at the schedule's end."""
+    return optimizer.learning_rate * _factor(step, settings, total_steps, warmup_steps(settings, tokens_per_step))
+
+
+def _factor(step: int, settings: ScheduleSettings, total_steps: int, warmup: int) -> float:
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.kind == "constant":
+        return 1.0
+    decay = decay_steps(settings, total_steps) if settings.kind == "wsd" else total_steps - warmup
+    start = total_steps - decay
+    if step < start:
+        return 1.0
+    progress = min(1.0, (step - start) / decay) if decay else 0.0
+    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.kind == "cosine" else 1.0 - progress
+    return settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * remaining
+
+
+def warmup_steps(settings: ScheduleSettings, tokens_per_step: int) -> int:
+    """Steps of warm-up; `warmup_tokens` that end within a step round up."""
+    return math.ceil(settings.warmup_tokens / tokens_per_step) if settings.warmup_tokens else settings.warmup
+
+
+def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
+    """Steps of wsd's decay, the nearest whole number: 20 % of 2,776 are 555, which start at step 2,221."""
+    return round(settings.decay * total_steps)
+
+
+def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> None:
+    """Raise InputError where warm-up and decay do not fit into the horizon."""
+    warmup = warmup_steps(settings, tokens_per_step)
+    key = f"schedule.warmup_tokens: {settings.warmup_tokens}" if settings.warmup_tokens else f"schedule.warmup: {settings.warmup}"
+    if warmup > total_steps:
+        raise InputError(
+            f"`{key}` takes {warmup:,} steps, but the run has {total_steps:,} steps; shorten it or train longer (`train`)"
+        )
+    decay = decay_steps(settings, total_steps) if settings.kind == "wsd" else 0
+    if warmup + decay > total_steps:
+        raise InputError(
+            f"`{key}` ({warmup:,} steps) and `schedule.decay: {settings.decay:g}` ({decay:,} steps) do not fit into "
+            f"{total_steps:,} steps; shorten one of them or train longer (`train`)"
+        )
+
+
+def preview(
+    settings: ScheduleSettings,
+    optimizer: OptimizerSettings,
+    total_steps: int,
+    tokens_per_step: int,
+    path_png: Path,
+    width: int = 72,
+) -> str:
+    """Draw the whole schedule to `path_png` and return a picture of it for a terminal, `width` characters wide.
+
+    Raises InputError as `check` does, and where the PNG cannot be written.
+    """
+    if path_png.suffix.lower() != ".png":
+        raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
+    check(settings, total_steps, tokens_per_step)
+    rates = [learning_rate(step, settings, optimizer, total_steps, tokens_per_step) for step in range(total_steps)]
+    title = describe(settings, optimizer, total_steps, tokens_per_step)
+    try:
+        _draw_png(rates, title, tokens_per_step, path_png)
+    except OSError as error:
+        raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
+    return f"{title}\n{_draw_text(rates, width)}"
+
+
+def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int) -> str:
+    """The schedule in a line: its kind, its phases in steps, its peak and its end."""
+    warmup, peak = warmup_steps(settings, tokens_per_step), optimizer.learning_rate
+    phases = [f"warmup {warmup:,}"] if warmup else []
+    if settings.kind == "wsd":
+        decay = decay_steps(settings, total_steps)
+        phases += [f"stable {total_steps - warmup - decay:,}", f"decay {decay:,}"]
+    else:
+        phases += [f"{settings.kind} {total_steps - warmup:,}"]
+    end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"
+    return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
+
+
+def _draw_png(rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
+    # Drawn on a figure of its own: pyplot would pick a backend, and keep state, for the whole process.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate")
+    axes.plot(range(len(rates)), rates, linewidth=1.8)
+    axes.margins(x=0)
+    axes.set_ylim(0, max(rates) * 1.08)
+    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.3)
+    tokens = axes.secondary_xaxis("top", functions=(lambda s: s * tokens_per_step, lambda t: t / tokens_per_step))
+    tokens.set_xlabel("tokens")
+    tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_text(rates: list[float], width: int, height: int = 8) -> str:
+    """The curve in braille, 2 x 4 dots a character, between a labelled axis of rates and one of steps."""
+    top, last = max(rates), len(rates) - 1
+    labels = [f"{top:.1e}", f"{top / 2:.1e}", "0"]
+    margin = max(map(len, labels))
+    columns = max(10, width - margin - 2)
+    cells = [[BRAILLE] * columns for _ in range(height)]
+    previous = None
+    for x in range(2 * columns):
+        rate = rates[round(x / (2 * columns - 1) * last)]
+        y = round((1 - rate / top) * (4 * height - 1))
+        for dot in range(min(y, y if previous is None else previous), max(y, y if previous is None else previous) + 1):
+            cells[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]  # the dots between two columns join a steep flank
+        previous = y
+    named = {0: labels[0], height // 2: labels[1], height - 1: labels[2]}
+    lines = [f"{named.get(i, ''):>{margin}} {'┤' if i in named else '│'}{''.join(map(chr, row))}" for i, row in enumerate(cells)]
+    first, middle, end = "0", f"step {last // 2:,}", f"{last:,}"
+    axis = f"{first}{middle:^{columns - len(first) - len(end)}}{end}"
+    return "\n".join([*lines, f"{'':>{margin}} └{'─' * columns}", f"{'':>{margin}}  {axis}"])

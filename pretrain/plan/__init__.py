@@ -1,0 +1,1 @@
+"""What a run would be: checks, counts, memory and time, before anything costs any."""

@@ -1,0 +1,128 @@
+"""Every check that needs two sections of a recipe, the number of devices, the model's shapes or the number of packs.
+
+Each raises InputError, which names the keys that do not go together and says what would.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.optimizer import schedule
+from pretrain.plan.memory import divisors_of
+from pretrain.precision.engage import Engaged
+from pretrain.settings.recipe import Recipe, TrainSettings
+
+
+def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
+    """Steps of the horizon. Tokens and epochs round up to whole steps, so a run never sees less than was asked for.
+
+    22,206 packs at 32 a step: 4 epochs are 2,775.75 steps and so 2,776. Epochs count as the decimal number that was written: in
+    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12.
+    """
+    if train.steps is not None:
+        return train.steps
+    tokens = train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
+    return math.ceil(Fraction(tokens) / tokens_per_step)
+
+
+def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: int | None = None) -> None:
+    """What settings and the number of devices tell alone, before data or model are looked at. Raises InputError."""
+    if recipe.weights != "fp32" and precision == "fp32":
+        raise InputError(
+            f"`weights: {recipe.weights}` and `precision: fp32` contradict each other: BF16 weights compute in BF16; "
+            "set `precision: bf16`, or `weights: fp32`"
+        )
+    gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size)
+    if gradients and gradients != kept:
+        raise InputError(
+            f"`optimizer.gradients: {gradients}`: {world_size} processes exchange gradients in the parameters' dtype, which is "
+            f"{kept.upper()} under `weights: {recipe.weights}`; leave `optimizer.gradients` out, or train in one process"
+        )
+    tokens, length = recipe.batch.tokens, recipe.data.length
+    unit = length * world_size
+    if tokens % unit:
+        lower, upper = tokens // unit * unit, (tokens // unit + 1) * unit
+        devices = f" x {world_size} devices = {unit} tokens" if world_size > 1 else ""
+        raise InputError(
+            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`{devices}; the nearest "
+            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
+        )
+    packs_per_rank = tokens // unit
+    size = microbatch or recipe.batch.microbatch
+    if size != "auto" and packs_per_rank % size:
+        fitting = ", ".join(map(str, divisors_of(packs_per_rank)))
+        raise InputError(
+            f"`batch.microbatch: {size}` does not divide the {packs_per_rank} packs that a device takes in a step "
+            f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
+            f"set it to one of {fitting}, or to `auto`"
+        )
+    if recipe.train.epochs is None:  # else the packs say how many steps there are
+        schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
+    if recipe.data.source is not None and not recipe.data.held_out:
+        check_held_out(recipe, 0)
+
+
+def check_data(recipe: Recipe, packs: int, held_out_packs: int) -> None:
+    """Raise InputError where there is nothing to train on, or nothing to evaluate on although evaluation is asked for."""
+    if packs < 1:
+        raise InputError(
+            f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
+            "prepare it from more text, or set a shorter `data.length`"
+        )
+    check_held_out(recipe, held_out_packs)
+
+
+def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+    """Raise InputError where evaluation is asked for and there are no packs for it."""
+    if recipe.evaluate.every and not held_out_packs:
+        raise InputError(
+            f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "
+            "(0.01, say, or more where packs are few), or leave `evaluate.every` out"
+        )
+
+
+def check_model(recipe: Recipe, model: PreTrainedModel, packs_vocabulary: int | None) -> None:
+    """Raise InputError where packs are longer than the model has positions, or name tokens that it does not have."""
+    config = model.config.get_text_config()
+    length, positions = recipe.data.length, getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions:
+        raise InputError(
+            f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
+        )
+    if packs_vocabulary is not None and packs_vocabulary > config.vocab_size:
+        raise InputError(
+            f"`data.packs`: {recipe.data.packs} was tokenized with a vocabulary of {packs_vocabulary}, the model's has "
+            f"{config.vocab_size}; prepare the packs with the model's tokenizer, or set `model.config.vocab_size`"
+        )
+
+
+def check_fit(engaged: Engaged, recipe: Recipe, layers: int) -> None:
+    """Refuse a training whose shapes or whose loss a quantized precision cannot take. `layers`: decoder layers of the model.
+
+    Linears that do not fit are kept in BF16 one by one, and the audit says so; what is refused here would leave none. Raises
+    InputError.
+    """
+    if not engaged.recipe.quantized:
+        return
+    name, multiple, length = engaged.recipe.name, engaged.recipe.multiple_of, recipe.data.length
+    if length % multiple:
+        lower, upper = length // multiple * multiple, (length // multiple + 1) * multiple
+        raise InputError(
+            f"`data.length: {length}` is not a multiple of {multiple}, in which `precision: {name}` takes tokens; the nearest "
+            f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
+        )
+    kept = engaged.settings.keep_bf16_layers
+    if kept.first + kept.last >= layers:
+        raise InputError(
+            f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
+            f"keep fewer for `precision: {name}`, or set `precision: bf16`"
+        )
+    if engaged.settings.scope != "linear" and recipe.loss.kind == "cce":
+        raise InputError(
+            f"`loss.kind: cce` and `fp8_config.scope: {engaged.settings.scope}` contradict each other: cce multiplies by the "
+            "head inside its own kernel, in BF16; set `loss.kind: chunked`, or `scope: linear`"
+        )

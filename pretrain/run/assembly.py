@@ -1,0 +1,212 @@
+"""The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from packing.batch import Microbatch
+from pretrain.metrics.flops import LowPrecisionProducts
+from pretrain.metrics.peaks import peak
+from pretrain.metrics.precision_watch import PrecisionWatch
+from pretrain.model import huggingface as model
+from pretrain.model.conversion import Decision, convert, decide, low_precision_weights
+from pretrain.model.distributed import prepare, sharded_like, unwrapped
+from pretrain.model.fused.choice import choose_arithmetic
+from pretrain.model.fused.fuse import FusedLayers, fuse
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.optimizer import build as optimizer
+from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.plan.preflight import Job
+from pretrain.precision.backends import make_backend
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.engage import Engaged
+from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.verify import audit
+
+# Packs that delayed scaling sees before the first step. The first two teach it a layer's gradients, and the largest values of all
+# are those of a microbatch: with one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
+REHEARSALS = 8
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
+    the topology, and `tensors` as checkpoints hold it. `precision`: the context of its low-precision modules, None without them.
+    """
+
+    hf: PreTrainedModel
+    model: nn.Module
+    optimizer: ExactAdamW
+    engaged: Engaged
+    precision: PrecisionContext | None
+    audit: dict[str, Any]
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return model.named_tensors(self.hf)
+
+    @property
+    def optimizer_tensors(self) -> dict[str, Tensor]:
+        return optimizer.named_state(self.optimizer, self.hf)
+
+    @property
+    def precision_tensors(self) -> dict[str, Tensor]:
+        """History and scales of delayed scaling; other precisions keep nothing between two steps."""
+        return self.precision.backend.state() if self.precision else {}
+
+    @property
+    def state_tensors(self) -> dict[str, Tensor]:
+        """All that a checkpoint holds beside the model."""
+        return self.optimizer_tensors | self.precision_tensors
+
+    def preserving_precision(self) -> AbstractContextManager[None]:
+        """Around forwards that are not training's: they leave no trace in history and scales."""
+        return self.precision.preserving_state() if self.precision else nullcontext()
+
+    def forget_overflow(self) -> None:
+        """After a step that was skipped: what overflowed in it holds back no later scale."""
+        if self.precision:
+            self.precision.forget_overflow()
+
+    def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
+        """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
+        fastest = peak(device_name, self.engaged.recipe.peak)
+        if self.engaged.backend != "transformer_engine" or fastest is None:
+            return None
+        fused = unwrapped(self.model).fused
+        weights = low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0)
+        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
+
+    def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
+        """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
+        if self.precision is None or every is None:
+            return None
+        return PrecisionWatch(self.precision, self.engaged, every, folder, resumed_step=step, main_process=main_process)
+
+    def confirming_audit(self, step: int) -> AbstractContextManager[None]:
+        """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
+        fused = unwrapped(self.model).fused
+        return audit.confirming(self.precision, self.engaged, self.audit, step, fused) if self.precision else nullcontext()
+
+
+def assemble(job: Job, accelerator: Accelerator) -> Assembly:
+    """Build the model of `job`, put its precision into and around its layers, wrap it for the topology, observe what it does."""
+    recipe, device, backend = job.recipe, accelerator.device, job.backend.name
+    exact = recipe.weights == "bf16_exact"
+    weights = torch.float32 if exact else job.weight_dtype
+    hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
+    masters = model.round_weights(hf, job.weight_dtype) if exact else {}
+    packed = model.PackedLanguageModel(hf, backend, recipe.loss)
+    layers = model.decoder_layers(hf)
+    decisions = decide(hf, list(layers.values()), job.engaged) if job.engaged.recipe.quantized else {}
+    packed.precision = precision = make_context(job, device) if decisions else None
+    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.engaged, device.type, job.compute_dtype, precision)
+    fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    what_is_fused = fused.describe() if fused else not_fused
+    packed.fused = fused = fused if fused and fused.layers else None
+    if precision:
+        inside = tuple(f"{name}." for name in fused.layers) if fused else ()
+        convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, precision)
+    # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
+    cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
+    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
+    model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled, precision=precision)
+    adamw = optimizer.build_optimizer(packed, recipe.optimizer, exact=exact)
+    prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
+    kept_in = recipe.gradients_kept_in(accelerator.num_processes)
+    # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
+    if accelerator.num_processes == 1 and (fused or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
+        attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
+    for name, parameter in hf.named_parameters():
+        if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
+            adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
+    adamw.materialise()
+
+    products = rehearse(job, accelerator, prepared, packed, adamw, decisions)
+    found = {
+        "precision": job.engaged.requested,
+        "effective": job.precision.name,
+        "reason": job.engaged.reason,
+        "backend": job.engaged.backend,
+        "computes": job.precision.description,
+        "compute_dtype": job.precision.compute_dtype,
+        "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
+        "weights": recipe.weights,
+        "gradients": kept_in,
+        "attention": {"kind": backend, "reason": job.backend.reason},
+        "loss": hf.get_output_embeddings().describe(),
+        "fused": what_is_fused,
+        "compiled": what_is_compiled(compiled, precision, fused),
+        "products": products,
+    }
+    return Assembly(hf, prepared, adamw, job.engaged, precision, found)
+
+
+def make_context(job: Job, device: torch.device) -> PrecisionContext:
+    """What the low-precision modules of the model share."""
+    backend = make_backend(job.engaged, device)
+    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.engaged.settings.use_autocast_during_eval)
+
+
+def rehearse(
+    job: Job,
+    accelerator: Accelerator,
+    prepared: nn.Module,
+    packed: model.PackedLanguageModel,
+    adamw: ExactAdamW,
+    decisions: Mapping[str, Decision],
+) -> list[audit.Entry]:
+    """Run a pack through the model under observation, and return what ran in which precision.
+
+    The loss is scaled as in training, so delayed scaling begins with a history of real packs. From a scale of one, which it has
+    before it has seen anything, gradients round to zero: those of a layer's last products in a first backward, those behind them,
+    which then get nothing else, in a second.
+    """
+    audit.check_trained(packed.hf, adamw)
+    scale = accelerator.num_processes / job.plan.tokens_per_step
+    prepared.train()
+    run = prepared if packed.precision or packed.fused else packed  # where gradients are looked at, all ranks take part
+
+    def loss_of(pack: int) -> Tensor:
+        batch = job.data.one_pack(pack, job.model_config.vocab_size)
+        return run(**model.inputs_of(batch, accelerator.device)) * scale
+
+    entries = audit.observe(packed.hf, lambda: loss_of(0), job.engaged, decisions, packed.precision, packed.fused)
+    if packed.precision and packed.precision.backend.state():
+        with torch.compiler.set_stance("force_eager"):
+            for pack in range(1, REHEARSALS):
+                loss_of(pack).backward()
+    if isinstance(prepared, DistributedDataParallel):
+        with packed.precision.preserving_state() if packed.precision else nullcontext():
+            lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
+    optimizer.clear_gradients(adamw, prepared)
+    return entries
+
+
+def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
+    """Let every gradient be a view into the communication buckets before the first step, and these be the final ones.
+
+    DistributedDataParallel lays its buckets out anew after the first backward that it has seen, and a gradient becomes a view at
+    the end of one. In training that would hold a second copy of all gradients, in the first step and for good in the peak; and
+    the sums over three ranks and more would come in another order after a resume than without one.
+    """
+    with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
+        for _ in range(2):
+            ddp(**model.inputs_of(batch, ddp.device)).backward()
+    optimizer.clear_gradients(adamw, ddp)
+
+
+def what_is_compiled(compiled: bool, precision: PrecisionContext | None, fused: FusedLayers | None) -> str:
+    if not compiled or (fused and not fused.left_out):
+        return "nothing"
+    return "each layer, between its low-precision products" if precision else "each layer"

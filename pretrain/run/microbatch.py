@@ -1,0 +1,98 @@
+"""`batch.microbatch: auto`: the largest microbatch that fits on this device, found by trying.
+
+Formulas for activation memory are off by tens of percent with the attention backend, the compiler's choices and the allocator's
+fragments, and a run that dies of memory after an hour costs more than two trials at its start. The plan's estimate only says
+where to begin. A trial is forward and backward of documents as they lie in the packs; what the optimizer holds is already
+allocated.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from foundation.errors import InputError
+from packing.batch import Microbatch
+from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapped
+from pretrain.model.gradients import clear_main_gradients
+from pretrain.model.huggingface import inputs_of
+from pretrain.plan.preflight import Job
+
+# Left free for the allocator's fragments, communication buffers and evaluation.
+RESERVE = 0.04
+
+
+def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
+    """Packs a microbatch: the recipe's number, or what `auto` found before the interruption, or the largest that fits now.
+
+    `resumed`: the state of the checkpoint that was loaded. Keeping its microbatch keeps the order of all sums, so that the
+    resumed run stays exact.
+    """
+    if job.plan.microbatch:
+        return job.plan.microbatch
+    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
+    if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
+        return resumed["microbatch"]
+    # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting: a trial that may fail
+    # cannot be taken back.
+    together = trials_are_collective(model, accelerator)
+    candidates = [job.plan.expected_microbatch] if together else job.plan.microbatch_candidates
+    return largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+
+
+def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
+    """Whether ranks exchange something within a forward and backward: shards of weights, or the amaxes of delayed scaling."""
+    precision = getattr(unwrapped(model), "precision", None)
+    return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and precision is not None and bool(precision.backend.state()))
+
+
+def largest_that_fits(
+    model: nn.Module, accelerator: Accelerator, candidates: Sequence[int], make_batch: Callable[[int], Microbatch]
+) -> int:
+    """The first of `candidates` (packs a microbatch, descending) whose forward and backward fit; all ranks agree on the smallest.
+
+    On a CPU memory that runs out raises nothing, so there the plan's candidates, which respect the memory of the host, are what
+    keeps a run alive. Leaves the model in training mode, its gradients zero. Raises InputError where not even the smallest fits,
+    naming what would help.
+    """
+    model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
+    for candidate in candidates:
+        fits = _fits(model, accelerator, make_batch(candidate))
+        if not fits and trials_are_collective(model, accelerator):
+            break
+        if not largest_over_ranks(accelerator, int(not fits)):
+            return candidate
+        # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
+        torch.compiler.reset()
+    raise InputError(
+        f"`batch.microbatch: auto`: {candidates[-1]} pack(s) at once do not fit into the device's memory; set a smaller "
+        "`batch.microbatch`, `model.gradient_checkpointing: full`, a shorter `data.length`, `weights: bf16_exact`, or shard the "
+        "model over more devices"
+    )
+
+
+def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool:
+    device = accelerator.device
+    gc.collect()  # what a trial that failed has left in reference cycles
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
+            # DistributedDataParallel must not wait here for a rank that has run out of memory.
+            with accumulating(accelerator, model):
+                accelerator.backward(model(**inputs_of(batch, device)))
+    except torch.OutOfMemoryError:
+        return False
+    finally:
+        # Zeroed, not freed: the gradients' memory belongs to every trial.
+        model.zero_grad(set_to_none=False)
+        clear_main_gradients(model.parameters())
+    if device.type != "cuda":
+        return True
+    return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory

@@ -1,0 +1,108 @@
+"""Going on where a run was: which checkpoint, whether it belongs to this training, and its state put back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundation.errors import InputError
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.state import TrainState, check_same_training
+from pretrain.metrics.health import Health
+from pretrain.optimizer import build as optimizer
+from pretrain.optimizer.exact_weights import Weights, convert, describe_conversion, local_part
+from pretrain.plan.preflight import Job
+from pretrain.precision.product import PREFIX
+from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.run.assembly import Assembly
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that may be continued."""
+
+    path: Path
+    record: dict[str, Any]  # its state.json
+    notes: list[str]  # what differs between its recipe and the present one
+
+
+def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> Source | None:
+    """The checkpoint to go on from, `wanted` ("auto" or a path); None where there is none yet. Costs no more than its hashes.
+
+    Raises InputError where it belongs to another training and `accept_changes` is not set, and where all are damaged: starting
+    over in their place would bury what may still be rescued.
+    """
+    path = checkpoints.newest() if wanted == "auto" else Path(wanted)
+    if path is None:
+        if checkpoints.damaged:
+            raise InputError(
+                f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning"
+            )
+        return None
+    record = checkpoints.read_state(path)
+    changes = check_same_training(record, job.identity, path, accept_changes)
+    return Source(path, record, [f"the recipe has changed: {change}" for change in changes])
+
+
+def restore(
+    source: Source | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
+) -> tuple[TrainState, list[str]]:
+    """Put the checkpoint's weights, moments and counters back; returns the state and what the user should know of it."""
+    if source is None:
+        return TrainState(steps=job.plan.steps), []
+    state = TrainState.from_record(source.record, job.plan.steps, source.path)
+    scales, scale_notes = scales_to_load(source.path, assembly.precision_tensors)
+    notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
+    optimizer.set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
+    health.load_state_dict(source.record["health"])
+    checkpoints.set_aside_newer(state.step)
+    return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
+
+
+def load_weights(
+    source: Source, checkpoints: Checkpoints, mode: Weights, assembly: Assembly, scales: Mapping[str, Tensor]
+) -> list[str]:
+    """Copy weights, moments and `scales` into place, whatever mode of `weights:` they were saved in; returns what the user should
+    know.
+
+    Of another mode, the weights are read as they were stored, become FP32 masters, and are stored again in this run's `mode`.
+    """
+    saved: Weights = source.record["identity"]["weights"]
+    if saved == mode:
+        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales).notes
+    parameters = dict(assembly.hf.named_parameters())
+    stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
+    moments = {key: tensor for key, tensor in assembly.optimizer_tensors.items() if not key.startswith("remainder/")}
+    remainders = {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
+    kept = moments | scales | (remainders if saved == "bf16_exact" else {})
+    loaded = checkpoints.load(source.path, assembly.tensors | stored, kept)
+    for name, parameter in parameters.items():
+        remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" else None
+        master, _ = convert(local_part(stored.pop(name)), remainder, "fp32")
+        assembly.optimizer.set_master(parameter, master)
+    return [describe_conversion(saved, mode), *loaded.notes]
+
+
+def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    """Where the delayed scaling's history and scales that the checkpoint holds go: into `wanted`, or, where this run does not
+    have them or has them in another shape, into tensors that nobody keeps. And what the user should know of it.
+
+    A run that finds none keeps what a few packs of its data have taught it, as every run begins.
+    """
+    saved = {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
+    fits = {name: tensor for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)}
+    rest = {name: torch.empty(tuple(entry.shape), dtype=torch.float32) for name, entry in saved.items() if name not in fits}
+    notes = []
+    if len(fits) < len(wanted):
+        notes.append(
+            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint: begun anew"
+        )
+    if rest:
+        notes.append(f"{len(rest)} tensors of delayed scaling in the checkpoint have no place in this run")
+    return fits | rest, notes

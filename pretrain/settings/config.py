@@ -1,0 +1,120 @@
+"""A recipe from its file and the command line: defaults < recipe file < `key=value` overrides.
+
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that excludes
+others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.settings import load_yaml, parse, value_from_text
+from pretrain.precision.registry import RECIPES
+from pretrain.settings.recipe import Recipe
+
+# Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
+_ALTERNATIVES = (
+    ("train.steps", "train.tokens", "train.epochs"),
+    ("schedule.warmup", "schedule.warmup_tokens"),
+)
+
+_NOT_IDENTITY = (
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "parity", "batch.microbatch"),
+    *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing", "model.trust_remote_code"),
+    # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
+    *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
+    # How the packs came to be: what they hold has a fingerprint of its own.
+    *("data.packs", "data.source", "data.format", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
+    *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
+    *("data.on_bad_line", "data.processes"),
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read the recipe at `path`, apply `overrides`, check every key.
+
+    Raises InputError naming the file (or the command line) and the key of every mistake.
+    """
+    values = load_yaml(path)
+    overridden = [_parse_override(text) for text in overrides]
+    for key, value in overridden:
+        _set(values, key, value)
+
+    def origin(key: str) -> str:
+        from_command_line = any(key == k or key.startswith(f"{k}.") for k, _ in overridden)
+        return f"command line, over {path}" if from_command_line else str(path)
+
+    return parse(Recipe, values, origin)
+
+
+def run_dir_of(recipe: Recipe) -> Path:
+    """The run folder, with {name}, {precision}, {weights} and {seed} filled in."""
+    fields = {"name": recipe.name, "precision": recipe.precision, "weights": recipe.weights, "seed": recipe.seed}
+    try:
+        return Path(recipe.run_dir.format(**fields))
+    except (KeyError, IndexError, ValueError) as error:
+        raise InputError(
+            f"`run_dir`: {recipe.run_dir!r} cannot be filled in ({error}); known fields: {', '.join(fields)}"
+        ) from None
+
+
+def resolved(recipe: Recipe) -> dict[str, Any]:
+    """Every setting as plain values; written as YAML, `load_recipe` reads it back to an equal recipe."""
+    return recipe.model_dump(mode="json")
+
+
+def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
+    """What defines a training: flat settings without those that change where, how fast and how visibly it runs, and the data.
+
+    Two runs of one identity see the same tokens in the same order under the same rule of learning. A checkpoint of another
+    identity is not resumed unless the user insists.
+    """
+    flat = flatten(resolved(recipe))
+    quantized = recipe.precision is not None and RECIPES[recipe.precision].quantized
+    idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
+    return {key: value for key, value in flat.items() if not key.startswith(idle)} | {"data.fingerprint": data_fingerprint}
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one level with dotted keys: {"data": {"length": 1}} -> {"data.length": 1}."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise InputError(
+            f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
+        )
+    return key.strip(), value_from_text(Recipe, key.strip(), value)
+
+
+def _set(values: dict[str, Any], key: str, value: Any) -> None:
+    for group in _ALTERNATIVES:
+        if key in group and value is not None:
+            for other in group:
+                _drop(values, other)
+    *parents, last = key.split(".")
+    for part in parents:
+        below = values.setdefault(part, {})
+        if not isinstance(below, dict):
+            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {below!r}, not keys of its own")
+        values = below
+    values[last] = copy.deepcopy(value)
+
+
+def _drop(values: dict[str, Any], key: str) -> None:
+    *parents, last = key.split(".")
+    for part in parents:
+        values = values.get(part) or {}
+    values.pop(last, None)

@@ -1,0 +1,161 @@
+"""Every setting a training recipe can have, typed; unknown keys are errors.
+
+The classes hold defaults and the rules that one section can check alone. What needs two sections, or the world size, is checked
+in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is reported at once.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from foundation.settings import Count, PositiveCount, Seed, Settings, Share
+from packing.settings import DataSettings
+from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class EveryNthLayer(Settings):
+    """Recompute every n-th layer in backward instead of keeping its activations."""
+
+    every: PositiveCount
+
+
+class ModelSettings(Settings):
+    source: str | None = None  # hub name or folder
+    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config
+    revision: str | None = None
+    trust_remote_code: bool = False
+    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
+    gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
+    compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
+    fused: Literal["auto", "on", "off"] = "auto"  # layers of known architectures as a few large products; auto: where faster
+
+    @field_validator("fused", mode="before")
+    @classmethod
+    def _on_and_off_are_words(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads a bare `off` as false
+
+    @model_validator(mode="after")
+    def _has_an_origin(self) -> ModelSettings:
+        if self.source is None and "model_type" not in (self.config or {}):
+            raise ValueError(
+                "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"
+            )
+        return self
+
+
+class BatchSettings(Settings):
+    tokens: PositiveCount = 131_072  # tokens of one optimizer step, over all devices
+    microbatch: Literal["auto"] | PositiveCount = "auto"  # packs a device takes at once
+
+
+class OptimizerSettings(Settings):
+    learning_rate: float = Field(3.0e-4, gt=0)
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: float = Field(1.0e-8, gt=0)
+    weight_decay: float = Field(0.1, ge=0)
+    decay: Literal["matrices", "all"] = "matrices"  # all: norms and biases too, torch's default
+    moments: Literal["fp32", "bf16"] | None = None  # none: FP32, but BF16 under `weights: bf16`, as in torch
+    # What microbatches add up in; none: FP32, but BF16 under `weights: bf16`. Several processes sum in the parameters' dtype.
+    gradients: Literal["fp32", "bf16"] | None = None
+    clip: float | None = Field(1.0, gt=0)
+
+
+class ScheduleSettings(Settings):
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    warmup: Count = 0  # steps
+    warmup_tokens: PositiveCount | None = None  # in place of `warmup`
+    decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
+    min_lr_ratio: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScheduleSettings:
+        if self.warmup and self.warmup_tokens:
+            raise ValueError("set one of `warmup` (steps) and `warmup_tokens`")
+        return self
+
+
+class TrainSettings(Settings):
+    """The horizon: exactly one of the three."""
+
+    steps: PositiveCount | None = None
+    tokens: PositiveCount | None = None
+    epochs: float | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _one_horizon(self) -> TrainSettings:
+        if sum(value is not None for value in (self.steps, self.tokens, self.epochs)) != 1:
+            raise ValueError("set exactly one of `steps`, `tokens` and `epochs`")
+        return self
+
+
+class LossSettings(Settings):
+    kind: Literal["chunked", "cce", "reference"] = "chunked"
+    chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
+
+
+class EvaluateSettings(Settings):
+    every: PositiveCount | None = None  # steps; none: at the end only
+    packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; none: all of them
+    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation
+    sample_tokens: PositiveCount = 64
+
+
+class CheckpointSettings(Settings):
+    every: PositiveCount | None = 500  # steps; none: at the end and on a signal only
+    keep: PositiveCount = 3
+    at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
+
+
+class LogSettings(Settings):
+    every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
+    trackers: tuple[str, ...] = ("jsonl",)
+    project: str = "pretrain"
+    fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; none: never
+
+    @field_validator("trackers")
+    @classmethod
+    def _metrics_file_is_always_written(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(["jsonl", *names]))
+
+
+class HealthSettings(Settings):
+    on_nan: Literal["stop", "skip"] = "stop"
+    on_spike: Literal["ignore", "warn", "stop"] = "warn"
+
+
+class Recipe(Settings):
+    """A whole training recipe: what is trained, on what, how long, and what is recorded."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    seed: Seed = 42
+    precision: PrecisionName | None = (
+        None  # fp32, bf16, delayed, current, block, mxfp8, nvfp4; none: the accelerate configuration's
+    )
+    fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
+    parity: bool = False  # compare step 0 with a plain FP32 path, and stop if it is not the same training
+    weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
+    model: ModelSettings
+    data: DataSettings
+    batch: BatchSettings = BatchSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    train: TrainSettings
+    loss: LossSettings = LossSettings()
+    evaluate: EvaluateSettings = EvaluateSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    log: LogSettings = LogSettings()
+    health: HealthSettings = HealthSettings()
+    run_dir: str = "runs/{name}-{precision}-{weights}"
+
+    def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
+        """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.
+
+        Several processes exchange gradients in the parameters' dtype, and `pretrain.plan.checks` refuses the wish for another.
+        """
+        if world_size > 1:
+            return "fp32" if self.weights == "fp32" else "bf16"
+        return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")

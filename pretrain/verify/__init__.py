@@ -1,0 +1,1 @@
+"""What a run really is: the audit of its products, and its first step beside plain transformers."""

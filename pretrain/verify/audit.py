@@ -1,0 +1,272 @@
+"""What really computes in which precision: observed in a forward and backward of the model, not read off the settings.
+
+Low precision fails in silence. A library that skips one sibling of a layer, enters its context in forward and not in recompute,
+or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once, on one pack,
+uncompiled, under observation, and every product's operands are held against what was decided for it; and in the first step itself
+the low-precision products are observed again, as they run in training. Where request and effect differ, the run stops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foundation.errors import InputError
+from pretrain.model.conversion import LINEARS, Decision
+from pretrain.model.fused.fuse import FusedLayers
+from pretrain.model.gradients import was_reached
+from pretrain.model.loss.head import LossHead
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.engage import Engaged
+from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
+from pretrain.precision.observation import BITS, dtype_name
+from pretrain.precision.product import ObservedProduct
+from pretrain.verify.observation import DtypesOfLinears, matrices_of
+
+Entry = dict[str, Any]
+Observed = Mapping[str, Sequence[ObservedProduct]]
+
+
+def observe(
+    hf: nn.Module,
+    run: Callable[[], Tensor],
+    engaged: Engaged,
+    decisions: Mapping[str, Decision] | None = None,
+    context: PrecisionContext | None = None,
+    fused: FusedLayers | None = None,
+) -> list[Entry]:
+    """One entry for each linear, low-precision norm and other module with matrices of `hf`: what was asked of it, what it did,
+    and in which dtype it is stored.
+
+    `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
+    multiplies in low precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to
+    do. `fused`: the layers whose linears are parts of larger products; they are asked for the operands of those. Raises
+    InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is trained was
+    not reached.
+    """
+    linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
+    others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
+    stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
+    observed: Observed = {}
+    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes, _within(fused) as inside:
+        if context is not None:
+            context.plain_calls.clear()
+        if context is None and fused is None:
+            with torch.no_grad():
+                run()
+        else:  # whoever multiplies in products of ours differentiates them too, and both are to be seen
+            with context.backend.observed_products() if context else nullcontext({}) as observed:
+                run().backward()
+            _check_reached(hf)
+    observed |= inside
+    members = fused.members if fused else {}
+    outside = context.plain_calls if context else {}
+    _check_tied(hf)
+
+    entries = []
+    for name, module in linears.items():
+        decision = (decisions or {}).get(name, Decision(name, engaged.recipe.name))
+        low_precision = engaged.recipe.quantized and decision.requested == engaged.recipe.name
+        plain = _plain_dtypes(dtypes.seen.get(name), inside.get(name))
+        entries.append(
+            {
+                "name": name,
+                "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
+                "requested": decision.requested,
+                "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), engaged)
+                if low_precision
+                else _plain_name(plain),
+                "products": _shown(observed.get(name, ())) if low_precision else {},
+                "backend": engaged.backend if low_precision else "torch",
+                "stored": stored[name],
+                "reason": decision.reason,
+                **({"part_of": members[name].name} if name in members else {}),
+            }
+        )
+    entries += [_norm_entry(name, module, engaged) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
+    _refuse(entries, engaged)
+    dtypes_seen = {name: " x ".join(sorted(dtypes.seen.get(name, {"not run"}))) for name in others}
+    return entries + [_other_entry(n, m, _plain_name(dtypes_seen[n]), stored[n], engaged) for n, m in others.items()]
+
+
+@contextmanager
+def confirming(
+    context: PrecisionContext, engaged: Engaged, found: dict[str, Any], step: int, fused: FusedLayers | None = None
+) -> Iterator[None]:
+    """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
+
+    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. Notes in `found`
+    in which step it was confirmed; InputError otherwise.
+    """
+    context.plain_calls.clear()
+    with context.backend.observed_products() as observed, _within(fused) as inside:
+        yield
+    observed |= inside
+    checked = []
+    for entry in (entry for entry in found["products"] if entry["products"]):
+        name = entry["name"]
+        effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], engaged)
+        checked.append(entry | {"effective": effective})
+    _refuse(checked, engaged)
+    found["confirmed_in_step"] = step
+
+
+def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """InputError for a parameter that no group of the optimizer has: one that was made anew after the optimizer, and stands
+    still.
+    """
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and id(parameter) not in trained]
+    if lost:
+        raise InputError(
+            f"model: the optimizer does not know {len(lost)} parameters, {lost[0]} among them; they would not be trained"
+        )
+
+
+def rows(found: Mapping[str, Any]) -> dict[str, str]:
+    """An audit for people: a row a kind of linear (the last part of its name), then what attention and loss run on."""
+    groups = Counter(
+        (p["name"].rsplit(".", 1)[-1], p["module"], p["stored"], p["effective"], p["backend"], p["reason"])
+        for p in found["products"]
+    )
+    kinds: dict[str, list[str]] = {}
+    for (kind, module, stored, effective, backend, reason), count in groups.items():
+        on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
+        why = f" ({reason})" if reason else ""
+        what = "FP32 inside" if module == LowPrecisionNorm.__name__ else f"products {effective}"
+        kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, {what}{on}{why}")
+    backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
+    whole = {key: found[key] for key in ("gradients", "fused", "compiled")}
+    return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
+
+
+def _within(fused: FusedLayers | None) -> AbstractContextManager[dict[str, list[ObservedProduct]]]:
+    """Collects what the products of fused layers multiply."""
+    return fused.observed_products() if fused else nullcontext({})
+
+
+def _plain_dtypes(seen: Collection[str] | None, within_fused: Sequence[ObservedProduct] | None) -> str:
+    """The dtypes that a linear's products multiplied, by its own or as part of a fused one."""
+    if within_fused:
+        seen = {operand for product in within_fused for operand in (product.left, product.right)}
+    return " x ".join(sorted(seen)) if seen else "not run"
+
+
+def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, engaged: Engaged) -> str:
+    """The recipe's name if every product that ran multiplied operands of its formats, and all three ran; else what ran instead.
+
+    `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
+    layer that is recomputed after it was left.
+    """
+    if not observed:
+        return _plain_name(plain)
+    if outside:
+        return f"{outside} calls outside the low-precision context"
+    formats = expected_formats(engaged)
+    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, formats[p.gemm], engaged)})
+    missing = sorted(f"{gemm} not run" for gemm in formats.keys() - {product.gemm for product in observed})
+    return ", ".join([*wrong, *missing]) or engaged.recipe.name
+
+
+def expected_formats(engaged: Engaged) -> dict[str, tuple[str, str]]:
+    """The formats that each product of a linear multiplies under this recipe: x w^T, g w and g^T x."""
+    if engaged.recipe.name == "nvfp4":
+        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
+    gradient = "e5m2" if engaged.settings.fp8_format == "HYBRID" else "e4m3"
+    return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
+
+
+def _is_expected(product: ObservedProduct, formats: tuple[str, str], engaged: Engaged) -> bool:
+    """Whether both operands are what the recipe makes of them: by their kind on Transformer Engine, which says what a tensor is,
+    and by their significant bits in emulation, where it is an ordinary tensor of few values."""
+    if engaged.backend == "emulation":
+        most = {name: BITS["float32"] for name in BITS} if engaged.settings.use_f32_scales else BITS  # FP32 scales have all bits
+        return all(_bits(kind) <= most[name] for kind, name in zip((product.left, product.right), formats, strict=True))
+    weights = (False, product.gemm != "wgrad")  # the right-hand operand of forward and dgrad
+    expected = [_kinds(engaged.recipe.name, name, weight) for name, weight in zip(formats, weights, strict=True)]
+    return product.left in expected[0] and product.right in expected[1]
+
+
+def _kinds(recipe: str, name: str, weight: bool) -> set[str]:
+    """What Transformer Engine's operands of this format are called (pretrain.precision.te_observation)."""
+    match recipe:
+        case "delayed" | "current":
+            return {f"{name} tensor-scaled"}
+        case "block":  # a Blackwell computes it as MXFP8
+            return {f"{name} {'128x128' if weight else '1x128'} blocks", f"mxfp8 {name}"}
+        case "mxfp8":
+            return {f"mxfp8 {name}"}
+        case _:
+            return {name}
+
+
+def _bits(kind: str) -> int:
+    """Of an operand that the emulation describes, "4 significant bits"."""
+    return int(kind.split()[0])
+
+
+def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
+    return {product.gemm: f"{product.left} x {product.right}" for product in observed}
+
+
+def _plain_name(dtypes: str) -> str:
+    """Observed dtypes under the name of the recipe that they are, where they are one."""
+    return {"float32": "fp32", "bfloat16": "bf16"}.get(dtypes, dtypes)
+
+
+def _norm_entry(name: str, norm: LowPrecisionNorm, engaged: Engaged) -> Entry:
+    recipe = engaged.recipe.name
+    return {
+        "name": name,
+        "module": type(norm).__name__,
+        "requested": recipe,
+        "effective": recipe if norm.calls else "not run",
+        "products": {},
+        "backend": engaged.backend,
+        "stored": dtype_name(norm.weight.dtype),
+        "reason": None,
+    }
+
+
+def _other_entry(name: str, module: nn.Module, effective: str, stored: str, engaged: Engaged) -> Entry:
+    """Of a module whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
+    it, so nothing is refused: it computes as transformers wrote it, and a router may do so in FP32."""
+    return {
+        "name": name,
+        "module": type(module).__name__,
+        "requested": effective,
+        "effective": effective,
+        "products": {},
+        "backend": "torch",
+        "stored": stored,
+        "reason": "no linear, which is what low precision takes" if engaged.recipe.quantized else None,
+    }
+
+
+def _refuse(entries: Sequence[Entry], engaged: Engaged) -> None:
+    wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
+    if wrong:
+        listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
+        raise InputError(
+            f"precision {engaged.recipe.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
+            f"{listed}"
+        )
+
+
+def _check_reached(hf: nn.Module) -> None:
+    """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes."""
+    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and not was_reached(parameter)]
+    if lost:
+        raise InputError(f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained")
+
+
+def _check_tied(hf: nn.Module) -> None:
+    head, embedding = hf.get_output_embeddings(), hf.get_input_embeddings()
+    tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
+        raise InputError("model: its configuration ties the LM head to the embedding, and they have become two parameters")

@@ -1,0 +1,129 @@
+"""The launcher in low precision, emulated, as a user runs it: every recipe trains, says what ran, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from pretrain.metrics.run_files import read_metrics
+from pretrain.precision.registry import RECIPES
+
+ROOT = Path(__file__).resolve().parents[2]
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run_dir) if "loss" in record]
+
+
+def json_of(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact"}
+    finished = train_here("fp8_config.scope=linear+head+norm", recipe=recipe)
+    assert finished.status == 0, finished.output
+    summary = json_of(finished.run_dir / "summary.json")
+    assert summary["held_out_loss"] < 0.6 * finished.losses()[0]
+
+    found = json_of(finished.run_dir / "audit.json")
+    assert (found["precision"], found["effective"], found["backend"]) == (precision, precision, "emulation")
+    assert "needs a GPU of compute capability" in found["reason"]
+    assert found["confirmed_in_step"] == 1
+    assert len(found["products"]) == 15 + 9 and {each["effective"] for each in found["products"]} == {precision}
+
+    due = [json.loads(line) for line in (finished.run_dir / "fp8_statistics.jsonl").read_text().splitlines()]
+    assert [each["step"] for each in due] == [1, 5, 10] and all(len(each["operands"]) == 15 * 3 for each in due)
+    with_figures = [step["step"] for step in steps_of(finished.run_dir) if "fp8/fwd_scale" in step and "fp8/bwd_scale" in step]
+    assert with_figures == [1, 5, 10]
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16_exact"])
+def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
+    weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights}
+    whole = train_here(recipe=recipe | {"run_dir": str(tmp_path / "whole")})
+    assert whole.status == 0, whole.output
+    halves = str(tmp_path / "halves")
+    assert train_here(recipe=recipe | {"run_dir": halves}).status == 0
+    again = train_here("--resume", f"{halves}/checkpoints/step-00000004", recipe=recipe | {"run_dir": halves})
+    assert again.status == 0, again.output
+    assert "resumed from" in again.output
+    assert again.losses() == whole.losses()
+    last = [sorted((run.run_dir / "checkpoints" / "step-00000012").glob("*.safetensors")) for run in (whole, again)]
+    for ours, theirs in zip(*last, strict=True):
+        one, other = load_file(ours), load_file(theirs)
+        assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    state = {name: tensor for path in last[0] for name, tensor in load_file(path).items() if name.startswith("fp8/")}
+    assert len(state) == 14 * 4 and all(tensor.dtype == torch.float32 for tensor in state.values())
+    history = state["fp8/model.layers.0.mlp.down_proj/forward/amax_history"]
+    assert history.shape == (1024, 3) and history[-1, 0] > 0 and history[-1, 1] > 0
+
+
+def test_delayed_scaling_knows_all_gradients_before_the_first_step(low_precision_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """In a step of four million tokens gradients are so small that they round to zero at the scale that a history begins with."""
+    recipe = low_precision_recipe | {"precision": "delayed", "batch": {"tokens": 2**22, "microbatch": 8}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    command = [
+        "-m",
+        "benchmarks.parity",
+        "--recipe",
+        str(tmp_path / "recipe.yaml"),
+        "--packs",
+        "8",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    parity = json_of(tmp_path / "out.json")["fast_path"]
+    assert not parity["failures"] and parity["least_cosine"] > 0.9
+    assert abs(parity["gradient_norm"] / parity["plain_gradient_norm"] - 1) < 0.05
+
+
+def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(
+    train_here: Callable, low_precision_recipe: dict[str, Any]
+) -> None:
+    recipe = low_precision_recipe | {"precision": "delayed"}
+    assert train_here("train.steps=4", "schedule.warmup=0", recipe=recipe).status == 0
+    refused = train_here("precision=mxfp8", recipe=recipe)
+    assert refused.status == 2 and 'precision: saved "delayed", now "mxfp8"' in refused.output
+    to_mxfp8 = train_here("precision=mxfp8", "train.steps=8", "--accept-changes", recipe=recipe)
+    assert to_mxfp8.status == 0 and "tensors of delayed scaling in the checkpoint have no place in this run" in to_mxfp8.output
+    back = train_here("--accept-changes", recipe=recipe)
+    assert back.status == 0 and "tensors of delayed scaling are not in the checkpoint: begun anew" in back.output
+    assert back.losses()[-1] < 0.5 * back.losses()[0]
+
+
+def test_evaluation_is_in_bf16_unless_it_is_asked_for(
+    train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    recipe = low_precision_recipe | {"precision": "nvfp4", "train": {"steps": 2}, "schedule": {}}
+    losses = {}
+    for low in (False, True):
+        run = train_here(f"fp8_config.use_autocast_during_eval={low}", recipe=recipe | {"run_dir": str(tmp_path / str(low))})
+        assert run.status == 0, run.output
+        losses[low] = (run.losses(), json_of(run.run_dir / "summary.json")["held_out_loss"])
+    assert losses[False][0] == losses[True][0], "how a run is evaluated does not touch its training"
+    assert losses[False][1] != losses[True][1] and abs(losses[False][1] - losses[True][1]) < 0.1
+
+
+def test_a_fallback_is_said_and_written_down(train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
+    run = train_here("precision=nvfp4", "fp8_config.on_unsupported=fallback", "train.steps=3", recipe=low_precision_recipe)
+    assert run.status == 0, run.output
+    found = json_of(run.run_dir / "audit.json")
+    assert (found["precision"], found["effective"], found["backend"]) == ("nvfp4", "bf16", "torch")
+    assert {each["effective"] for each in found["products"]} == {"bf16"}
+    assert "`precision: nvfp4` needs a GPU of compute capability 10.0" in run.output

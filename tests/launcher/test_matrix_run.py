@@ -1,0 +1,125 @@
+"""`python -m pretrain matrix` for real: cells that fail, finish, are stopped and go on, each a launcher under accelerate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foundation.errors import InputError
+from pretrain.checkpoint.folder import step_folders, step_of
+from pretrain.metrics.run_files import read_metrics
+from pretrain.metrics.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def matrix_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Path]:
+    """A matrix of two cells over the small recipe, in FP32 and BF16 on the CPU."""
+    recipe, path = tmp_path / "recipe.yaml", tmp_path / "matrix.yaml"
+    recipe.write_text(yaml.safe_dump(small_recipe))
+
+    def write(**keys: Any) -> Path:
+        values = {"name": "precisions", "recipe": str(recipe), "accelerate": "accelerate_configs/cpu.yaml"}
+        values |= {"axes": {"precision": ["fp32", "bf16"]}, "run_dir": f"{tmp_path}/{{matrix}}/{{cell}}"} | keys
+        path.write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+    return write
+
+
+def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+    command = [sys.executable, "-m", "pretrain", "matrix", str(path), *arguments]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(path: Path, *arguments: str) -> tuple[int, str]:
+    """Exit status and output."""
+    process = start(path, *arguments)
+    output = process.communicate(timeout=240)[0]
+    return process.returncode, output
+
+
+def last_step(run_dir: Path) -> int:
+    try:
+        return read_metrics(run_dir)[-1]["step"]
+    except (InputError, IndexError):  # not begun
+        return 0
+
+
+def test_a_failed_cell_is_reported_and_not_fatal_and_only_it_is_run_when_the_matrix_is_started_again(matrix_file, tmp_path):
+    path, folder = matrix_file(), tmp_path / "precisions"
+    with RunFolder(folder / "fp32"):  # somebody else is training there
+        status, output = run(path)
+    assert status == 1, output
+    assert "fp32: failed" in output and "exit status 1" in output and f"the last of {folder / 'fp32.log'}" in output
+    assert f"the run folder is in use by process {os.getpid()}" in output
+    assert "bf16: finished" in output and "1 of 2 cells are not finished" in output
+    assert last_step(folder / "bf16") == 12 and not (folder / "fp32" / "metrics.jsonl").exists()
+
+    trained = (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns
+    status, output = run(path)
+    assert status == 0, output
+    assert "1 of 2 cells are finished already" in output and last_step(folder / "fp32") == 12
+    assert (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns == trained, "left alone"
+    page = (folder / "precisions.md").read_text()
+    assert "| run  | minus fp32, all |" in page and page.partition("\n\n![curves](precisions.png)")[0] in output
+    assert (folder / "precisions.png").exists()
+    assert json.loads((folder / "bf16" / "matrix.json").read_text())["side_by_side"] is False
+
+
+def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file, tmp_path):
+    steps = 400
+    path = matrix_file(at_once=2, overrides={"train.steps": steps, "checkpoint.every": None, "evaluate.every": None})
+    folders = [tmp_path / "precisions" / cell for cell in ("fp32", "bf16")]
+    process = start(path)
+    while min(map(last_step, folders)) < 3:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 130, output
+    assert "SIGINT: passed on to fp32, bf16" in output and "stopped; the same command goes on" in output
+    for folder in folders:
+        [saved] = step_folders(folder / "checkpoints")
+        assert step_of(saved) == last_step(folder) < steps
+        RunFolder(folder).close()  # would raise if anything were still running there
+
+    status, output = run(path)
+    assert status == 0, output
+    for folder in folders:
+        assert [record["step"] for record in read_metrics(folder) if "loss" in record] == list(range(1, steps + 1))
+    page = (tmp_path / "precisions" / "precisions.md").read_text()
+    assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
+
+
+def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path, launcher_here):
+    status, output = run(matrix_file(), "--dry-run", "--only", "precision=bf16", "train.steps=5")
+    assert status == 0 and not (tmp_path / "precisions").exists()
+    heading, command = output.splitlines()
+    assert heading == "# bf16" and "train.steps=5 precision=bf16 run_dir=" in command
+    accelerate, _, arguments = command.partition(" train_accelerate.py ")
+    assert "accelerate.commands.launch" in accelerate and accelerate.endswith("--config_file accelerate_configs/cpu.yaml")
+    status, planned, said = launcher_here(*shlex.split(arguments), "--plan")
+    assert status == 0 and "5 steps" in planned, said
+
+
+def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file):
+    status, output = run(matrix_file(axes={"precision": ["fp32", "bf61"]}))
+    assert status == 2 and output.startswith("error: ") and "cell bf61: `precision`" in output and "did you mean" in output
+    status, output = run(matrix_file(), "--only", "weights=bf16")
+    assert status == 2 and "--only weights=bf16" in output

@@ -1,0 +1,38 @@
+"""Which process tells the user what went wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrain.run.command_line import say_once
+
+
+@pytest.fixture
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that somebody wanted to sleep, instead of sleeping them."""
+    seconds: list[float] = []
+    monkeypatch.setattr("time.sleep", seconds.append)
+    return seconds
+
+
+def speak_as(rank: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+    say_once("error: no such folder")
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_first_process_of_each_machine_speaks_at_once(
+    rank: int, slept: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speak_as(rank, 0, monkeypatch)
+    assert slept == []
+    assert capsys.readouterr().err == "error: no such folder\n"
+
+
+def test_another_process_speaks_if_the_launcher_has_not_ended_it_meanwhile(
+    slept: list[float], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speak_as(3, 3, monkeypatch)
+    assert sum(slept) > 1, "torchrun looks at its processes ten times a second"
+    assert capsys.readouterr().err == "rank 3: error: no such folder\n"

@@ -1,0 +1,87 @@
+"""`weights:` end to end: what each mode keeps, what it loses, and how a run goes on in another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from pretrain.optimizer.exact_weights import join
+
+# A rate at which most updates are smaller than half a unit in a BF16 weight's last place.
+SLOW = ["precision=bf16", "optimizer.learning_rate=2e-5", "schedule.kind=constant", "schedule.warmup=0", "evaluate.every=6"]
+
+
+def tensors(run_dir: Path, kind: str) -> dict[str, torch.Tensor]:
+    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
+    return {name: tensor for file in newest.glob(f"{kind}-*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def masters(run_dir: Path) -> dict[str, torch.Tensor]:
+    """FP32 weights of a run's newest checkpoint, whatever mode it was saved in."""
+    state = tensors(run_dir, "optimizer")
+    return {
+        name: join(weight, state[f"remainder/{name}"]) if f"remainder/{name}" in state else weight.float()
+        for name, weight in tensors(run_dir, "model").items()
+    }
+
+
+@pytest.fixture
+def runs(train_here: Callable, tmp_path: Path) -> Callable:
+    def run(weights: str, *arguments: str, run_dir: str | None = None):
+        finished = train_here(*SLOW, f"weights={weights}", f"run_dir={tmp_path / (run_dir or weights)}", *arguments)
+        assert finished.status == 0, finished.output
+        return finished
+
+    return run
+
+
+def test_exact_bf16_weights_keep_what_plain_bf16_weights_lose(runs: Callable) -> None:
+    fp32, exact, plain = (runs(weights) for weights in ("fp32", "bf16_exact", "bf16"))
+    # The same draw, rounded to BF16 for computing in all three.
+    assert fp32.losses()[0] == pytest.approx(exact.losses()[0], abs=1e-5)
+    frozen = {
+        run.run_dir.name: [record["frozen_updates"] for record in run.records() if "loss" in record]
+        for run in (fp32, exact, plain)
+    }
+    assert max(frozen["fp32"]) < 0.01
+    assert max(frozen["bf16_exact"]) < 0.01
+    assert min(frozen["bf16"]) > 0.5
+
+    moved = {run.run_dir.name: masters(run.run_dir) for run in (fp32, exact, plain)}
+
+    def distance(name: str) -> float:
+        differences = [(moved[name][key] - weight).flatten() for key, weight in moved["fp32"].items()]
+        return torch.cat(differences).norm().item()
+
+    assert distance("bf16_exact") < 0.1 * distance("bf16")
+    for weights in ("bf16_exact", "bf16"):
+        loaded = AutoModelForCausalLM.from_pretrained(fp32.run_dir.parent / weights / "final")
+        assert loaded.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("first", "then"), [("fp32", "bf16_exact"), ("bf16_exact", "fp32"), ("bf16", "bf16_exact")])
+def test_a_checkpoint_of_one_mode_is_continued_in_another_and_says_so(
+    runs: Callable, train_here: Callable, tmp_path: Path, first: str, then: str
+) -> None:
+    begun = runs(first, "train.steps=4", run_dir="moved")
+    before = masters(begun.run_dir)
+    refused = train_here(*SLOW, f"weights={then}", f"run_dir={begun.run_dir}", "train.steps=4")
+    assert refused.status == 2
+    assert f'weights: saved "{first}", now "{then}"' in refused.output
+
+    # No step is left to do: what is saved again is what was loaded, in the other mode.
+    (begun.run_dir / "checkpoints" / "step-00000004").rename(tmp_path / "step-00000004")
+    taken = ["--accept-changes", "--resume", str(tmp_path / "step-00000004"), "train.steps=5", "optimizer.learning_rate=1e-30"]
+    continued = runs(then, *taken, "optimizer.weight_decay=0", run_dir="moved")
+    assert f"{first} became {then}" in continued.output
+    after = masters(continued.run_dir)
+    assert before.keys() == after.keys()
+    for name, master in before.items():
+        assert torch.equal(master, after[name]), name
+    assert json.loads((continued.run_dir / "audit.json").read_text())["weights"] == then

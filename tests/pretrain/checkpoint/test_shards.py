@@ -1,0 +1,147 @@
+"""The safetensors writer against the safetensors library, and sharded checkpoints over real processes."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from pretrain.checkpoint import shards
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.shards import DTYPE_NAMES, Block, lay_out, write_tensors
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 1, 2)], ids=str)
+def test_the_library_reads_what_is_written(tmp_path, dtype, shape):
+    tensor = (torch.randint(0, 2, shape) * 3 - 1).to(dtype)
+    write_tensors(tmp_path / "ours.safetensors", {"b": tensor, "a": torch.ones(3, dtype=torch.uint8), "c": torch.ones(5)})
+    loaded = load_file(tmp_path / "ours.safetensors")
+    assert loaded["b"].dtype == dtype and loaded["b"].shape == tensor.shape
+    assert torch.equal(loaded["b"].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+def test_the_file_equals_the_one_the_library_writes_and_the_hash_is_the_files(tmp_path):
+    tensors = {"w": torch.randn(4, 3), "b": torch.randn(4).bfloat16(), "a": torch.randn(7).bfloat16(), "n": torch.tensor(3)}
+    entry = write_tensors(tmp_path / "ours.safetensors", tensors)
+    save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    written = (tmp_path / "ours.safetensors").read_bytes()
+    assert written == (tmp_path / "theirs.safetensors").read_bytes()
+    assert (entry.bytes, entry.sha256) == (len(written), hashlib.sha256(written).hexdigest())
+
+
+def test_tensors_larger_than_a_block_and_not_contiguous_are_written_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 100)
+    tensor = torch.randn(30, 20).t()
+    write_tensors(tmp_path / "t.safetensors", {"t": tensor})
+    assert torch.equal(load_file(tmp_path / "t.safetensors")["t"], tensor)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5), st.booleans()), max_size=8), st.integers(1, 4), st.integers(1, 200)
+)
+def test_every_value_is_written_exactly_once_and_replicas_are_shared_out(tensors, ranks, part_bytes):
+    offers: list[dict[str, Block]] = [{} for _ in range(ranks)]
+    for number, (rows, columns, sharded) in enumerate(tensors):
+        for rank, offer in enumerate(offers):
+            chunk = math.ceil(rows / ranks) if sharded else rows
+            start = min(rank * chunk, rows) if sharded else 0
+            mine = min(start + chunk, rows) - start
+            offer[f"t{number}"] = Block("F32", (rows, columns), (start, 0), (mine, columns), 4 * mine * columns)
+    index = lay_out("model", offers, part_bytes)
+    assert index.keys() == {f"t{number}" for number in range(len(tensors))}
+
+    load = [0] * ranks
+    for number, (rows, columns, _) in enumerate(tensors):
+        covered = torch.zeros(rows, columns)
+        for piece in index[f"t{number}"].pieces:
+            rank = int(piece.file.split("-")[1])
+            assert (offers[rank][f"t{number}"].offset, offers[rank][f"t{number}"].shape) == (piece.offset, piece.shape)
+            covered[piece.offset[0] : piece.offset[0] + piece.shape[0]] += 1
+            load[rank] += 4 * piece.shape[0] * columns
+        assert bool((covered == 1).all())
+    if tensors and not any(sharded for *_, sharded in tensors):
+        assert max(load) - min(load) <= max(4 * rows * columns for rows, columns, _ in tensors)
+
+
+SHAPES = {"embed": (10, 6), "thin": (2, 4), "norm": (7,), "columns": (3, 8), "replica": (5, 2), "plain": (4, 4), "scalar": ()}
+
+
+def whole(name: str) -> torch.Tensor:
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(len(name)))
+
+
+def distributed(name: str) -> torch.Tensor:
+    """The tensor `name` as a process of the present group would hold it under FSDP2 or tensor parallelism."""
+    if name in ("plain", "scalar"):
+        return whole(name)
+    placement = {"columns": Shard(1), "replica": Replicate()}.get(name, Shard(0))
+    return distribute_tensor(whole(name), init_device_mesh("cpu", (torch.distributed.get_world_size(),)), [placement])
+
+
+def _in_group(rank: int, world_size: int, folder: str, work: str) -> None:
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store-{world_size}", world_size)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    checkpoints = Checkpoints.of_process_group(Path(folder) / "checkpoints", keep=2)
+    model, optimizer = {name: distributed(name) for name in SHAPES}, {f"exp_avg/{name}": distributed(name) for name in SHAPES}
+    if work == "save":
+        checkpoints.save(5, model, optimizer, {"step": 5})
+    else:
+        for tensor in (*model.values(), *optimizer.values()):
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(7)
+        loaded = checkpoints.load(checkpoints.newest(), model, optimizer)
+        assert loaded.state == {"step": 5}
+        for name in SHAPES:
+            for tensor in (model[name], optimizer[f"exp_avg/{name}"]):
+                assert torch.equal(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, whole(name)), name
+    torch.distributed.destroy_process_group()
+
+
+def test_what_two_processes_save_one_and_three_processes_load_bit_for_bit(tmp_path):
+    start = torch.multiprocessing.start_processes
+    start(_in_group, args=(2, str(tmp_path), "save"), nprocs=2, start_method="fork")
+    files = sorted(path.name for path in (tmp_path / "checkpoints" / "step-00000005").glob("model*"))
+    assert files == ["model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors"]
+
+    start(_in_group, args=(3, str(tmp_path), "load"), nprocs=3, start_method="fork")
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    model, optimizer = ({prefix + name: torch.zeros(SHAPES[name]) for name in SHAPES} for prefix in ("", "exp_avg/"))
+    checkpoints.load(checkpoints.newest(), model, optimizer)
+    assert all(
+        torch.equal(model[name], whole(name)) and torch.equal(optimizer[f"exp_avg/{name}"], whole(name)) for name in SHAPES
+    )
+
+
+def _refuse_on_rank_1(rank: int, folder: str) -> None:
+    import resource
+
+    from foundation.errors import InputError
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    checkpoints = Checkpoints.of_process_group(Path(folder) / "checkpoints", keep=2)
+    tensors = {name: torch.full((50_000,), 1.0) for name in "abcd"}
+    checkpoints.save(1, tensors, {}, {})
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(InputError, match=r"File too large \(rank 1\).*step-00000001 is untouched"):
+        checkpoints.save(2, tensors, {}, {})
+    torch.distributed.destroy_process_group()
+
+
+def test_one_rank_that_cannot_write_makes_all_ranks_give_up_together(tmp_path):
+    torch.multiprocessing.start_processes(_refuse_on_rank_1, args=(str(tmp_path),), nprocs=2, start_method="fork")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]

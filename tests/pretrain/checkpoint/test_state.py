@@ -1,0 +1,95 @@
+"""Counters, identity and per-step randomness."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.checkpoint.state import TrainState, check_same_training, differences, seed_step, step_seed
+
+SOURCE = Path("runs/demo/checkpoints/step-00000007")
+
+
+def test_a_state_is_finished_when_it_has_advanced_through_its_horizon():
+    state = TrainState(steps=2)
+    state.advance(tokens=4096, valid_tokens=4000)
+    assert not state.finished
+    state.advance(tokens=4096, valid_tokens=4001, skipped=True)
+    assert state.finished
+    assert (state.tokens, state.valid_tokens, state.skipped_steps) == (8192, 8001, 1)
+
+
+def test_a_state_comes_back_from_json_with_the_horizon_of_the_present_recipe():
+    state = TrainState(steps=10, step=7, tokens=70, valid_tokens=69, skipped_steps=1)
+    record = json.loads(json.dumps(state.record({"seed": 42})))
+    assert TrainState.from_record(record, steps=20, source=SOURCE) == TrainState(20, 7, 70, 69, 1)
+
+
+@pytest.mark.parametrize("record", [{}, {"progress": {"step": 3}}, {"progress": [1]}])
+def test_a_record_of_something_else_is_refused_by_name(record):
+    with pytest.raises(InputError, match="step-00000007"):
+        TrainState.from_record(record, steps=1, source=SOURCE)
+
+
+def test_differences_name_each_key_with_both_values_and_see_through_json():
+    saved = {"seed": 42, "optimizer.betas": [0.9, 0.95], "optimizer.learning_rate": 2e-5, "data.old": 1}
+    current = {"seed": 42, "optimizer.betas": (0.9, 0.95), "optimizer.learning_rate": 3e-4, "data.fingerprint": "ab"}
+    assert differences(saved, current) == [
+        'data.fingerprint: saved not set, now "ab"',
+        "data.old: saved 1, now not set",
+        "optimizer.learning_rate: saved 2e-05, now 0.0003",
+    ]
+
+
+def test_a_checkpoint_of_another_recipe_is_refused_unless_the_changes_are_accepted():
+    record = TrainState(steps=5).record({"seed": 42, "batch.tokens": 8192})
+    assert check_same_training(record, {"seed": 42, "batch.tokens": 8192}, SOURCE) == []
+    with pytest.raises(InputError) as error:
+        check_same_training(record, {"seed": 43, "batch.tokens": 8192}, SOURCE)
+    for part in (str(SOURCE), "seed: saved 42, now 43", "run_dir", "--accept-changes"):
+        assert part in str(error.value)
+    assert check_same_training(record, {"seed": 43, "batch.tokens": 8192}, SOURCE, accept_changes=True) == [
+        "seed: saved 42, now 43"
+    ]
+
+
+def test_seeds_are_chained_outputs_of_the_published_splitmix64():
+    # From state 0, Vigna's reference splitmix64.c first returns 0xE220A8397B1DCDAF.
+    def finalizer(state: int) -> int:
+        mask = 2**64 - 1
+        state = (state + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & mask
+        return state ^ (state >> 31)
+
+    assert finalizer(0) == 0xE220A8397B1DCDAF
+    assert step_seed(0, 0, 0) == finalizer(finalizer(finalizer(0)))
+
+
+@given(st.integers(0, 2**40), st.integers(0, 10**7), st.integers(0, 4096))
+def test_neighbouring_steps_and_ranks_get_unrelated_seeds(seed, step, rank):
+    here = step_seed(seed, step, rank)
+    for other in (
+        step_seed(seed, step + 1, rank),
+        step_seed(seed, step, rank + 1),
+        step_seed(seed + 1, step, rank),
+        step_seed(seed, rank, step),
+    ):
+        assert 8 <= (here ^ other).bit_count() <= 56 or step == rank
+
+
+def test_dropout_of_a_step_does_not_depend_on_what_was_drawn_before_it():
+    dropout = torch.nn.Dropout(0.5)
+    seed_step(42, step=3, rank=1)
+    straight = dropout(torch.ones(1000))
+    torch.rand(17)
+    seed_step(42, step=3, rank=1)
+    assert torch.equal(dropout(torch.ones(1000)), straight)
+    seed_step(42, step=4, rank=1)
+    assert not torch.equal(dropout(torch.ones(1000)), straight)

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.compare.cells import Cell, Matrix, load_matrix
+from pretrain.settings.config import load_recipe, resolved
+
+ROOT = Path(__file__).parents[3]
+CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
+AXES = {"precision": ["bf16", "delayed", "mxfp8"], "weights": ["fp32", "bf16"]}
+MATRICES = sorted(ROOT.glob("recipes/matrices/*.yaml"))
+
+
+@pytest.fixture
+def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
+    """Load a matrix over the small recipe, with more keys and command-line overrides."""
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
+
+    def load(*overrides: str, **keys: Any) -> Matrix:
+        values = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": CPU, "axes": AXES}
+        values |= {"run_dir": f"{tmp_path}/runs/{{cell}}"} | keys
+        path = tmp_path / "m.yaml"
+        path.write_text(yaml.safe_dump({key: value for key, value in values.items() if value is not None}))
+        return load_matrix(path, overrides)
+
+    return load
+
+
+def names(matrix: Matrix) -> list[str]:
+    return [cell.name for cell in matrix.cells]
+
+
+# ── Which cells there are ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_listed(matrix):
+    found = matrix(leave_out=[{"precision": "delayed", "weights": "bf16"}, {"precision": "mxfp8"}], cells=[{"precision": "fp32"}])
+    assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "fp32"]
+    assert [(cell.recipe.precision, cell.recipe.weights) for cell in found.cells] == [
+        *(("bf16", "fp32"), ("bf16", "bf16"), ("delayed", "fp32")),
+        ("fp32", "fp32"),  # what the recipe says where the cell says nothing
+    ]
+    assert found.baseline is found.cells[0]
+
+
+def test_a_cell_is_the_recipe_with_the_overrides_of_the_matrix_of_the_command_line_and_its_own(matrix, tmp_path):
+    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).cells[0]
+    assert cell.overrides == (
+        *("optimizer.clip=null", "train.steps=5", "train.steps=7"),
+        *("seed=3", f"run_dir={tmp_path}/runs/seed=3"),
+    )
+    assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
+    assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
+
+
+def test_the_launcher_reads_a_cells_command_line_back_to_the_recipe_that_was_checked(matrix):
+    odd = {"evaluate": {"samples": ["a: {b}", "no"]}, "model.config": {"rope_theta": 1e-6}, "data.mask_boundaries": False}
+    found = matrix(overrides=odd, axes={"optimizer.betas": [[0.9, 0.95]], "batch.microbatch": ["auto", 4], "precision": ["fp32"]})
+    for cell in found.cells:
+        again = load_recipe(found.settings.recipe, cell.overrides)
+        assert resolved(again) == resolved(cell.recipe)
+        assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
+
+
+@settings(max_examples=30)  # each reads its recipe up to 192 times
+@given(
+    st.dictionaries(
+        st.sampled_from(["precision", "weights", "seed", "optimizer.clip"]),
+        st.integers(1, 4),
+        min_size=1,
+    )
+)
+def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]):
+    values = {"precision": ["fp32", "bf16", "delayed", "nvfp4"], "weights": ["fp32", "bf16", "bf16_exact"], "seed": [1, 2, 3, 4]}
+    values |= {"optimizer.clip": [None, 0.5, 1, 2.0]}
+    axes = {key: values[key][:size] for key, size in sizes.items()}
+    folder = tmp_path_factory.mktemp("matrix")
+    recipe = {"name": "r", "model": {"config": {"model_type": "qwen3"}}, "data": {"packs": "p"}, "train": {"steps": 1}}
+    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    content = {"name": "m", "recipe": str(folder / "r.yaml"), "accelerate": CPU, "axes": axes}
+    (folder / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    cells = load_matrix(folder / "m.yaml").cells
+    assert [tuple(cell.values.values()) for cell in cells] == list(itertools.product(*axes.values()))
+    assert len({cell.run_dir for cell in cells}) == len(cells)
+
+
+def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
+    found = matrix()
+    assert [c.name for c in found.only([])] == names(found)
+    assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == ["bf16-bf16", "mxfp8-bf16"]
+    with pytest.raises(InputError, match=r"--only precison=bf16.*keys: precision, weights"):
+        found.only(["precison=bf16"])
+    with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
+        found.only(["precision=fp16"])
+
+
+def test_the_baseline_is_the_one_cell_that_fits(matrix):
+    assert matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
+    with pytest.raises(
+        InputError, match=r"m\.yaml: `baseline`: \{precision: delayed\} fits several cells: delayed-fp32, delayed-bf16"
+    ):
+        matrix(baseline={"precision": "delayed"})
+    with pytest.raises(InputError, match=r"`baseline`: \{precision: fp16\} is none of the cells"):
+        matrix(baseline={"precision": "fp16"})
+
+
+# ── What is refused before anything runs ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"axis": {}}, r"m\.yaml: unknown key `axis`; did you mean `axes`\?"),
+        ({"axes": {"weights": "fp32"}}, r"m\.yaml: `axes\.weights` is 'fp32'; it should be a valid list"),
+        ({"axes": {"weights": []}}, r"m\.yaml: `axes\.weights`"),
+        ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: `weights` is 'fp33'; it should be 'fp32', 'bf16' or"),
+        ({"axes": {"wieghts": ["fp32"]}}, r"m\.yaml, cell wieghts=fp32: unknown key `wieghts`; did you mean `weights`"),
+        ({"axes": {"precision": ["fp16"]}}, r"m\.yaml, cell fp16: `precision`.*unknown precision 'fp16'"),
+        ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: unknown key `trian`; did you mean `train`"),
+        ({"overrides": {"fp8_config.margin": 1}}, r"m\.yaml, cell bf16-fp32: .*margin: 1.*contradict"),
+        ({"axes": None}, r"m\.yaml: describes no cell"),
+        ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
+        ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
+        ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),
+        ({"run_dir": "runs/all"}, r"cells bf16-fp32 and bf16-bf16 would share a run folder; put \{cell\}"),
+        ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in.*known fields: matrix, cell"),
+        ({"cells": [{"run_dir": "x"}]}, r"`run_dir` is set for all cells at once"),
+        ({"overrides": {"run_dir": "x"}}, r"m\.yaml: `overrides`: every cell has a run folder of its own"),
+        ({"overrides": {"weights": "bf16"}}, r"`weights` is an axis, and an override too.*--only weights=VALUE"),
+        ({"accelerate": "accelerate_configs/cpv.yaml"}, r"cpv\.yaml: no such file; did you mean accelerate_configs/cpu\.yaml"),
+        ({"at_once": 0}, r"`at_once` is 0"),
+    ],
+)
+def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: dict[str, Any], message: str):
+    with pytest.raises(InputError, match=message):
+        matrix(**keys)
+
+
+@pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
+def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    plainest = {"precision": "bf16", "weights": "fp32"}
+    if path.stem == "trades":
+        plainest = {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"}
+    assert load_matrix(path).baseline.values == plainest
+
+
+def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    eight, twenty = (load_matrix(f"recipes/matrices/small_malaysian_lm{name}.yaml").cells for name in ("", "_scopes"))
+    runs = [
+        {(cell.recipe.precision, cell.recipe.weights, cell.recipe.fp8_config.scope) for cell in cells}
+        for cells in (eight, twenty)
+    ]
+    scopes = ("linear", "linear+head", "linear+head+norm")
+    assert runs[0] == set(itertools.product(("bf16", "delayed", "mxfp8", "nvfp4"), ("fp32", "bf16"), scopes[:1]))
+    assert runs[1] - runs[0] == set(itertools.product(("delayed", "mxfp8", "nvfp4"), ("fp32", "bf16"), scopes[1:]))
+    assert {cell.run_dir for cell in eight} < {cell.run_dir for cell in twenty}, "no run is trained twice"
+
+
+# ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def leave_behind(cell: Cell, **changes: Any) -> None:
+    """The files of a run of `cell` that has come to its end."""
+    cell.run_dir.mkdir(parents=True, exist_ok=True)
+    (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe) | changes))
+    (cell.run_dir / "summary.json").write_text(json.dumps({"steps": 12}))
+
+
+def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):
+    cell = matrix().cells[2]
+    assert not cell.is_finished()
+    leave_behind(cell)
+    assert cell.is_finished()
+    leave_behind(cell, log={"every": 100}, checkpoint={"keep": 7})
+    assert cell.is_finished(), "what it shows and keeps is no part of what it trains"
+
+
+@pytest.mark.parametrize(
+    "changes", [{"train": {"steps": 13}}, {"weights": "bf16"}, {"optimizer": {"learning_rate": 0.5}}], ids=str
+)
+def test_a_folder_with_another_training_is_not_this_cell_finished(matrix, changes: dict[str, Any]):
+    cell = matrix().cells[2]
+    leave_behind(cell, **changes)
+    assert not cell.is_finished()
+
+
+def test_a_run_that_was_prolonged_is_not_finished_by_its_older_summary(matrix):
+    cell = matrix().cells[0]
+    leave_behind(cell)
+    os.utime(cell.run_dir / "summary.json", ns=(0, 0))
+    assert not cell.is_finished()
+
+
+def test_a_damaged_run_folder_is_left_to_the_launcher_to_judge(matrix):
+    cell = matrix().cells[0]
+    leave_behind(cell, no_such_key=1)
+    assert not cell.is_finished()

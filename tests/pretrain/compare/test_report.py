@@ -1,0 +1,347 @@
+"""Run folders read, compared and drawn: `run_files`, `fairness`, `variants`, `report`, `curves` and `panels`."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+
+from foundation.errors import InputError
+from pretrain.compare.curves import plot_losses
+from pretrain.compare.drawing import COLOURS, moving_mean
+from pretrain.compare.fairness import Paired, batch_means_error, check_comparable, difference, late
+from pretrain.compare.report import comparison_table, grid_tables, main, summary_table, write
+from pretrain.metrics.run_files import Run, read_metrics, read_run
+from pretrain.settings.config import load_recipe, resolved
+
+RECIPE = {
+    "name": "trained",
+    "precision": "bf16",
+    "model": {"config": {"model_type": "qwen3", "hidden_size": 32}},
+    "data": {"packs": "packs"},
+    "batch": {"tokens": 4096},
+    "train": {"steps": 4},
+}
+
+
+def make_run(
+    path: Path,
+    losses: Sequence[float | None] = (4.0, 3.0, 2.5, 2.25),
+    *settings: str,
+    fingerprint: str | None = "ab12",
+    audit: dict[str, Any] | None = None,
+    held_out: bool = True,
+    side_by_side: bool = False,
+) -> Path:
+    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it."""
+    path.mkdir(parents=True)
+    records = [
+        {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
+        | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
+        | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    if held_out:
+        records.append({"step": len(losses), "event": "evaluation", "held_out_loss": 2.4, "held_out_perplexity": 11.02})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = path.parent / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    (path / "config.yaml").write_text(yaml.safe_dump(resolved(load_recipe(recipe, settings))))
+    (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
+    (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
+    if side_by_side:
+        (path / "matrix.json").write_text(json.dumps({"side_by_side": True}))
+    return path
+
+
+def trained(*arguments: Any, **keywords: Any) -> Run:
+    return read_run(make_run(*arguments, **keywords))
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+
+
+def rows(table: str) -> dict[str, dict[str, str]]:
+    """The table's rows by their first cell, each by its column."""
+    header, _rule, *lines = cells(table)
+    return {line[0]: dict(zip(header, line, strict=True)) for line in lines}
+
+
+# ── Files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_metrics_are_read_as_written_and_a_line_still_being_written_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')
+    records = read_metrics(run)
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 4]
+    assert records[-1]["event"] == "evaluation"
+
+
+def test_a_damaged_line_a_missing_file_and_a_folder_that_is_no_run_are_named(tmp_path):
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, \n')
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: not valid JSON"):
+        read_metrics(run)
+    (run / "metrics.jsonl").write_text('{"loss": 1}\n')
+    with pytest.raises(InputError, match=r"line 1: has no `step`"):
+        read_metrics(run)
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(InputError, match=r"metrics\.jsonl: there is no such file"):
+        read_run(run)
+    with pytest.raises(InputError, match=r"nothing: there is no such run folder"):
+        read_run(tmp_path / "nothing")
+
+
+def test_figures_come_from_the_metrics_even_where_an_older_summary_says_otherwise(tmp_path):
+    path = make_run(tmp_path / "run")
+    (path / "summary.json").write_text(json.dumps({"data_fingerprint": "cd34", "steps": 2, "loss": 9.0}))
+    run = read_run(path)
+    assert run.summary["steps"] == 4 and run.summary["loss"] == 2.25 and run.data_fingerprint == "cd34"
+
+
+# ── Fairness ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("seed=7", "`seed`: 42 and 7"),
+        ("batch.tokens=8192", "`batch.tokens`: 4096 and 8192"),
+        ("train.steps=5", "`train.steps`: 4 and 5"),
+        ("optimizer.learning_rate=0.5", "`optimizer.learning_rate`: 0.0003 and 0.5"),
+        ("schedule.kind=cosine", "`schedule.kind`: wsd and cosine"),
+        ("model.config.hidden_size=64", "`model.config.hidden_size`: 32 and 64"),
+        ("model.config.head_dim=8", "`model.config.head_dim`: not set and 8"),
+        ("data.mask_boundaries=false", "`data.mask_boundaries`: True and False"),
+        ("evaluate.packs=3", "`evaluate.packs`: None and 3"),
+    ],
+)
+def test_runs_that_were_trained_differently_are_refused_and_the_difference_is_named(setting, named, tmp_path, capsys):
+    ours, theirs = make_run(tmp_path / "ours"), make_run(tmp_path / "theirs", (4.0, 3.0), setting)
+    assert main([str(ours), str(theirs)]) == 2
+    message = capsys.readouterr().err
+    assert named in message and "ours" in message and "theirs" in message
+    assert not (tmp_path / "comparison.png").exists()
+
+
+def test_runs_over_other_data_are_refused(tmp_path):
+    runs = [trained(tmp_path / "ours"), trained(tmp_path / "theirs", fingerprint="cd34")]
+    with pytest.raises(InputError, match=r"`data\.fingerprint`: ab12 and cd34"):
+        check_comparable(runs)
+
+
+def test_runs_may_differ_in_what_is_compared_and_in_where_and_how_visibly_they_ran(tmp_path):
+    settings = ["precision=delayed", "weights=bf16_exact", "fp8_config.scope=linear+head", "fp8_config.margin=1"]
+    settings += ["batch.microbatch=4", "model.compile=none", "log.every=7", "checkpoint.every=9", "data.packs=elsewhere"]
+    check_comparable([trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), *settings)])
+
+
+def test_a_run_whose_data_is_not_known_is_reported_alone_and_compared_with_none(tmp_path):
+    unknown, known = trained(tmp_path / "unknown", fingerprint=None), trained(tmp_path / "known")
+    check_comparable([unknown])
+    for pair in ([unknown, known], [known, unknown]):
+        with pytest.raises(InputError, match=r"unknown: its files do not say its `data_fingerprint`"):
+            check_comparable(pair)
+
+
+# ── Paired differences ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_paired_difference_uses_the_steps_that_both_runs_have_and_only_finite_losses(tmp_path):
+    first = trained(tmp_path / "first", [4.0, 3.0, None, 2.0, 2.0])
+    second = trained(tmp_path / "second", [4.5, 3.1, 2.5, 2.3])
+    steps, differences = difference(first, second)
+    assert steps.tolist() == [1, 2, 4] and differences == pytest.approx([0.5, 0.1, 0.3])
+    assert cells(comparison_table([first, second]))[-1] == ["second", "+0.3000", "–", "0.2000", "3", "–", "–", "–", "1"]
+
+
+@given(st.lists(st.floats(-10, 10), min_size=4, max_size=200))
+def test_the_standard_error_is_that_of_batch_means_computed_plainly(values: list[float]):
+    size = math.floor(math.sqrt(len(values)))
+    rest = values[len(values) % size :]
+    means = [statistics.fmean(rest[i : i + size]) for i in range(0, len(rest), size)]
+    expected = math.sqrt(statistics.variance(means) * size / len(values))
+    assert batch_means_error(np.array(values)) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
+def test_the_standard_error_allows_for_correlated_steps(correlation: float):
+    """Of an AR(1) process of unit innovations the mean's is 1 / ((1 - correlation) sqrt(n)), in closed form for long series."""
+    rng, n = np.random.default_rng(0), 2000
+    errors, naive = [], []
+    for _ in range(40):
+        values, noise = np.zeros(n), rng.normal(size=n)
+        for i in range(1, n):
+            values[i] = correlation * values[i - 1] + noise[i]
+        errors.append(batch_means_error(values))
+        naive.append(values.std() / math.sqrt(n))
+    true = 1 / ((1 - correlation) * math.sqrt(n))
+    assert np.mean(errors) == pytest.approx(true, rel=0.12)
+    assert np.mean(naive) < 0.6 * true or correlation == 0.0, "what sd / sqrt(n) would claim"
+
+
+def test_too_few_steps_have_no_spread_and_no_error():
+    assert math.isnan(batch_means_error(np.ones(3))) and math.isnan(Paired.of(np.ones(1)).sd)
+    assert Paired.of(np.zeros(0)).steps == 0 and math.isnan(Paired.of(np.zeros(0)).mean)
+    assert late(np.arange(11)).tolist() == [8, 9, 10]
+
+
+# ── Tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_table_shows_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_path):
+    table = summary_table([trained(tmp_path / "a"), trained(tmp_path / "b", held_out=False)])
+    _header, _rule, a, b = cells(table)
+    assert a[:7] == ["a", "bf16", "fp32", "torch", "4", "16.4k", "2.9375"]
+    assert a[7:] == ["2.4000", "11.02", "10.2k", "50.0 %", "512 MiB", "1.2 %", "1.0 %"]
+    assert b[7:9] == ["–", "–"] and b[:1] + b[9:] == ["b", *a[9:]]
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_a_speed_that_is_not_the_hardwares_is_marked_and_one_that_was_shared_is_not_shown(tmp_path):
+    emulated = trained(tmp_path / "emulated", (3.0, 2.0), "precision=nvfp4", audit={"backend": "emulation"})
+    shared = trained(tmp_path / "shared", (3.0, 2.0), side_by_side=True)
+    table = rows(summary_table([emulated, shared]))
+    assert (table["emulated"]["tok/s"], table["emulated"]["MFU"]) == ("10.2k (emulated)", "–")
+    assert (table["shared"]["tok/s"], table["shared"]["MFU"], table["shared"]["data wait"]) == ("–", "–", "–")
+    said = write([emulated.path, shared.path], out=tmp_path / "x.png")
+    assert "computed in software" in said and "shared its machine" in said
+
+
+def test_a_run_that_fell_back_to_another_precision_says_which_one_it_ran_in(tmp_path):
+    run = trained(tmp_path / "run", (3.0, 2.0), "precision=nvfp4", audit={"backend": "torch", "effective": "bf16"})
+    assert rows(summary_table([run]))["run"]["precision"] == "nvfp4 (ran bf16)"
+
+
+def test_what_runs_of_one_precision_differ_in_has_a_column(tmp_path):
+    runs = [trained(tmp_path / "bf16")]
+    runs += [trained(tmp_path / s, (3.0, 2.0), "precision=delayed", f"fp8_config.scope={s}") for s in ("linear", "linear+head")]
+    table = rows(summary_table([*runs, trained(tmp_path / "mxfp8", (3.0, 2.0), "precision=mxfp8")]))
+    assert [row["scope"] for row in table.values()] == ["–", "linear", "linear+head", "linear"]
+    assert "fp8_format" not in table["bf16"]
+
+
+def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[Run]:
+    rng = np.random.default_rng(0)
+    base, runs = 3 + rng.normal(0, 0.1, 50), []
+    for weights in ("bf16_exact", "fp32"):
+        for precision in ("nvfp4", "bf16"):
+            for scope in scopes if precision == "nvfp4" else scopes[:1]:
+                settings = [f"precision={precision}", f"weights={weights}", f"fp8_config.scope={scope}"]
+                losses = (base + rng.normal(0.01, 0.005, 50)).tolist()
+                runs.append(trained(folder / f"{precision}-{weights}-{scope}", losses, *settings))
+    return runs
+
+
+def test_the_grid_holds_the_paired_difference_of_the_last_fifth_with_its_error_and_sd(tmp_path):
+    runs = grid_of_runs(tmp_path)
+    [grid] = grid_tables(runs)
+    assert cells(grid)[0] == ["weights", "bf16", "nvfp4"] and list(rows(grid)) == ["fp32", "bf16_exact"], (
+        "in the registry's order"
+    )
+    for run in runs[1:]:
+        losses = [[record["loss"] for record in r.metrics[:50]] for r in (runs[0], run)]
+        last = [theirs - ours for ours, theirs in zip(*losses, strict=True)][-10:]
+        means = [statistics.fmean(last[1 + 3 * i : 4 + 3 * i]) for i in range(3)]  # ten steps: the first left out, three threes
+        error = math.sqrt(statistics.variance(means) * 3 / 10)
+        cell = rows(grid)[run.config["weights"]][run.config["precision"]]
+        assert cell == f"{statistics.fmean(last):+.4f} ± {error:.4f} (sd {statistics.stdev(last):.4f})"
+    assert rows(grid)["bf16_exact"]["nvfp4"] == "baseline"
+
+
+def test_each_scope_has_a_grid_of_its_own_and_what_has_none_stands_in_all(tmp_path):
+    runs = grid_of_runs(tmp_path, ("linear", "linear+head"))
+    linear, head = grid_tables(runs)
+    assert cells(linear)[0][0] == "weights (scope linear)" and cells(head)[0][0] == "weights (scope linear+head)"
+    assert rows(linear)["fp32"]["bf16"] == rows(head)["fp32"]["bf16"] != "–"
+    assert rows(linear)["fp32"]["nvfp4"] != rows(head)["fp32"]["nvfp4"]
+
+
+# ── Pictures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), window=st.integers(1, 60))
+def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, window):
+    values = np.array(losses, dtype=np.float64)
+    got = moving_mean(values, window)
+    for i in range(len(values)):
+        around = values[max(0, i - (window - 1) // 2) : i + window // 2 + 1]
+        around = around[np.isfinite(around)]
+        assert np.isnan(got[i]) if not len(around) else got[i] == pytest.approx(around.mean(), abs=1e-8)
+
+
+LOSSES = {
+    "one step": [3.0],
+    "two steps": [3.0, 2.0],
+    "no finite loss": [None, None, None],
+    "a flat line": [2.0] * 300,
+    "a gap": [11.0, None, *np.linspace(8, 2, 500).tolist()],
+}
+
+
+@pytest.mark.parametrize("losses", LOSSES.values(), ids=LOSSES)
+def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
+    run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
+    plot_losses([run], tmp_path / "new" / "loss.png")
+    picture = imread(tmp_path / "new" / "loss.png")
+    assert picture.shape[:2] == (975, 1350) and picture.std() > 0.05
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
+    plot_losses([run, trained(tmp_path / "other", (4.0, 3.0, 2.0))], tmp_path / "both.png")
+    assert imread(tmp_path / "both.png").std() > 0.05
+
+
+def test_many_runs_are_drawn_in_a_colour_for_each_precision(tmp_path):
+    """Nine runs are more than there are colours: by the registry's order bf16 takes the first and nvfp4 the second."""
+    runs = grid_of_runs(tmp_path, ("linear", "linear+head", "linear+head+norm"))
+    runs.append(trained(tmp_path / "last", [3.0] * 50, "weights=bf16", side_by_side=True))
+    plot_losses(runs, tmp_path / "comparison.png")
+    picture = imread(tmp_path / "comparison.png")[..., :3]
+
+    def drawn(colour: str) -> bool:
+        wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        return bool((np.abs(picture - wanted).max(axis=-1) < 0.02).any())
+
+    assert [drawn(colour) for colour in COLOURS[:4]] == [True, True, False, False]
+
+
+# ── The command line ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_command_line_draws_into_the_run_folder_and_prints_the_table(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main([str(run)]) == 0
+    assert (run / "loss.png").exists() and "| run |" in capsys.readouterr().out
+
+
+def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys):
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", [4.1, 3.1, 2.6, 2.35])]
+    assert main([*map(str, runs)]) == 0
+    assert (tmp_path / "comparison.png").exists() and not (runs[0] / "loss.png").exists()
+    assert "+0.1000" in capsys.readouterr().out
+    page, picture = tmp_path / "pages" / "mine.md", tmp_path / "mine.png"
+    assert main([*map(str, runs), "--out", str(picture), "--markdown", str(page), "--baseline", str(runs[1])]) == 0
+    assert picture.exists() and "![curves](../mine.png)" in page.read_text()
+    assert "-0.1000" in page.read_text() and "minus b" in page.read_text()
+
+
+def test_importing_the_report_needs_neither_torch_nor_the_drawing_library():
+    program = (
+        "import sys, pretrain.compare.report; print([m for m in ('torch', 'matplotlib', 'transformers') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert shown.stdout.strip() == "[]"

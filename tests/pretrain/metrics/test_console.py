@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pty
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.units import count, duration, memory, three_digits
+from pretrain.metrics.console import Console, TimeLeft
+
+
+def record(step: int = 120, **changes) -> dict:
+    values = {"step": step, "loss": 2.1337, "learning_rate": 1.96e-5, "gradient_norm": 1.518, "tokens_per_second": 47523.0}
+    return {**values, "mfu_bf16_peak": 0.4963, "memory_gib": 80.9, "data_wait_ms": 2.8, "step_ms": 2757.0} | changes
+
+
+def written(act, total_steps: int = 2776, encoding: str = "utf-8", **parts) -> str:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    act(Console(total_steps, stream=stream, **parts))
+    stream.flush()
+    return stream.buffer.getvalue().decode(encoding)
+
+
+def on_a_terminal(act, columns: int, monkeypatch) -> str:
+    """What `act` writes to a real pseudo-terminal that claims this many columns."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    reader, writer = pty.openpty()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        act(Console(2776, stream=stream))
+    text = b""
+    with contextlib.suppress(OSError):  # a terminal whose other end is closed ends in an error, once everything is read
+        while piece := os.read(reader, 100_000):  # what the kernel has passed on so far, which may be a part of a line
+            text += piece
+    os.close(reader)
+    return text.decode()
+
+
+def test_a_step_is_one_labelled_line():
+    line = written(lambda console: console.step(record()))
+    assert line.count("\n") == 1
+    figures = "step  120/2776|loss  2.1337|lr 1.96e-05|grad   1.52| 47.5k tok/s|MFU 49.6 %| 80.9 GiB|data  0.1 %|        … left"
+    assert line == figures.replace("|", "   ") + "\n"
+
+
+def test_lines_stay_aligned_whatever_the_figures():
+    def act(console):
+        for step in (1, 20, 300, 2776):
+            console.step(record(step, gradient_norm=10.0 ** (step % 5), tokens_per_second=37.0 * step, loss=step / 200))
+
+    lines = written(act).splitlines()
+    assert len({len(line) for line in lines}) == 1
+    assert len({line.index("tok/s") for line in lines}) == 1
+
+
+def test_a_device_without_a_known_peak_shows_its_flops_and_no_utilisation():
+    unknown = {key: value for key, value in record(tflops=0.0213).items() if key != "mfu_bf16_peak"}
+    line = written(lambda console: console.step(unknown))
+    assert "0.021 TFLOP/s" in line and "MFU" not in line
+
+
+@given(value=st.floats(min_value=0) | st.just(math.nan))
+def test_any_figure_makes_a_line(value):
+    assert "nan" in written(lambda console: console.step(record(loss=math.nan)))
+    assert (
+        written(lambda console: console.step(record(loss=value, gradient_norm=value, tokens_per_second=value))).count("\n") == 1
+    )
+
+
+def test_a_file_gets_no_escape_codes_and_a_terminal_does(monkeypatch):
+    def act(console):
+        console.panel("title", {"model": "qwen3"}, {"next": "ls"})
+        console.step(record())
+        console.warning("look")
+
+    assert "\x1b" not in written(act)
+    assert "\x1b[1mtitle\x1b[0m" in on_a_terminal(act, 200, monkeypatch)
+
+
+@pytest.mark.parametrize("columns", [40, 60, 80, 100, 120, 140])
+def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(columns, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    line = on_a_terminal(lambda console: console.step(record()), columns, monkeypatch)
+    bare = line.replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "").rstrip("\r\n")
+    assert len(bare) <= columns
+    assert "120/2776" in bare and "2.1337" in bare
+    assert ("GiB" in bare) == (columns >= 120)
+
+
+def test_other_processes_write_nothing():
+    def act(console):
+        console.panel("title", {"a": "b"})
+        console.step(record())
+        console.evaluation({"step": 5, "held_out_loss": 2.0, "held_out_perplexity": 7.4}, 1.0)
+        console.sample("a", "b")
+        console.notice("n")
+        console.warning("w")
+
+    assert written(act, enabled=False) == ""
+
+
+def test_an_evaluation_names_its_step_loss_perplexity_and_time():
+    line = written(
+        lambda console: console.evaluation({"step": 250, "held_out_loss": 2.05612, "held_out_perplexity": 7.8155}, 3.2)
+    )
+    assert line == "eval  250/2776   held-out loss 2.0561   perplexity 7.816   in 3.2 s\n"
+
+
+def test_panels_align_and_keep_several_lines_under_one_label():
+    text = written(
+        lambda console: console.panel("run", {"model": "qwen3", "run folder": "runs/x\n12 GB free"}, {"compare": "report a b"})
+    )
+    assert text == "\nrun\n  model       qwen3\n  run folder  runs/x\n              12 GB free\n\n  compare\n    report a b\n\n"
+
+
+@given(prompt=st.text(), text=st.text())
+def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
+    for encoding in ("utf-8", "ascii"):
+        for line in written(lambda console: console.sample(prompt, text), encoding=encoding).split("\n"):
+            assert all(char.isprintable() for char in line)
+
+
+def test_time_left_is_the_recent_median_and_what_went_by_between_steps():
+    now = [0.0]
+    left = TimeLeft(100, clock=lambda: now[0])
+
+    def take(steps, seconds):
+        for _ in range(steps):
+            now[0] += seconds
+            left.observe(seconds * 1e3)
+
+    take(1, 30.0)  # compiles
+    assert left.seconds(1) is None
+    take(9, 2.0)
+    assert left.seconds(10) == pytest.approx(90 * 2.0)
+    take(1, 60.0)  # one slow step does not shake it
+    take(8, 2.0)
+    assert left.seconds(19) == pytest.approx(81 * 2.0)
+    now[0] += 18.0  # an evaluation: a second for each of the 18 steps so far
+    assert left.seconds(19) == pytest.approx(81 * 3.0)
+    assert left.seconds(100) == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.6, "1.00k"),
+        (47523, "47.5k"),
+        (999_999, "1.00 M"),
+        (364e6, "364 M"),
+        (1.72e9, "1.72 B"),
+        (0.5, "0.500"),
+    ],
+)
+def test_counts_have_three_digits(value, shown):
+    assert count(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *[(0, "0 s"), (0.42, "0.42 s"), (0.996, "1.0 s"), (3.2, "3.2 s"), (9.96, "10 s"), (59.7, "1 m 00 s"), (245, "4 m 05 s")],
+        *[(3599.6, "1 h 00 m"), (6720, "1 h 52 m"), (86399, "1 d 00 h"), (3 * 86400 + 4 * 3600, "3 d 04 h")],
+    ],
+)
+def test_durations_have_the_two_units_that_matter(seconds, shown):
+    assert duration(seconds) == shown
+
+
+@given(value=st.floats(1e-3, 999.4))
+def test_three_digits_are_within_half_a_unit_of_the_last(value):
+    assert abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501) and len(three_digits(value)) <= 5
+
+
+def test_memory_changes_its_unit_below_a_gib():
+    assert (memory(80.94), memory(1.0), memory(0.5)) == ("80.9 GiB", "1.0 GiB", "512 MiB")
+
+
+def test_a_reader_that_went_away_ends_the_output_and_not_the_run():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w", encoding="utf-8") as stream:
+        console = Console(2776, stream=stream)
+        os.close(reader)
+        for _ in range(3):
+            console.notice("a line")
+        assert not console.enabled

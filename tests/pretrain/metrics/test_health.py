@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretrain.metrics.health import CONSECUTIVE_SKIPS, Health, TrainingHalted, Verdict
+from pretrain.settings.recipe import HealthSettings
+
+# The reference's smoothed bf16 curve (a 50-step mean), and the standard deviation of one step about it.
+REFERENCE_STEPS = [1, 10, 50, 100, 200, 300, 500, 750, 1000, 1388, 1750, 2082, 2300, 2500, 2776]
+REFERENCE_LOSSES = [3.28, 3.47, 3.25, 2.72, 2.27, 2.20, 2.12, 1.98, 1.99, 1.94, 1.89, 1.91, 1.91, 1.85, 1.87]
+REFERENCE_NOISE = 0.127
+
+
+def health(on_nan: str = "stop", on_spike: str = "warn") -> Health:
+    return Health(HealthSettings(on_nan=on_nan, on_spike=on_spike))
+
+
+def fed(losses, **settings) -> Health:
+    watched = health(**settings)
+    for step, loss in enumerate(losses, start=1):
+        assert watched.check(step, float(loss), 1.0) == Verdict(proceed=True)
+    return watched
+
+
+def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
+    return level + np.random.default_rng(seed).normal(0, noise, steps)
+
+
+@pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
+def test_a_figure_that_is_not_finite_stops_the_run_and_the_message_names_step_value_and_remedy(loss, norm, said):
+    with pytest.raises(TrainingHalted) as halted:
+        health().check(812, loss, norm)
+    message = str(halted.value)
+    assert message.startswith("step 812:") and said in message and "learning_rate" in message and "health.on_nan" in message
+    assert halted.value.step == 812
+
+
+def test_skip_leaves_the_step_out_counts_it_and_says_so():
+    watched = fed(noisy(2, 40, 0.1), on_nan="skip")
+    verdict = watched.check(41, math.nan, math.nan)
+    assert not verdict.proceed and "step 41" in verdict.warning and "nan" in verdict.warning
+    assert watched.skipped_steps == 1
+    assert watched.check(42, 2.0, 1.0) == Verdict(proceed=True)
+
+
+def test_too_many_skips_in_a_row_halt_even_where_skipping_is_allowed():
+    watched = health(on_nan="skip")
+    for step in range(1, CONSECUTIVE_SKIPS + 1):
+        assert not watched.check(step, math.nan, 1.0).proceed
+    with pytest.raises(TrainingHalted, match=r"weights are those of step 0"):
+        watched.check(CONSECUTIVE_SKIPS + 1, math.nan, 1.0)
+
+
+def test_skips_with_a_good_step_between_them_never_halt():
+    watched = health(on_nan="skip")
+    for step in range(1, 101):
+        watched.check(step, math.nan if step % CONSECUTIVE_SKIPS else 2.0, 1.0)
+    assert watched.skipped_steps == 90
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_reference_curve_raises_no_alarm(seed):
+    steps = np.arange(1, 2777)
+    curve = np.interp(steps, REFERENCE_STEPS, REFERENCE_LOSSES)
+    fed(curve + np.random.default_rng(seed).normal(0, REFERENCE_NOISE, len(steps)), on_spike="stop")
+
+
+@given(
+    start=st.floats(4, 12),
+    end=st.floats(1, 3.5),
+    time_scale=st.floats(3, 400),
+    noise=st.floats(0, 0.2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_training_from_scratch_raises_no_alarm(start, end, time_scale, noise, seed):
+    steps = np.arange(400)
+    curve = end + (start - end) * np.exp(-steps / time_scale)
+    fed(curve + np.random.default_rng(seed).normal(0, noise, len(steps)), on_spike="stop")
+
+
+def test_a_spike_warns_once_when_it_begins_and_again_when_another_begins():
+    watched = fed(noisy(2, 100, 0.05))
+    losses = [4.0, 4.5, 3.0, 2.0, 2.1, 4.0]
+    warnings = [watched.check(101 + i, loss, 1.0).warning for i, loss in enumerate(losses)]
+    assert [warning is not None for warning in warnings] == [True, False, False, False, False, True]
+    assert "step 101" in warnings[0] and "4.0000" in warnings[0]
+
+
+def test_a_level_that_stays_becomes_usual_so_that_a_spike_above_it_is_noticed():
+    watched = health()
+    losses = [*noisy(2, 100, 0.05), *noisy(4, 100, 0.05, seed=1), 6.0]
+    warned = [step for step, loss in enumerate(losses, 1) if watched.check(step, loss, 1.0).warning]
+    assert warned == [101, 201]
+
+
+def test_a_spike_stops_the_run_where_the_settings_say_so_and_is_nothing_where_they_say_ignore():
+    with pytest.raises(TrainingHalted, match=r"step 101: the loss jumped to 5\.0000"):
+        fed(noisy(2, 100, 0.05), on_spike="stop").check(101, 5.0, 1.0)
+    assert fed(noisy(2, 100, 0.05), on_spike="ignore").check(101, 5.0, 1.0) == Verdict(proceed=True)
+
+
+def test_a_small_wobble_of_a_very_smooth_curve_is_no_spike():
+    fed([*noisy(2, 100, 1e-4), 2.1], on_spike="stop")
+
+
+def test_losses_that_were_not_finite_do_not_change_what_is_usual():
+    watched = fed(noisy(2, 100, 0.05), on_nan="skip")
+    before = watched.state_dict()["losses"]
+    watched.check(101, math.inf, 1.0)
+    assert watched.state_dict()["losses"] == before
+
+
+@given(
+    losses=st.lists(st.floats(0.5, 12) | st.just(math.nan), min_size=1, max_size=260),
+    cut=st.integers(0, 259),
+)
+def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run(losses, cut):
+    def judge(watched, first, some):
+        out = []
+        for step, loss in enumerate(some, first):
+            try:
+                out.append(watched.check(step, loss, 1.0))
+            except TrainingHalted as halted:
+                out.append(str(halted))
+        return out
+
+    cut = min(cut, len(losses))
+    unbroken, first, resumed = health("skip"), health("skip"), health("skip")
+    expected = judge(unbroken, 0, losses)
+    got = judge(first, 0, losses[:cut])
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    got += judge(resumed, cut, losses[cut:])
+    assert got == expected
+    assert resumed.state_dict() == unbroken.state_dict()

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretrain.metrics.precision_health import SATURATION, UNDERFLOW_FP4, UNDERFLOW_FP8, PrecisionHealth
+from pretrain.precision.registry import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+
+
+def watched(recipe: str, **settings) -> PrecisionHealth:
+    return PrecisionHealth(recipe, LowPrecisionSettings(**settings).resolved(recipe))
+
+
+def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
+    return {"layer": layer, "operand": role, "amax": 3.5, "scale": 128.0, "underflow": 0.0, "saturation": 0.0, **figures}
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_operands_that_lose_what_is_usual_raise_no_alarm(recipe):
+    usual = 0.3 if recipe == "nvfp4" else 1e-3
+    health = watched(recipe)
+    for step in range(100, 1000, 100):
+        assert health.check(step, [operand(role, underflow=usual) for role in ("input", "weight", "grad_output")]) is None
+    assert health.check(1000, []) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "record", "remedies"),
+    [
+        ("delayed", {"margin": 1}, operand(saturation=0.004), ["fp8_config.margin` (now 1)", "precision=current"]),
+        ("delayed", {"amax_compute_algo": "most_recent"}, operand(saturation=0.004), ["amax_compute_algo: max"]),
+        ("delayed", {"fp8_format": "E4M3"}, operand("grad_output", underflow=0.2), ["fp8_format: HYBRID"]),
+        ("delayed", {"margin": 3}, operand("grad_output", underflow=0.2), ["smaller `fp8_config.margin` (now 3)"]),
+        ("delayed", {}, operand(underflow=0.2), ["amax_history_len` (now 1024)", "precision=block"]),
+        ("current", {"fp8_format": "E4M3"}, operand("grad_output", underflow=0.2), ["fp8_format: HYBRID"]),
+        ("current", {}, operand("grad_output", underflow=0.2), ["precision=block", "precision=mxfp8"]),
+        ("block", {}, operand(underflow=0.2), ["precision=mxfp8", "keep_bf16_layers"]),
+        ("mxfp8", {}, operand("grad_output", underflow=0.2), ["fp8_format: HYBRID"]),
+        ("mxfp8", {"fp8_format": "HYBRID"}, operand("grad_output", underflow=0.2), ["keep_bf16_layers"]),
+        ("mxfp8", {"scale_rounding": "floor"}, operand(saturation=0.2), ["scale_rounding: rceil"]),
+        ("nvfp4", {}, operand("grad_output", underflow=0.8), ["precision=mxfp8", "keep_bf16_layers"]),
+    ],
+)
+def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(recipe, settings, record, remedies):
+    message = watched(recipe, **settings).check(400, [operand(), operand("weight"), operand("grad_output"), record])
+    assert message.startswith("step 400: ") and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
+    assert f"{100 * max(record['underflow'], record['saturation']):.1f} %" in message
+    assert all(remedy in message for remedy in remedies), message
+
+
+def test_hybrid_is_no_remedy_for_what_forward_operands_lose():
+    assert "HYBRID" not in watched("mxfp8").check(1, [operand(underflow=0.2)])
+
+
+def test_the_worst_operand_is_named_and_the_others_are_counted():
+    records = [operand(layer=f"layers.{n}", underflow=n / 10) for n in range(5)]
+    message = watched("current").check(7, records)
+    assert "40.0 % of layers.4's input" in message and "4 of 5 such operands" in message
+
+
+def test_a_warning_comes_when_it_begins_and_again_only_after_it_was_over():
+    health = watched("delayed")
+    said = [health.check(step, [operand(saturation=share * SATURATION)]) for step, share in enumerate((2, 3, 0.9, 2, 0.4, 1, 2))]
+    assert [message is not None for message in said] == [True, False, False, False, False, False, True]
+
+
+def test_another_kind_of_loss_is_said_although_one_stands():
+    health = watched("delayed")
+    assert "saturation" not in (first := health.check(1, [operand(saturation=0.1)])) and "cut to" in first
+    second = health.check(2, [operand(saturation=0.1), operand("grad_output", underflow=0.5)])
+    assert "becomes zero" in second and "cut to" not in second
+
+
+def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
+    first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
+    assert watched("delayed").check(1, first) is None
+    assert watched("current").check(1, first) is not None
+
+
+def test_an_operand_of_zeros_is_said_once_with_how_many_others_there_are():
+    health = watched("mxfp8")
+    dead = [operand("grad_output", layer=f"layers.{n}", amax=0.0, scale=None) for n in range(3)]
+    message = health.check(5, [*dead, operand()])
+    assert "layers.0's grad_output is all zeros, and 2 more operands" in message
+    assert health.check(10, dead[:2]) is None
+    assert "layers.2's" in health.check(15, dead)
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12), start=st.integers(0, 3))
+def test_any_course_of_shares_is_warned_of_at_most_once_each_time_it_crosses_the_limit(recipe, shares, start):
+    limit = UNDERFLOW_FP4 if recipe == "nvfp4" else UNDERFLOW_FP8
+    health = watched(recipe)
+    standing = False
+    for step, share in enumerate(shares, start=start):
+        message = health.check(step, [operand(underflow=share)])
+        assert (message is not None) == (share > limit and not standing)
+        standing = share > limit or (standing and share >= limit / 2)

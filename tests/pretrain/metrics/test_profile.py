@@ -1,0 +1,117 @@
+"""Where a step's time goes: parts told apart by name and by who started them, rates against closed forms, and a real run."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
+from pretrain.metrics.profile import LOSS_SCOPE, StepProfile, Work, by_part, part_of, reached, render
+from pretrain.model import huggingface as model
+from pretrain.settings.recipe import ModelSettings
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_TNT", "products of the layers"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "products of the layers"),
+        ("void flash::flash_bwd_dq_dk_dv_loop_seqk_parallel_kernel<...>", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7", "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
+        ("aten::mm", "products of the layers"),
+        ("aten::mul", "everything else"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "everything else"),
+        ("void transformer_engine::cast_transpose_optimized_kernel<...>", "quantization"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name: str, part: str) -> None:
+    assert part_of(name, set()) == part
+
+
+def test_what_the_loss_and_the_optimizer_start_is_theirs() -> None:
+    assert part_of("aten::mm", {LOSS_SCOPE}) == "products of the head"
+    assert part_of("aten::exp_", {LOSS_SCOPE}) == "loss"
+    assert part_of("aten::copy_", {"Optimizer.step#ExactAdamW.step"}) == "optimizer"
+
+
+def test_a_recorded_program_is_divided_by_what_it_did() -> None:
+    x, w = torch.randn(512, 512), torch.randn(512, 512)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        began = time.perf_counter()
+        for _ in range(5):
+            F.silu(x @ w)
+        with torch.profiler.record_function(LOSS_SCOPE):
+            torch.log_softmax(x @ w, -1)
+        wall = time.perf_counter() - began
+    seconds = by_part(recorded.events(), on_gpu=False)
+    assert seconds.keys() >= {"products of the layers", "products of the head", "loss", "everything else"}
+    assert seconds["products of the layers"] > 2 * seconds["products of the head"] > 0
+    assert sum(seconds.values()) < wall
+
+
+def test_rates_are_work_over_time_and_shares_of_what_the_device_could_do() -> None:
+    settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64})
+    flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
+    low = LowPrecisionProducts(weights=1, peak_tflops=2.0)
+    work = Work(flops, 1000, 5000.0, 1.0, low, parameters=10**9, weights="bf16_exact", gradients="bf16")
+    parts = flops.by_part(1000, 5000.0)
+    seconds = {"products of the layers": 1e-6, "products of the head": 1e-6, "attention": 2e-6, "optimizer": 0.01, "loss": 1.0}
+    rates = reached(seconds, work, copied_per_second=4e12)
+    layers = parts["attention projections"] + parts["mlp"]
+    assert rates["products of the layers"] == f"{layers / 1e6:.4g} TFLOP/s, {layers / 1e6 / 2:.1%} of the peak".replace("%", " %")
+    head = parts["head"] / 1e6
+    assert rates["products of the head"] == f"{head:.4g} TFLOP/s, {head:.1%} of the peak".replace("%", " %")
+    with_the_head = reached(seconds, replace(work, low_precision=replace(low, head=True)), None)
+    assert with_the_head["products of the head"] == f"{head:.4g} TFLOP/s, {head / 2:.1%} of the peak".replace("%", " %")
+    assert rates["attention"].startswith(f"{parts['attention products'] / 2e6:.4g} TFLOP/s")
+    assert rates["optimizer"] == "2600 GB/s, 65.0 % of a copy's"
+    assert "loss" not in rates
+    assert reached({"loss": 1.0}, work, None) == {}
+
+
+def test_the_table_adds_up_to_the_step() -> None:
+    table = render({"loss": 0.2, "attention": 0.5}, wall=1.0, data_wait=0.05, rates={"attention": "3 TFLOP/s"})
+    shares = [float(share) for share in re.findall(r"\| ([\d.]+) % \|", table)]
+    assert sum(shares) == pytest.approx(100) and shares == [50.0, 20.0, 5.0, 25.0]
+    assert "| attention | 500.0 | 50.0 % | 3 TFLOP/s |" in table and table.splitlines()[-1] == "| **the step** | 1000.0 | | |"
+
+
+def test_a_run_records_one_step_and_trains_the_same(train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    plain = train_here(recipe=small_recipe | {"run_dir": str(tmp_path / "plain")})
+    run = train_here("--profile", recipe=small_recipe)
+    assert run.status == 0, run.output
+    assert run.losses() == plain.losses()
+    table = (run.run_dir / "profile.md").read_text()
+    assert table.strip() in run.output
+    for part in ("products of the layers", "products of the head", "attention", "loss", "optimizer", "gaps"):
+        assert f"| {part} |" in table
+    with gzip.open(run.run_dir / "profile.json.gz") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert LOSS_SCOPE in names and "aten::mm" in names
+
+
+def test_a_run_that_ends_before_is_refused(train_here: Callable, small_recipe: dict[str, Any]) -> None:
+    run = train_here("--profile", "train.steps=4", "schedule.warmup=0", recipe=small_recipe)
+    assert run.status == 2 and "`--profile` records step 5" in run.output
+
+
+def test_only_the_chosen_step_is_recorded(tmp_path: Path) -> None:
+    recorder = StepProfile(tmp_path, torch.device("cpu"), steps_done=3)
+    for step in range(4, 9):
+        with recorder.recording(step):
+            torch.ones(8, 8) @ torch.ones(8, 8)
+        assert (tmp_path / "profile.json.gz").exists() == (step == 8)

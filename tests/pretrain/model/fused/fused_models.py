@@ -1,0 +1,69 @@
+"""Small models of every architecture that is fused, and packed documents for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from packing.batch import build_microbatch
+from packing.protocol import Pack
+from pretrain.model import huggingface as model
+from pretrain.model.huggingface import inputs_of
+from pretrain.settings.recipe import ModelSettings
+
+LENGTH, VOCABULARY = 64, 97
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SIZES, **HEADS},
+    "llama with biases": {"model_type": "llama", **SIZES, **HEADS, "attention_bias": True, "mlp_bias": True},
+    "llama 3's angles": {"model_type": "llama", **SIZES, **HEADS, "rope_parameters": LLAMA3},
+    "mistral": {"model_type": "mistral", **SIZES, **HEADS, "head_dim": 32, "sliding_window": None},
+    "qwen2": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False},
+    "qwen2 under YaRN": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False, "rope_parameters": YARN},
+    "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
+    "gpt2": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    | dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+    "gpt2 with exact GELU": {"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    | {"activation_function": "gelu"}
+    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    | dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
+}
+
+
+def build(
+    config: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    backend: str = "packed_sdpa",
+) -> PreTrainedModel:
+    """From scratch, its norms and biases drawn too: at one and zero, much that is wrong would not show."""
+    settings = ModelSettings(config=config)
+    hf = model.build(settings, model.load_config(settings), weights=dtype, seed=1, device=torch.device(device), backend=backend)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return hf
+
+
+def inputs(packs: int = 2, seed: int = 0, device: torch.device | str = "cpu", length: int = LENGTH) -> dict[str, Any]:
+    """A microbatch: documents of one token, of a whole pack and between."""
+    draw = np.random.default_rng(seed)
+    lengths = [np.array([1, 9, length - 10], dtype=np.int32), np.array([length], dtype=np.int32)]
+    made = [Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2]) for pack in range(packs)]
+    return inputs_of(build_microbatch(made, mask_boundaries=True), torch.device(device))

@@ -1,0 +1,145 @@
+"""Which layers are fused in what, and what a fused model stands: weights of two kinds, copies, conversions."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pretrain.model import huggingface as model
+from pretrain.model.conversion import LINEARS, Decision
+from pretrain.model.fused.arithmetic import Product
+from pretrain.model.fused.fuse import fuse
+from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.weights import StackedWeight
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+
+
+def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
+    whole = PackedLanguageModel(build(config), "packed_sdpa", LossSettings(chunk=64)).train()
+    whole.fused = fuse(decoder_layers(whole.hf), {}, PlainArithmetic(dtype))
+    assert not whole.fused.left_out
+    return whole
+
+
+# ── Decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AnyPrecision(PlainArithmetic):
+    """Says in which precision each product was asked for, and computes it in none but its own."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+        self.asked: dict[str, bool] = {}
+
+    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False) -> Product:
+        self.asked |= dict.fromkeys(members, low_precision)
+        return super().product(name, members, weights)
+
+
+def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision]:
+    """For each linear, the reason that `reasons` has under a part of its name; None, low precision, where it has none."""
+    linears = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)]
+    found = {name: next((why for part, why in reasons.items() if part in name), None) for name in linears}
+    return {name: Decision(name, "bf16" if why else "delayed", why) for name, why in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("reasons", "low_precision", "said"),
+    [
+        ({}, {0: True, 1: True}, "2 of 2 layers"),
+        ({"lm_head": "scope linear leaves the LM head out"}, {0: True, 1: True}, "2 of 2 layers"),
+        ({"layers.1.": "keep_bf16_layers"}, {0: True, 1: False}, "2 of 2 layers"),
+        ({"layers.0.mlp.down_proj": "odd"}, {1: True}, "1 of 2 layers; 1 not: its linears compute in different precisions"),
+        ({"layers.0.mlp": "odd", "layers.0.": "odder"}, {0: False, 1: True}, "2 of 2 layers"),
+    ],
+)
+def test_a_layer_is_fused_in_low_precision_in_bf16_or_not_at_all(
+    reasons: dict[str, str | None], low_precision: dict[int, bool], said: str
+) -> None:
+    hf, arithmetic = build(ARCHITECTURES["llama"]), AnyPrecision()
+    decisions = decided(hf, reasons)
+    fused = fuse(decoder_layers(hf), decisions, arithmetic)
+    assert {int(name.rpartition(".")[2]): layer.low_precision for name, layer in fused.layers.items()} == low_precision
+    assert fused.describe() == said
+    assert fused.members.keys() == arithmetic.asked.keys()
+    for member, asked in arithmetic.asked.items():
+        assert asked == (decisions[member].reason is None), member
+    low = sum(hf.get_submodule(member).weight.numel() for member, asked in arithmetic.asked.items() if asked)
+    assert fused.low_precision_weights == low
+
+
+# ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def two_microbatches(whole: PackedLanguageModel) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for index in range(2):
+        whole.begin_microbatch(first=index == 0)
+        loss = whole(**inputs(seed=index))
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: parameter.main_grad for name, parameter in whole.hf.named_parameters()}
+
+
+def test_fp32_weights_compute_what_their_bf16_roundings_do_bit_for_bit(config: dict[str, Any]) -> None:
+    """Every parameter is rounded before it is computed with, norms and biases too; all gradients are FP32 sums in both."""
+    wide, rounded = packed(config, torch.bfloat16), packed(config, torch.bfloat16)
+    model.round_weights(rounded.hf, torch.bfloat16)
+    assert any(
+        not torch.equal(w, r.float()) for w, r in zip(wide.parameters(), rounded.parameters(), strict=True) if w.dim() == 1
+    )
+    for whole in (wide, rounded):
+        attach_main_gradients(whole, torch.float32, whole.fused.stacks)
+    settings = ModelSettings(config=config)
+    model.wrap_layers(wide.hf, settings, cast_to=torch.bfloat16, compile_layers=False)
+    (losses, gradients), (others, other_gradients) = two_microbatches(wide), two_microbatches(rounded)
+    assert losses == others
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, other_gradients[name]), name
+
+
+# ── Copies and conversions ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_deep_copy_is_a_model_of_its_own(config: dict[str, Any]) -> None:
+    original = packed(config)
+    before = original(**inputs()).item()
+    other = copy.deepcopy(original)
+    with torch.no_grad():
+        for parameter in original.parameters():
+            parameter.zero_()
+    loss = other(**inputs())
+    loss.backward()
+    assert loss.item() == before
+    assert all(parameter.grad is None for parameter in original.parameters())
+    assert all(parameter.grad is not None for parameter in other.parameters())
+    assert other.fused.arithmetic is not original.fused.arithmetic
+    other.hf.eval().set_attn_implementation("sdpa")
+    assert other.hf(input_ids=torch.tensor([[3, 5, 7]])).logits.abs().max() > 0
+
+
+def test_a_model_that_was_moved_computes_the_same(config: dict[str, Any]) -> None:
+    """Parameters that no longer lie together are put together in each use."""
+    whole = packed(config)
+    before = whole(**inputs()).item()
+    address = whole.fused.products[0].weights.weights[0].data_ptr()
+    whole.to("cpu", torch.float32)
+    assert whole.fused.products[0].weights.weights[0].data_ptr() == address, "nothing was to be done"
+    rotary = {name: buffer.clone() for name, buffer in whole.hf.named_buffers()}
+    whole.double().float()
+    for name, buffer in whole.hf.named_buffers():
+        buffer.copy_(rotary[name])
+    assert whole(**inputs()).item() == before
+
+
+def test_a_model_that_was_given_another_dtype_does_not_compute_in_silence() -> None:
+    whole = packed(ARCHITECTURES["qwen3"]).bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):
+        whole(**inputs())

@@ -1,0 +1,195 @@
+"""Fused decoder layers compute what transformers' own do, on the same parameters under the same names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pretrain.model import huggingface as model
+from pretrain.model.fused.fuse import FusedLayers, fuse
+from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+
+
+def packed(hf: PreTrainedModel, *, fused: bool, dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
+    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64)).train()
+    if fused:
+        whole.fused = fuse(decoder_layers(hf), {}, PlainArithmetic(dtype))
+        assert not whole.fused.left_out
+    return whole
+
+
+def loss_and_gradients(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
+    loss = whole(**inputs())
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in whole.hf.named_parameters()}
+
+
+def test_loss_and_every_gradient_are_the_unfused_models(config: dict[str, Any]) -> None:
+    (loss, gradients), (plain_loss, plain) = (loss_and_gradients(packed(build(config), fused=f)) for f in (True, False))
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    assert gradients.keys() == plain.keys()
+    largest = max(gradient.norm() for gradient in plain.values())
+    for name, gradient in plain.items():
+        assert (gradients[name] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), name
+
+
+@pytest.mark.usefixtures("cudnn_on_a_cpu")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])  # nothing normed; heads normed; nothing rotated
+def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> None:
+    apart, in_one = (packed(build(ARCHITECTURES[name], backend=b), fused=True) for b in ("packed_sdpa", "packed_cudnn"))
+    (loss, gradients), (whole_loss, whole) = loss_and_gradients(apart), loss_and_gradients(in_one)
+    assert whole_loss == pytest.approx(loss, rel=1e-6)
+    largest = max(gradient.norm() for gradient in gradients.values())
+    for parameter, gradient in gradients.items():
+        assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
+    with torch.no_grad():
+        assert in_one(**inputs()).item() == pytest.approx(loss, rel=1e-6)
+
+
+def test_layers_hand_their_gradients_on_without_a_copy() -> None:
+    """The gradient of an index is a tensor of zeros with a part written over: in a step of 28 layers, a hundredth of its time."""
+    whole = packed(build(ARCHITECTURES["qwen3"]), fused=True)
+    loss = whole(**inputs())
+    with torch.profiler.profile() as recorded:
+        loss.backward()
+    assert not [event for event in recorded.events() if event.name == "aten::select_backward"]
+
+
+def test_parameters_keep_their_names_values_and_identity(config: dict[str, Any]) -> None:
+    hf, untouched = build(config), build(config)
+    before = dict(hf.named_parameters())
+    whole = packed(hf, fused=True)
+    assert dict(hf.named_parameters()).keys() == before.keys()
+    for name, parameter in hf.named_parameters():
+        assert parameter is before[name]
+        assert torch.equal(parameter, untouched.get_parameter(name))
+    for product in whole.fused.products:
+        matrix = product.weights.matrix(torch.float32)
+        shares = matrix.untyped_storage().data_ptr() == product.weights.weights[0].untyped_storage().data_ptr()
+        assert shares or product.weights.transposed, "a stacked matrix is a view of its parameters"
+
+
+def test_an_exported_model_is_loaded_by_transformers(config: dict[str, Any], tmp_path: Path) -> None:
+    hf = build(config)
+    packed(hf, fused=True)
+    model.export(hf, hf.state_dict(), None, tmp_path / "final")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, hf.get_parameter(name)), name
+
+
+def test_a_folder_is_loaded_into_a_fused_model(tmp_path: Path) -> None:
+    trained = build(ARCHITECTURES["qwen3"])
+    trained.save_pretrained(tmp_path)
+    settings = ModelSettings(source=str(tmp_path))
+    loaded = model.build(
+        settings, model.load_config(settings), weights=torch.float32, seed=0, device=torch.device("cpu"), backend="packed_sdpa"
+    )
+    assert loss_and_gradients(packed(loaded, fused=True))[0] == pytest.approx(
+        loss_and_gradients(packed(trained, fused=False))[0], rel=1e-6
+    )
+
+
+def test_an_update_of_a_parameter_is_seen_by_the_next_forward() -> None:
+    whole = packed(build(ARCHITECTURES["llama"]), fused=True)
+    before = whole(**inputs()).item()
+    with torch.no_grad():
+        whole.hf.model.layers[0].mlp.up_proj.weight.mul_(50)
+    assert whole(**inputs()).item() != pytest.approx(before, rel=1e-3)
+
+
+def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, Any]) -> None:
+    """Generation has a cache and no packs."""
+    texts = []
+    for fused in (True, False):
+        hf = build(config)
+        packed(hf, fused=fused)
+        hf.eval().set_attn_implementation("sdpa")
+        texts.append(hf.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0))
+    assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Two microbatches, the second on the working copies of the first: the sum of both, in FP32."""
+    whole, plain = packed(build(config), fused=True, dtype=dtype), packed(build(config), fused=False)
+    attach_main_gradients(whole, torch.float32, whole.fused.stacks)
+    model.wrap_layers(whole.hf, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
+    for seed in (0, 1):
+        whole.begin_microbatch(first=seed == 0)
+        plain(**inputs(seed=seed)).backward()
+        whole(**inputs(seed=seed)).backward()
+    assert all(parameter.grad is None for parameter in whole.parameters())
+    close = 1e-5 if dtype == torch.float32 else 0.06
+    largest = max(parameter.grad.norm() for parameter in plain.parameters())
+    for (name, mine), theirs in zip(whole.named_parameters(), plain.parameters(), strict=True):
+        assert mine.main_grad.dtype == torch.float32
+        assert (mine.main_grad - theirs.grad).norm() <= close * (theirs.grad.norm() + 0.01 * largest), name
+
+
+def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest() -> None:
+    hf = build(ARCHITECTURES["qwen3"])
+    fused: FusedLayers = fuse(decoder_layers(hf), {}, PlainArithmetic(torch.bfloat16))
+    weights = fused.products[0].weights
+    first = weights.kept_matrix(torch.bfloat16, anew=True)
+    assert weights.kept_matrix(torch.bfloat16, anew=False) is first
+    assert weights.kept_matrix(torch.bfloat16, anew=True) is not first
+    assert weights.kept_matrix(torch.float32, anew=False).dtype == torch.float32
+
+
+def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
+    hf = build(ARCHITECTURES["qwen3"])
+    whole = packed(hf, fused=True, dtype=torch.bfloat16)
+    model.wrap_layers(hf, ModelSettings(config=ARCHITECTURES["qwen3"]), cast_to=torch.bfloat16, compile_layers=False)
+    stacks = [product.weights for product in whole.fused.products]
+    with torch.no_grad():
+        before = whole(**inputs()).item()
+    assert all(weights._copy is None for weights in stacks)
+    trained = whole(**inputs())
+    copies = [weights._copy for weights in stacks]
+    with torch.no_grad():
+        assert whole(**inputs()).item() == before == trained.item()
+    assert all(weights._copy is copy is not None for weights, copy in zip(stacks, copies, strict=True))
+    trained.backward()
+
+
+def test_what_a_fused_product_multiplied_is_told_for_each_linear_in_it() -> None:
+    whole = packed(build(ARCHITECTURES["llama"]), fused=True)
+    with whole.fused.observed_products() as seen:
+        whole(**inputs()).backward()
+    linears = {name for name, module in whole.hf.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"}
+    assert seen.keys() == linears
+    for products in seen.values():
+        assert [product.gemm for product in products] == ["forward", "dgrad", "wgrad"]
+        assert {operand for product in products for operand in product[1:]} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model_type": "gpt2", "resid_pdrop": 0.1}, "has dropout"),
+        ({"model_type": "gpt2", "activation_function": "relu"}, "has an activation that is not fused"),
+        ({"model_type": "gpt2", "reorder_and_upcast_attn": True}, "attends in a way of its own"),
+        ({"model_type": "llama", "hidden_act": "gelu"}, "has an activation that is not fused"),
+        ({"model_type": "olmo2"}, "no fused form of Olmo2DecoderLayer"),
+    ],
+)
+def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dict[str, Any], reason: str) -> None:
+    kind = changes["model_type"]
+    sizes = ARCHITECTURES["gpt2" if kind == "gpt2" else "llama"]
+    ids = {} if kind == "gpt2" else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
+    hf = build(sizes | ids | changes)
+    before = [layer.forward for layer in decoder_layers(hf).values()]
+    fused = fuse(decoder_layers(hf), {}, PlainArithmetic(torch.float32))
+    assert not fused.layers and set(fused.left_out.values()) == {reason}
+    assert [layer.forward for layer in decoder_layers(hf).values()] == before
+    assert fused.describe() == f"0 of 2 layers; 2 not: {reason}"

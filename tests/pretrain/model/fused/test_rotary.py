@@ -1,0 +1,163 @@
+"""The rotation's formulas against transformers' own attention layers and autograd, its kernels through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from pretrain.model.fused.rotary import HeadNorms, Heads, has_kernel, rotate, rotate_backward
+
+ROOT = Path(__file__).resolve().parents[4]
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+TOLERANCE = {FP64: {"rtol": 1e-12, "atol": 1e-12}, FP32: {"rtol": 2e-5, "atol": 2e-5}}
+
+layouts = st.builds(
+    lambda kv, group, half: Heads(kv * group, kv, 2 * half), st.integers(1, 3), st.integers(1, 4), st.sampled_from([1, 4, 12, 32])
+)
+
+
+def normal(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=FP64).to(dtype)
+
+
+def qwen3(heads: Heads, dtype: torch.dtype) -> tuple[Qwen3Attention, Qwen3Config]:
+    config = Qwen3Config(
+        hidden_size=8, num_attention_heads=heads.query, num_key_value_heads=heads.kv, head_dim=heads.dim, num_hidden_layers=1
+    )
+    attention = Qwen3Attention(config, 0).to(dtype)
+    for seed, norm in enumerate((attention.q_norm, attention.k_norm)):
+        norm.weight.data = 1 + normal(heads.dim, dtype=dtype, seed=seed) / 4
+    return attention, config
+
+
+def angles(tokens: int, embedding: torch.nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin [tokens, dim], of two documents whose positions start at 0 and at 1."""
+    positions = torch.cat([torch.arange(tokens // 2), 1 + torch.arange(tokens - tokens // 2)])
+    cos, sin = embedding(torch.empty(0, dtype=dtype), positions[None])
+    return cos[0], sin[0]
+
+
+def as_transformers_does(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, attention: Qwen3Attention | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = qkv.split([heads.query * heads.dim, heads.kv * heads.dim, heads.kv * heads.dim], dim=-1)
+    q, k, v = (part.view(1, len(qkv), -1, heads.dim) for part in (q, k, v))
+    if attention is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos[None], sin[None])
+    return q[0].transpose(0, 1), k[0].transpose(0, 1), v[0]
+
+
+@pytest.mark.parametrize("dtype", [FP64, FP32])
+@given(tokens=st.integers(1, 9), heads=layouts, normed=st.booleans())
+def test_both_directions_are_transformers_own(dtype: torch.dtype, tokens: int, heads: Heads, normed: bool) -> None:
+    attention, config = qwen3(heads, dtype)
+    cos, sin = angles(tokens, Qwen3RotaryEmbedding(config), dtype)
+    close = TOLERANCE[FP32 if normed else dtype]  # transformers' norm computes in FP32 whatever it is given
+    qkv = normal(tokens, heads.width, dtype=dtype).requires_grad_()
+    expected = as_transformers_does(qkv, cos, sin, heads, attention if normed else None)
+    norms = HeadNorms(attention.q_norm.weight.detach(), attention.k_norm.weight.detach(), config.rms_norm_eps) if normed else None
+    with torch.no_grad():
+        found = rotate(qkv, cos, sin, heads, norms)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.is_contiguous() and ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, **close)
+
+    gradients = [normal(*each.shape, dtype=dtype, seed=seed) for seed, each in enumerate(expected)]
+    leaves = [qkv, *([attention.q_norm.weight, attention.k_norm.weight] if normed else [])]
+    wanted = torch.autograd.grad(expected, leaves, gradients)
+    ours = rotate_backward(*gradients, qkv.detach() if normed else None, cos, sin, heads, norms)
+    assert normed or ours[1:] == (None, None)
+    for mine, theirs in zip(ours, wanted, strict=normed):
+        torch.testing.assert_close(mine, theirs, **close)
+
+
+@given(tokens=st.integers(1, 5), heads=layouts)
+def test_backward_is_the_derivative_of_forward_in_double_precision(tokens: int, heads: Heads) -> None:
+    qkv = normal(tokens, heads.width, dtype=FP64).requires_grad_()
+    weights = [(1 + normal(heads.dim, dtype=FP64, seed=seed) / 4).requires_grad_() for seed in (1, 2)]
+    cos, sin = (normal(tokens, heads.dim // 2, dtype=FP64, seed=seed).repeat(1, 2) for seed in (3, 4))
+    norms = HeadNorms(*weights, 1e-3)
+    outputs = rotate(qkv, cos, sin, heads, norms)  # torch operations, which autograd can follow
+    gradients = [normal(*each.shape, dtype=FP64, seed=seed) for seed, each in enumerate(outputs)]
+    wanted = torch.autograd.grad(outputs, [qkv, *weights], gradients)
+    with torch.no_grad():
+        ours = rotate_backward(*gradients, qkv, cos, sin, heads, norms)
+    for mine, theirs in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(mine, theirs, **TOLERANCE[FP64])
+
+
+def test_the_scaling_that_yarn_puts_into_the_angles_scales_both_directions() -> None:
+    scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32}
+    embedding = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=2, rope_parameters=scaling))
+    assert embedding.attention_scaling > 1.1
+    heads, tokens = Heads(2, 1, 16), 7
+    cos, sin = angles(tokens, embedding, FP64)
+    qkv = normal(tokens, heads.width, dtype=FP64).requires_grad_()
+    expected = as_transformers_does(qkv, cos, sin, heads, None)
+    gradients = [normal(*each.shape, dtype=FP64, seed=seed) for seed, each in enumerate(expected)]
+    (wanted,) = torch.autograd.grad(expected, qkv, gradients)
+    torch.testing.assert_close(rotate(qkv.detach(), cos, sin, heads, None), tuple(e.detach() for e in expected))
+    torch.testing.assert_close(rotate_backward(*gradients, None, cos, sin, heads, None)[0], wanted)
+
+
+def test_bf16_is_rounded_once_at_the_end() -> None:
+    heads = Heads(4, 2, 32)
+    qkv = normal(50, heads.width, dtype=BF16)
+    cos, sin = (normal(50, 16, dtype=BF16, seed=seed).repeat(1, 2) for seed in (1, 2))
+    norms = HeadNorms(*(normal(32, dtype=BF16, seed=seed) for seed in (3, 4)), 1e-6)
+    in_fp32 = HeadNorms(norms.query.float(), norms.key.float(), norms.eps)
+    exact = rotate(qkv.float(), cos.float(), sin.float(), heads, in_fp32)
+    found = rotate(qkv, cos, sin, heads, norms)
+    assert all(torch.equal(ours, theirs.bfloat16()) for ours, theirs in zip(found, exact, strict=True))
+    exact, *exact_sums = rotate_backward(*(each.float() for each in found), qkv.float(), cos.float(), sin.float(), heads, in_fp32)
+    ours, *sums = rotate_backward(*found, qkv, cos, sin, heads, norms)
+    assert ours.dtype == BF16 and torch.equal(ours, exact.bfloat16())
+    assert all(a.dtype == FP32 and torch.equal(a, b) for a, b in zip(sums, exact_sums, strict=True))
+
+
+def test_gradients_may_have_any_strides() -> None:
+    heads = Heads(4, 2, 8)
+    qkv, (cos, sin) = normal(6, heads.width, dtype=FP32), (normal(6, 4, dtype=FP32, seed=s).repeat(1, 2) for s in (1, 2))
+    whole = rotate(qkv, cos, sin, heads, None)
+    strided = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in whole]
+    usual, other = (rotate_backward(*gradients, None, cos, sin, heads, None)[0] for gradients in (whole, strided))
+    assert torch.equal(usual, other)
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    heads = Heads(2, 1, 4)
+    qkv, angle = torch.zeros(3, heads.width), torch.zeros(3, 4)
+    norms = HeadNorms(torch.ones(4), torch.ones(4), 1e-6)
+    gradients = [torch.zeros(3, count, 4) for count in (2, 1, 1)]
+    with pytest.raises(ValueError, match=r"contiguous and \[T, 16\]"):
+        rotate(qkv[:, :12], angle, angle, heads, None)
+    with pytest.raises(ValueError, match=r"cos and sin are \[3, 4\]"):
+        rotate(qkv, angle[:2], angle[:2], heads, None)
+    with pytest.raises(ValueError, match="not those of Heads"):
+        rotate_backward(*gradients[::-1], None, angle, angle, heads, None)
+    with pytest.raises(ValueError, match="backward of a norm needs the qkv"):
+        rotate_backward(*gradients, None, angle, angle, heads, norms)
+
+
+def test_a_cpu_has_no_kernel() -> None:
+    assert not has_kernel(torch.zeros(1, 512, dtype=BF16), Heads(2, 1, 128))
+
+
+def test_the_kernels_interpreted_on_a_cpu_agree_with_the_formulas() -> None:
+    pytest.importorskip("triton", minversion="3.9", reason="Triton 3.6 cannot interpret a range up to a tensor under NumPy 2.4")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_rotary_gpu.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0 and "passed" in finished.stdout, finished.stdout + finished.stderr

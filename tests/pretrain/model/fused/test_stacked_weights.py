@@ -1,0 +1,174 @@
+"""Several linears as one matrix: what is read from it, what its gradient is split into, and where that adds up."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.weights import StackedWeight
+from pretrain.model.gradients import attach_main_gradients
+
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+
+
+@st.composite
+def stacks(draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES) -> StackedWeight:
+    """One linear to four of widths of their own, with or without biases; or one Conv1D."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    columns, dtype = draw(st.integers(1, 9)), draw(dtypes)
+    if draw(st.booleans()):
+        linears: list[nn.Module] = [Conv1D(draw(st.integers(1, 9)), columns)]
+        nn.init.normal_(linears[0].bias)
+    else:
+        bias = draw(st.booleans())
+        linears = [nn.Linear(columns, rows, bias=bias) for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
+    return StackedWeight([linear.to(dtype) for linear in linears])
+
+
+def rows_of(stack: StackedWeight) -> Tensor:
+    """The matrix, written out."""
+    return torch.cat([weight.detach().t() if stack.transposed else weight.detach() for weight in stack.weights])
+
+
+def separately(stack: StackedWeight, x: Tensor) -> Tensor:
+    """What the linears make of x, one by one."""
+    return torch.cat([linear(x) for linear in stack.linears], dim=-1)
+
+
+def address(tensors: Sequence[Tensor]) -> list[int]:
+    """How far each begins after the first, in values."""
+    return [(tensor.data_ptr() - tensors[0].data_ptr()) // tensors[0].element_size() for tensor in tensors]
+
+
+@given(stacks(), DTYPES)
+def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(stack: StackedWeight, dtype: torch.dtype) -> None:
+    expected, parameters, before = rows_of(stack), stack.parameters, [p.detach().clone() for p in stack.parameters]
+    apart = stack.matrix(dtype)
+    stack.lay_together()
+    assert (stack.out_features, stack.in_features) == tuple(expected.shape)
+    for matrix in (apart, stack.matrix(dtype)):
+        assert matrix.dtype == dtype and matrix.is_contiguous() and not matrix.requires_grad
+        assert torch.equal(matrix, expected.to(dtype))
+    if stack.biases:
+        assert torch.equal(stack.bias(dtype), torch.cat([bias.detach() for bias in stack.biases]).to(dtype))
+    else:
+        assert stack.bias(dtype) is None
+    for parameter, same, value in zip(stack.parameters, parameters, before, strict=True):
+        assert parameter is same and torch.equal(parameter, value)
+
+
+@given(stacks())
+def test_laid_together_it_is_a_view_that_shows_every_update(stack: StackedWeight) -> None:
+    stack.lay_together()
+    assert address(stack.weights) == [0, *accumulate(weight.numel() for weight in stack.weights)][:-1]
+    matrix = stack.matrix(stack.weights[0].dtype)
+    if not stack.transposed:
+        assert matrix.data_ptr() == stack.weights[0].data_ptr()
+        with torch.no_grad():
+            stack.weights[-1].add_(1)
+        assert torch.equal(matrix, rows_of(stack))
+
+
+@given(stacks(), st.integers(1, 5))
+def test_a_gradient_is_split_into_those_that_autograd_has_for_each_linear(stack: StackedWeight, tokens: int) -> None:
+    stack.lay_together()
+    dtype = stack.weights[0].dtype
+    x, dy = torch.randn(tokens, stack.in_features).to(dtype), torch.randn(tokens, stack.out_features).to(dtype)
+    separately(stack, x).backward(dy)
+    found = [*stack.weight_gradients(dy.float().t() @ x.float()), *stack.bias_gradients(dy)]
+    assert [len(stack.weight_gradients(dy.t() @ x)), len(stack.bias_gradients(dy))] == [len(stack.weights), len(stack.biases)]
+    for parameter, gradient in zip(stack.parameters, found, strict=True):
+        assert gradient.shape == parameter.shape and gradient.dtype == torch.float32
+        close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 3e-2}
+        torch.testing.assert_close(gradient, parameter.grad.float(), **close)
+
+
+@given(stacks(), DTYPES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
+def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
+    stack: StackedWeight, main: torch.dtype, microbatches: list[int]
+) -> None:
+    stack.lay_together()
+    before = nn.Linear(3, 3)
+    attach_main_gradients(nn.ModuleList([before, *stack.linears]), main, [[before.weight], stack.weights])
+    gradients = [weight.main_grad for weight in stack.weights]
+    assert address(gradients) == address(stack.weights)
+    assert stack.main_gradient.data_ptr() == gradients[0].data_ptr()
+    product = PlainArithmetic(torch.float32).product("all", tuple(f"linear {i}" for i in range(len(stack.linears))), stack)
+    expected = torch.zeros(stack.out_features, stack.in_features)
+    for tokens in microbatches:
+        x, dy = torch.randn(tokens, stack.in_features), torch.randn(tokens, stack.out_features)
+        assert product.weight_gradients(dy, x) == [None] * len(stack.weights)
+        expected += dy.t() @ x
+    close = {"rtol": 1e-5, "atol": 1e-5} if main == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
+    for gradient, wanted in zip(gradients, stack.weight_gradients(expected), strict=True):
+        torch.testing.assert_close(gradient.float(), wanted, **close)
+
+
+@given(stacks(st.just(torch.float32)), st.booleans())
+def test_gradients_that_do_not_lie_together_are_returned_to_autograd(stack: StackedWeight, attached: bool) -> None:
+    """As over several processes, and where nobody said which parameters are stacked."""
+    if attached:
+        attach_main_gradients(nn.ModuleList(stack.linears), torch.float32)
+    product = PlainArithmetic(torch.float32).product("all", ("a linear",), stack)
+    x, dy = torch.randn(2, stack.in_features), torch.randn(2, stack.out_features)
+    returned, wanted = product.weight_gradients(dy, x), stack.weight_gradients(dy.t() @ x)
+    for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
+        assert attached or gradient is not None
+        torch.testing.assert_close(weight.main_grad if gradient is None else gradient, expected)
+
+
+def test_rows_in_another_storage_are_put_together_even_where_addresses_touch() -> None:
+    memory = torch.arange(12.0)
+    linears = [nn.Linear(2, 3, bias=False) for _ in range(2)]
+    stack = StackedWeight(linears)
+    linears[0].weight.data, linears[1].weight.data = memory[:6].view(3, 2), memory[6:].view(3, 2)
+    assert stack.matrix(torch.float32).data_ptr() == memory.data_ptr()
+    linears[0].weight.data, linears[1].weight.data = memory[6:].view(3, 2), memory[:6].view(3, 2)
+    assert torch.equal(stack.matrix(torch.float32), torch.cat([memory[6:], memory[:6]]).view(6, 2))
+    linears[0].weight.data = memory.clone()[:6].view(3, 2)
+    linears[1].weight.data = memory[6:].view(2, 3).t()
+    assert torch.equal(stack.matrix(torch.float32), torch.cat([memory[:6].view(3, 2), memory[6:].view(2, 3).t()]))
+
+
+# ── Copies, files, moves ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def three() -> StackedWeight:
+    stack = StackedWeight([nn.Linear(4, rows) for rows in (3, 2, 2)])
+    stack.lay_together()
+    return stack
+
+
+def test_a_file_holds_each_parameter_once(tmp_path: Path) -> None:
+    stack = three()
+    save_file(nn.ModuleList(stack.linears).state_dict(), tmp_path / "stack.safetensors")
+    saved = load_file(tmp_path / "stack.safetensors")
+    assert (tmp_path / "stack.safetensors").stat().st_size < 4 * 1.2 * 7 * 5 + 1024
+    for name, parameter in nn.ModuleList(stack.linears).named_parameters():
+        assert torch.equal(saved[name], parameter)
+
+
+def test_what_is_loaded_lands_in_the_stack() -> None:
+    stack, other = three(), three()
+    nn.ModuleList(stack.linears).load_state_dict(nn.ModuleList(other.linears).state_dict())
+    assert torch.equal(stack.matrix(torch.float32), rows_of(other))
+    assert stack.matrix(torch.float32).data_ptr() == stack.weights[0].data_ptr()
+
+
+def test_a_copy_computes_with_weights_of_its_own() -> None:
+    stack = three()
+    other = copy.deepcopy(stack)
+    with torch.no_grad():
+        stack.weights[1].zero_()
+    assert other.matrix(torch.float32)[3:5].abs().min() > 0
+    assert torch.equal(other.matrix(torch.float32), rows_of(other))

@@ -1,0 +1,267 @@
+"""Packed attention on a CPU: a packed batch against its documents alone, masks, torch.compile, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.model import attention, attention_cudnn
+from pretrain.model.fused.heads import Heads
+from pretrain.precision import transformer_engine
+
+VOCABULARY, LENGTH = 97, 24
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3": SMALL | HEADS | {"head_dim": 8, "tie_word_embeddings": True},
+    "llama": SMALL | HEADS,
+    "qwen2": SMALL | HEADS,
+    "mistral": SMALL | HEADS | {"sliding_window": LENGTH},
+    "gpt2": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "attn_pdrop": 0.0}
+    | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+}
+
+HEADS_OF_QWEN3 = Heads(16, 8, 128)
+
+attention.register()
+
+
+def build(model_type: str, implementation: str, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **(CONFIGS[model_type] | changes))
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+
+def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
+    """What the model gets for packs of documents of these lengths; every pack's rest is one more document."""
+    filled = list(itertools.chain.from_iterable([*pack, LENGTH - sum(pack)] if sum(pack) < LENGTH else pack for pack in lengths))
+    ends = list(itertools.accumulate(filled))
+    cu_seqlens = torch.tensor([0, *ends, *[ends[-1]] * spare], dtype=torch.int32)
+    return {
+        "position_ids": torch.cat([torch.arange(n) for n in filled])[None],
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": LENGTH,
+        "document_mask": attention.document_mask(cu_seqlens, LENGTH, ends[-1]),
+        "use_cache": False,
+    }
+
+
+def documents(ids: Tensor, cu_seqlens: Tensor) -> list[Tensor]:
+    sizes = cu_seqlens.diff()
+    return list(ids[0].split(sizes[sizes > 0].tolist()))
+
+
+pack_lengths = st.lists(st.integers(1, LENGTH), min_size=1, max_size=8).map(
+    lambda lengths: [n for n, end in zip(lengths, itertools.accumulate(lengths), strict=True) if end <= LENGTH] or [LENGTH]
+)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(pack_lengths, min_size=1, max_size=3), spare=st.integers(0, 3))
+def test_a_packed_batch_gives_the_logits_and_gradients_of_its_documents_alone(
+    model_type: str, lengths: list[list[int]], spare: int
+) -> None:
+    inputs = packed(lengths, spare)
+    ids = torch.randint(VOCABULARY, (1, inputs["position_ids"].shape[1]))
+    model, plain = build(model_type, "packed_sdpa"), build(model_type, "eager")
+
+    logits = model(input_ids=ids, **inputs).logits
+    expected = torch.cat([plain(document[None]).logits for document in documents(ids, inputs["cu_seqlens"])], dim=1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+    weights = torch.randn_like(logits) / logits.shape[1]
+    (logits * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_wrong_positions_show_in_a_model_that_learns_them() -> None:
+    inputs = packed([[10, 14]], spare=0)
+    ids = torch.randint(VOCABULARY, (1, LENGTH))
+    model = build("gpt2", "packed_sdpa")
+    right = model(input_ids=ids, **inputs).logits
+    wrong = model(input_ids=ids, **(inputs | {"position_ids": torch.arange(LENGTH)[None]})).logits
+    torch.testing.assert_close(right[:, :10], wrong[:, :10])
+    assert (right[:, 10:] - wrong[:, 10:]).abs().max() > 0.1
+
+
+@given(lengths=st.lists(pack_lengths, min_size=1, max_size=3), spare=st.integers(0, 3))
+def test_the_document_mask_is_causal_within_each_document(lengths: list[list[int]], spare: int) -> None:
+    inputs = packed(lengths, spare)
+    sizes = inputs["cu_seqlens"].diff().tolist()
+    whole = torch.block_diag(*[torch.ones(n, n).tril() for n in sizes if n]).bool()
+    expected = [whole[i : i + LENGTH, i : i + LENGTH] for i in range(0, len(whole), LENGTH)]
+    assert torch.equal(inputs["document_mask"], torch.stack(expected)[:, None])
+
+
+def test_autocast_with_fp32_parameters_computes_attention_in_bf16() -> None:
+    inputs = packed([[10, 14]], spare=1)
+    ids = torch.randint(VOCABULARY, (1, LENGTH))
+    model = build("qwen3", "packed_sdpa")
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(input_ids=ids, **inputs).logits
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), model(input_ids=ids, **inputs).logits, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_cudnn"])
+def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, plain = build("qwen3", name), build("qwen3", "packed_sdpa")
+    for layer in model.model.layers:
+        layer.compile(fullgraph=True, dynamic=False, backend=counter)
+
+    compiled = []
+    for lengths, spare in [([[9, 15]], 2), ([[5, 4, 3, 8]], 7), ([[24]], 3), ([[1] * 24], 1)]:
+        inputs = packed(lengths, spare)
+        torch._dynamo.mark_dynamic(inputs["cu_seqlens"], 0)
+        ids = torch.randint(VOCABULARY, (1, LENGTH))
+        logits, expected = (m(input_ids=ids, **inputs).logits for m in (model, plain))
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+        for m, out in ((model, logits), (plain, expected)):
+            m.zero_grad()
+            out.square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        compiled.append(counter.frame_count)
+    assert compiled == [compiled[0]] * 4
+
+
+def test_the_cudnn_operator_keeps_what_an_operator_promises(cudnn_on_a_cpu: None) -> None:
+    q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    arguments = (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3)
+    torch.library.opcheck(attention_cudnn._attend, arguments)
+
+
+def test_nothing_is_differentiated_where_nothing_asks_for_it(cudnn_on_a_cpu: None) -> None:
+    q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
+    offsets = torch.tensor([0, 5], dtype=torch.int32)
+    assert not attention_cudnn.cudnn_attention(q, k, v, offsets, 5, 0.3).requires_grad
+    output = attention_cudnn.cudnn_attention(q.requires_grad_(), k, v, offsets, 5, 0.3)
+    (gradient,) = torch.autograd.grad(output.sum(), q)
+    assert gradient.shape == q.shape and k.grad is None
+
+
+def test_varlen_is_called_as_this_torch_wants_it_and_keeps_the_shape() -> None:
+    query, key = (torch.empty(1, heads, 48, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    cu_seqlens = torch.empty(5, device="meta", dtype=torch.int32)
+    output, _ = attention.packed_varlen(None, query, key, key, None, cu_seqlens=cu_seqlens, max_seqlen=24, scaling=0.25)
+    assert output.shape == (1, 48, 4, 16)
+
+
+def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
+    states, mask = torch.randn(1, 2, LENGTH, 8), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
+    for option in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": LENGTH - 1}):
+        with pytest.raises(ValueError, match=r"packed attention (does not compute|computes no) "):
+            attention.packed_sdpa(None, states, states, states, None, max_seqlen=LENGTH, document_mask=mask, **option)
+
+
+def test_auto_takes_sdpa_on_a_cpu_and_says_why() -> None:
+    choice = attention.choose("auto", "cpu", HEADS_OF_QWEN3, torch.bfloat16, LENGTH)
+    assert choice.name == "packed_sdpa"
+    assert "cudnn needs a CUDA device" in choice.reason and "varlen needs a CUDA device" in choice.reason
+
+
+@pytest.mark.parametrize("kind", ["varlen", "cudnn"])
+def test_a_backend_asked_for_by_name_that_cannot_run_is_an_error_with_the_remedy(kind: str) -> None:
+    with pytest.raises(InputError, match=rf"model.attention: {kind} needs a CUDA device.*set model.attention: auto"):
+        attention.choose(kind, "cpu", HEADS_OF_QWEN3, torch.bfloat16, LENGTH)
+
+
+@pytest.fixture
+def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As a process sees one that has Transformer Engine, which refuses nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+    monkeypatch.setattr(transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(attention_cudnn, "_refusal", lambda *asked: None)
+    return monkeypatch
+
+
+def test_auto_takes_cudnn_on_an_h200_and_says_how_much_faster_it_is(on_an_h200: pytest.MonkeyPatch) -> None:
+    choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+    assert choice == ("packed_cudnn", "fastest that runs here: 0.71 of varlen's time on an H200")
+
+
+def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on_an_h200: pytest.MonkeyPatch) -> None:
+    narrow = Heads(8, 8, 32)
+    choice = attention.choose("auto", "cuda", narrow, torch.bfloat16, 4096)
+    assert choice == ("packed_varlen", "fastest that runs here; cudnn is not measured with heads of 32")
+    assert attention.choose("cudnn", "cuda", narrow, torch.bfloat16, 4096) == ("packed_cudnn", "requested")
+
+
+def test_fp32_on_a_gpu_is_left_to_sdpa(on_an_h200: pytest.MonkeyPatch) -> None:
+    choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.float32, 4096)
+    assert choice.name == "packed_sdpa" and "cudnn needs bf16 and the run computes in float32" in choice.reason
+
+
+def test_what_stands_in_cudnns_way_is_named_and_auto_goes_on_to_varlen(on_an_h200: pytest.MonkeyPatch) -> None:
+    def refused_with(message: str) -> None:
+        with pytest.raises(InputError, match=rf"model.attention: cudnn {message}.*; or set model.attention: auto"):
+            attention.choose("cudnn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+        choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+        assert choice.name == "packed_varlen" and choice.reason.startswith("fastest that runs here; cudnn ")
+
+    asked_of: list[Any] = []
+    on_an_h200.setattr(attention_cudnn, "_refusal", lambda *asked: asked_of.append(asked) or "head_dim_qk is odd")
+    refused_with("is refused by Transformer Engine: head_dim_qk is odd")
+    assert set(asked_of) == {(HEADS_OF_QWEN3, 4096, torch.bfloat16)}
+    on_an_h200.setattr(transformer_engine, "lacking", lambda: "Transformer Engine, which is not installed")
+    refused_with("needs Transformer Engine, which is not installed")
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    refused_with("has no deterministic backward on sm_90")
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    refused_with("needs an sm_90 or sm_100 GPU, this is NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": LENGTH - 1}, "data.length: 24 is longer than the sliding window"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding window"),
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ],
+)
+def test_a_model_that_would_be_trained_wrongly_is_refused(model_type: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        attention.check(build(model_type, "packed_sdpa", **changes), LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "message"),
+    [
+        ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention registry"),
+        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, "attention registry|other than attention"),
+        ("gemma2", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attn_logit_softcapping"),
+    ],
+)
+def test_an_architecture_that_packed_attention_cannot_serve_is_refused(model_type: str, sizes: dict, message: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes)))
+    with pytest.raises(InputError, match=message):
+        attention.check(model, LENGTH)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_the_models_we_train_pass_the_check(model_type: str) -> None:
+    attention.check(build(model_type, "packed_sdpa"), LENGTH)

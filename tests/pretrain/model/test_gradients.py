@@ -1,0 +1,312 @@
+"""Main gradients: exact sums over microbatches, wherever they are delivered from, and the trajectories that follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+
+from packing.batch import StepBatches, build_microbatch
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
+from pretrain.model.huggingface import PackedLanguageModel, round_weights
+from pretrain.model.step import forward_backward
+from pretrain.optimizer.build import build_optimizer, clear_gradients, clip_coefficient, gradient_norm
+from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.settings.recipe import LossSettings, OptimizerSettings
+
+FP32, BF16 = torch.float32, torch.bfloat16
+LENGTH = 16
+
+
+class Small(nn.Module):
+    """A table, a matrix, a norm and a head tied to the table: rows that are looked up often, a parameter that is used twice."""
+
+    def __init__(self, *, tied: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.up, self.norm = nn.Embedding(5, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 5, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(torch.tanh(self.up(self.table(ids)))))
+
+
+def microbatch(seed: int) -> Tensor:
+    return torch.randint(5, (64,), generator=torch.Generator().manual_seed(seed))
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    scores = model(microbatch(seed))
+    scores.backward(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.dtype))
+
+
+def sums(model: nn.Module) -> dict[str, Tensor]:
+    return {name: gradient_of(parameter).clone() for name, parameter in model.named_parameters()}
+
+
+# ── Sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.sampled_from([FP32, BF16]), st.sampled_from([FP32, BF16]))
+def test_what_microbatches_deliver_is_summed_in_the_main_gradients_dtype_whatever_the_weights(
+    seeds: list[int], weights: torch.dtype, main: torch.dtype
+) -> None:
+    model, plain = Small(tied=False).to(weights), Small(tied=False).to(weights)
+    attach_main_gradients(model, main)
+    expected = {name: torch.zeros(p.shape, dtype=main) for name, p in plain.named_parameters() if name != "table.weight"}
+    for seed in seeds:
+        backward(model, seed)
+        plain.zero_grad()
+        backward(plain, seed)
+        for name, total in expected.items():  # in FP32, rounded to the sum's dtype once a microbatch
+            total.copy_(total.float() + plain.get_parameter(name).grad.float())
+    found = sums(model)
+    for name, total in expected.items():
+        assert found[name].dtype == main and torch.equal(found[name], total), name
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_fp32_sum_keeps_what_a_bf16_sum_loses() -> None:
+    """Microbatches whose gradient is 1: eight bits stand still at 256, and 24 count to the end."""
+    found = {}
+    for dtype in (FP32, BF16):
+        linear = nn.Linear(1, 1, bias=False, dtype=BF16)
+        attach_main_gradients(linear, dtype)
+        for _ in range(512):
+            linear(torch.ones(1, 1, dtype=BF16)).sum().backward()
+        found[dtype] = gradient_of(linear.weight).item()
+    assert found == {FP32: 512, BF16: 256}
+
+
+def test_a_gradient_that_is_fp32_already_is_not_rounded_on_its_way_to_a_bf16_weights_sum() -> None:
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> Tensor:
+            return gradient.float() * (1 + 2**-20)
+
+    norm = nn.LayerNorm(4, bias=False, dtype=BF16)
+    attach_main_gradients(norm, FP32)
+    Scale.apply(norm.weight).sum().backward()
+    assert (gradient_of(norm.weight) == 1 + 2**-20).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_of_a_bf16_table_that_come_again_and_a_tied_head_add_up_in_fp32(tied: bool) -> None:
+    model, exact = Small(tied=tied).to(BF16), Small(tied=tied).to(BF16)
+    attach_main_gradients(model, FP32)
+    rows: list[Tensor] = []
+    exact.table.register_forward_hook(lambda module, args, output: output.register_hook(rows.append) and None)
+    if tied:
+        exact.head.weight = nn.Parameter(exact.table.weight.detach().clone())
+    backward(model, 3)
+    backward(exact, 3)
+    # Autograd's own BF16 gradient of each looked-up row, and their sum in double precision.
+    expected = torch.zeros(5, 8, dtype=torch.float64).index_add_(0, microbatch(3), rows[0].double())
+    if tied:
+        expected += exact.head.weight.grad.double()
+    torch.testing.assert_close(gradient_of(model.table.weight).double(), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(gradient_of(model.table.weight), gradient_of(model.table.weight).to(BF16))
+
+
+def test_an_embedding_that_does_more_than_look_up_is_left_as_it_is() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return 3 * super().forward(ids)
+
+    for embedding in (Scaled(4, 2, dtype=BF16), nn.Embedding(4, 2, max_norm=0.1, dtype=BF16)):
+        ids = torch.tensor([1, 1, 3])
+        before = embedding(ids)
+        attach_main_gradients(embedding, FP32)
+        assert "forward" not in vars(embedding) and torch.equal(embedding(ids), before)
+        embedding(ids).sum().backward()
+        assert gradient_of(embedding.weight)[1].eq(2 * gradient_of(embedding.weight)[3]).all()
+
+
+def test_padding_of_a_table_gets_no_gradient() -> None:
+    table = nn.Embedding(4, 2, padding_idx=1, dtype=BF16)
+    attach_main_gradients(table, FP32)
+    table(torch.tensor([1, 1, 3])).sum().backward()
+    assert gradient_of(table.weight).tolist() == [[0, 0], [0, 0], [0, 0], [1, 1]]
+
+
+def test_layers_that_are_compiled_deliver_too() -> None:
+    model, compiled = Small().to(BF16), Small().to(BF16)
+    for each in (model, compiled):
+        attach_main_gradients(each, FP32)
+    compiled.up.forward = torch.compile(compiled.up.forward, backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        backward(model, seed)
+        backward(compiled, seed)
+    assert all(torch.equal(total, sums(compiled)[name]) for name, total in sums(model).items())
+
+
+def test_a_product_may_add_to_the_sum_itself_and_other_uses_of_the_weight_still_deliver() -> None:
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: FunctionCtx, x: Tensor, weight: nn.Parameter) -> Tensor:
+            ctx.x, ctx.weight = x, weight
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+            ctx.weight.main_grad.addmm_(gradient.t(), ctx.x)
+            return gradient @ ctx.weight, None
+
+    linear, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+    attach_main_gradients(linear, FP32)
+    for uses in (1, 2):
+        y = Product.apply(x, linear.weight)
+        (y if uses == 1 else y + linear(x)).sum().backward()
+    torch.testing.assert_close(gradient_of(linear.weight), 3 * x.sum(0).expand(2, 3))
+    assert linear.weight.grad is None
+
+
+# ── Stacks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Stacked(nn.Module):
+    """Three matrices with biases and something that stands between them; a product writes all three gradients at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.between, self.k, self.v = nn.Linear(3, 7), nn.LayerNorm(5), nn.Linear(3, 1), nn.Linear(3, 2)
+
+    @property
+    def stacks(self) -> list[list[nn.Parameter]]:
+        return [[each.weight for each in (self.q, self.k, self.v)], [each.bias for each in (self.q, self.k, self.v)]]
+
+
+def rows_of(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """The memory from the first parameter's main gradient on, for as many rows as the parameters have together."""
+    first = parameters[0].main_grad
+    return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_a_stacks_sums_are_the_rows_of_one_matrix_and_no_others_lie_within(dtype: torch.dtype) -> None:
+    model = Stacked()
+    attach_main_gradients(model, dtype, model.stacks)
+    for number, stack in enumerate(model.stacks, start=1):
+        rows_of(stack).fill_(number)
+        assert all((parameter.main_grad == number).all() for parameter in stack)
+        assert stack[0].main_grad.data_ptr() % 64 == 0  # what a kernel's widest store needs
+    assert not model.between.weight.main_grad.any() and not model.between.bias.main_grad.any()
+    for parameter in model.parameters():
+        assert parameter.main_grad.shape == parameter.shape and parameter.main_grad.is_contiguous()
+
+
+def test_stacks_that_cannot_be_are_refused() -> None:
+    model = Stacked()
+    q, k = model.q.weight, model.k.weight
+    with pytest.raises(ValueError, match="differ in columns"):
+        attach_main_gradients(model, FP32, [[q, nn.Parameter(torch.zeros(2, 4)), model.between.weight][::2]])
+    with pytest.raises(ValueError, match="another stack as well"):
+        attach_main_gradients(model, FP32, [[q, k], [k, model.v.weight]])
+    with pytest.raises(ValueError, match="or is not trained"):
+        attach_main_gradients(model, FP32, [[q, k.requires_grad_(False)]])
+
+
+# ── Clearing and reaching ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_clearing_keeps_the_memory_and_the_first_gradient_arrives_as_it_is() -> None:
+    linear = nn.Linear(2, 1, bias=False)
+    attach_main_gradients(linear, FP32)
+    optimizer, lies_at = build_optimizer(linear, OptimizerSettings(), exact=False), linear.weight.main_grad.data_ptr()
+    linear.weight.main_grad.fill_(torch.nan)
+    linear.weight.grad = torch.ones(1, 2)  # as a backward that ran out of memory may leave it
+    clear_gradients(optimizer, linear)
+    assert not gradient_of(linear.weight).any() and linear.weight.grad is None
+    linear.weight.main_grad.add_(torch.tensor([[-0.0, 0.0]]))
+    assert gradient_of(linear.weight).signbit().tolist() == [[True, False]]
+    assert linear.weight.main_grad.data_ptr() == lies_at
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_reached_is_what_got_a_gradient_be_it_zero_from_autograd_or_from_a_product(dtype: torch.dtype) -> None:
+    model = Stacked()
+    attach_main_gradients(model, dtype, model.stacks)
+    assert not any(was_reached(parameter) for parameter in model.parameters())
+    model.q(torch.zeros(4, 3)).sum().backward()  # a gradient of zero for the weight, of 4 for the bias
+    model.k.weight.main_grad.addmm_(torch.zeros(1, 4, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+    reached = {name for name, parameter in model.named_parameters() if was_reached(parameter)}
+    assert reached == {"q.weight", "q.bias", "k.weight"}
+    clear_main_gradients(model.parameters())
+    assert not any(was_reached(parameter) for parameter in model.parameters())
+
+
+def test_without_main_gradients_all_is_as_torch_has_it() -> None:
+    linear = nn.Linear(2, 1)
+    linear.weight.requires_grad_(False)
+    assert gradient_of(linear.bias) is None and not was_reached(linear.bias)
+    linear(torch.ones(1, 2)).sum().backward()
+    assert gradient_of(linear.bias) is linear.bias.grad and was_reached(linear.bias)
+    attach_main_gradients(linear, FP32)
+    assert gradient_of(linear.weight) is None, "what is not trained needs no memory"
+
+
+# ── Trajectories ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_of(random_packs: Callable, microbatches: int, seed: int) -> StepBatches:
+    packs = random_packs([[5, 11], [16]] * microbatches, LENGTH, seed)
+    built = [build_microbatch(packs[2 * i : 2 * i + 2], mask_boundaries=True) for i in range(microbatches)]
+    valid = sum(each.valid_tokens for each in built)
+    return StepBatches(built, LENGTH * len(packs), valid, 0, len(packs), 1.0)
+
+
+def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
+    """Masters halfway between two BF16 numbers, one in 65,536, move on by a unit in their last place: a working copy of an FP32
+    weight rounds them to even and a BF16 weight with a remainder up, which is no matter of gradients."""
+    for parameter in model.parameters():
+        bits = adamw.master(parameter).clone().view(torch.int32)
+        adamw.set_master(parameter, (bits + ((bits & 0xFFFF) == 0x8000)).view(FP32))
+
+
+def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], accelerator: Accelerator, exact: bool) -> list[Tensor]:
+    """Losses, gradient norms and, at the end, FP32 masters; weights that are BF16 begin as FP32 weights do."""
+    masters = round_weights(model.hf, BF16) if exact else {}
+    settings = OptimizerSettings(learning_rate=1e-3)
+    adamw = build_optimizer(model, settings, exact=exact)
+    attach_main_gradients(model, FP32)
+    for name, master in masters.items():
+        adamw.set_master(model.hf.get_parameter(name), master)
+    leave_ties(adamw, model)
+    figures = []
+    for step in steps:
+        figures.append(forward_backward(model, step, accelerator))
+        figures.append(norm := gradient_norm(model.parameters()))
+        adamw.step(clip_coefficient=clip_coefficient(norm, settings.clip))
+        clear_gradients(adamw, model)
+        leave_ties(adamw, model)
+    return [*figures, *(adamw.master(parameter) for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(("microbatches", "loss"), [(1, "chunked"), (5, "chunked"), (5, "reference")])
+def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
+    kind: str, microbatches: int, loss: str, accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
+    moe = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    moe |= {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+    changes = {"qwen3": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "qwen3_moe": moe}[kind]
+    fp32, exact = build_model(kind, cast_to=BF16, **changes), build_model(kind, **changes)
+    for model in (fp32, exact):
+        model.hf.get_output_embeddings().settings = LossSettings(kind=loss, chunk=16)
+    steps = [step_of(random_packs, microbatches, seed) for seed in range(4)]
+    walked = trajectory(fp32.train(), steps, accelerator, False), trajectory(exact.train(), steps, accelerator, True)
+    assert {parameter.dtype for parameter in exact.parameters()} == {BF16}
+    for ours, theirs in zip(*walked, strict=True):
+        assert torch.equal(ours, theirs)

@@ -1,0 +1,239 @@
+"""The head's losses against torch's cross_entropy on FP64 logits: values, gradients, memory and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
+
+from foundation.errors import InputError
+from pretrain.model.loss import head as loss
+from pretrain.model.loss.chunked import add_product_, chunks
+from pretrain.model.loss.head import IGNORE, LossHead
+from pretrain.settings.recipe import LossSettings
+
+
+def problem(tokens: int, hidden: int, vocabulary: int, ignored: float, *, bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor]:
+    states = torch.randn(1, tokens, hidden, requires_grad=True)
+    linear = nn.Linear(hidden, vocabulary, bias=bias)
+    labels = torch.randint(vocabulary, (1, tokens)).masked_fill(torch.rand(1, tokens) < ignored, IGNORE)
+    return states, linear, labels
+
+
+def exact(states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of states, weight and bias, from all logits in FP64."""
+    inputs = [t.detach().double().requires_grad_() for t in (states, *linear.parameters())]
+    logits = F.linear(*inputs)
+    value = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return value.detach(), list(torch.autograd.grad(value * scale, inputs))
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.detach().double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 70),
+    hidden=st.integers(1, 24),
+    vocabulary=st.integers(1, 60),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    chunk=st.integers(1, 80),
+    bias=st.booleans(),
+    scale=st.sampled_from([1.0, 1 / 131_072]),
+    seed=st.integers(0, 9),
+)
+def test_chunked_loss_and_gradients_are_exact_to_fp32_rounding(
+    tokens, hidden, vocabulary, ignored, chunk, bias, scale, seed
+) -> None:
+    torch.manual_seed(seed)
+    states, linear, labels = problem(tokens, hidden, vocabulary, ignored, bias=bias)
+    value, gradients = exact(states, linear, labels, scale)
+    head = LossHead.replacing(linear, LossSettings(kind="chunked", chunk=chunk))
+    ours = head(states, labels)
+    (ours * scale).backward()
+    assert ours.dtype == torch.float32 and ours.shape == ()
+    torch.testing.assert_close(ours.double(), value, rtol=1e-6, atol=1e-6)
+    for tensor, expected in zip((states, *linear.parameters()), gradients, strict=True):
+        torch.testing.assert_close(tensor.grad.double(), expected, rtol=1e-5, atol=1e-6 * scale * tokens)
+
+
+@pytest.mark.parametrize("kind", ["chunked", "reference"])
+def test_every_loss_agrees_with_the_exact_one_and_without_gradients_too(kind: str) -> None:
+    states, linear, labels = problem(300, 32, 500, 0.1)
+    value, gradients = exact(states, linear, labels)
+    head = LossHead.replacing(linear, LossSettings(kind=kind, chunk=64))
+    ours = head(states, labels)
+    ours.backward()
+    assert relative_error(ours, value) < 1e-6
+    assert relative_error(states.grad, gradients[0]) < 1e-6
+    assert relative_error(linear.weight.grad, gradients[1]) < 1e-6
+    with torch.no_grad():
+        assert relative_error(head(states, labels), value) < 1e-6
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(512, 64, 1000, 0.1)
+    value, gradients = exact(states, linear, labels, 1 / 460)
+    linear.to(weights)
+    head = LossHead.replacing(linear, LossSettings(kind="chunked", chunk=128))
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = head(states, labels)
+    (ours / 460).backward()
+    assert relative_error(ours, value) < 1e-4  # 512 rounding errors of 2^-9 of a logit average out
+    assert relative_error(states.grad, gradients[0]) < 2**-7
+    assert relative_error(linear.weight.grad, gradients[1]) < 2**-7
+    assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
+
+
+def test_a_batch_without_labels_costs_nothing_and_moves_nothing() -> None:
+    states, linear, labels = problem(50, 8, 30, 1.0)
+    value = LossHead.replacing(linear, LossSettings(chunk=16))(states, labels)
+    value.backward()
+    assert value == 0
+    assert not states.grad.any() and not linear.weight.grad.any()
+
+
+def test_a_tied_weight_stays_one_parameter_and_gathers_both_gradients() -> None:
+    embedding, linear = nn.Embedding(30, 8), nn.Linear(8, 30, bias=False)
+    linear.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "head": LossHead.replacing(linear, LossSettings(chunk=7))})
+    ids, labels = torch.randint(30, (1, 20)), torch.randint(30, (1, 20))
+    assert [name for name, _ in model.named_parameters()] == ["embedding.weight"]
+    (ours,) = torch.autograd.grad(model["head"](embedding(ids), labels), embedding.weight)
+    logits = F.linear(embedding(ids), embedding.weight)
+    (expected,) = torch.autograd.grad(F.cross_entropy(logits[0], labels[0], reduction="sum"), embedding.weight)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_without_labels_the_head_gives_the_logits_it_always_gave() -> None:
+    states, linear, _ = problem(5, 8, 30, 0.0, bias=True)
+    assert torch.equal(LossHead.replacing(linear, LossSettings())(states), linear(states))
+
+
+def test_a_frozen_head_passes_the_gradient_on_and_computes_none_of_its_own() -> None:
+    states, linear, labels = problem(20, 8, 30, 0.0)
+    _, gradients = exact(states, linear, labels)
+    linear.requires_grad_(False)
+    LossHead.replacing(linear, LossSettings(chunk=8))(states, labels).backward()
+    assert linear.weight.grad is None
+    torch.testing.assert_close(states.grad.double(), gradients[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_is_an_error_rather_than_a_wrong_gradient() -> None:
+    states, linear, labels = problem(20, 8, 30, 0.0)
+    value = LossHead.replacing(linear, LossSettings(chunk=8))(states, labels)
+    value.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        value.backward()
+
+
+@pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
+def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(main: torch.dtype) -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(60, 8, 30, 0.2)
+    scales = (1 / 7, 1 / 3)
+    expected = sum(exact(states, linear, labels, scale)[1][1] for scale in scales)
+    linear.weight.main_grad = torch.full((30, 8), -0.0, dtype=main)
+    head = LossHead.replacing(linear, LossSettings(chunk=16))
+    for scale in scales:
+        (head(states, labels) * scale).backward()
+    assert linear.weight.grad is None and states.grad is not None
+    assert relative_error(linear.weight.main_grad, expected) < (1e-6 if main == torch.float32 else 2**-8)
+
+
+def test_a_main_gradient_keeps_digits_that_a_bf16_gradient_loses() -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(60, 8, 30, 0.2, bias=True)
+    linear.to(torch.bfloat16)
+    _, (_, expected, _) = exact(states.bfloat16(), linear, labels)
+    linear.weight.main_grad = torch.zeros(30, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        LossHead.replacing(linear, LossSettings(chunk=16))(states, labels).backward()
+    main = linear.weight.main_grad
+    assert relative_error(main, expected) < 2**-7
+    assert not torch.equal(main, main.bfloat16().float())
+    assert linear.bias.grad.dtype == torch.bfloat16  # has no main gradient, and goes through autograd
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_product_overwrites_whatever_the_sum_held(dtype: torch.dtype) -> None:
+    left, right = torch.randn(6, 4).to(dtype), torch.randn(4, 5).to(dtype)
+    total = torch.full((6, 5), torch.nan)
+    add_product_(total, left, right, overwrite=True)
+    torch.testing.assert_close(total, (left @ right).float())
+    add_product_(total, left, right)
+    torch.testing.assert_close(total, 2 * (left @ right).float())
+
+
+class LargestResult(TorchDispatchMode):
+    """The most elements that any one operation wrote."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> None:
+    states, linear, labels = problem(512, 8, 1000, 0.1)
+    head = LossHead.replacing(linear, LossSettings(chunk=32))
+    with LargestResult() as seen, torch.set_grad_enabled(grad):
+        value = head(states, labels)
+        if grad:
+            value.backward()
+    assert seen.elements == 32 * 1000
+
+
+@given(tokens=st.integers(1, 10_000), chunk=st.integers(1, 5_000))
+def test_chunks_cover_every_token_once_in_at_most_two_sizes(tokens: int, chunk: int) -> None:
+    rows = [range(tokens)[part] for part in chunks(tokens, chunk)]
+    assert [i for part in rows for i in part] == list(range(tokens))
+    sizes = {len(part) for part in rows}
+    assert len(sizes) <= 2 and max(sizes) <= chunk
+    assert tokens % chunk or sizes == {min(chunk, tokens)}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "key"),
+    [
+        ("gemma2", {}, "final_logit_softcapping"),
+        ("cohere", {}, "logit_scale"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
+    ],
+)
+def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:
+    with pytest.raises(InputError, match=key):
+        loss.check(AutoConfig.for_model(model_type, **changes), LossSettings(), "cpu")
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen2", "gpt2", "mistral"])
+def test_the_models_we_train_pass_the_check(model_type: str) -> None:
+    loss.check(AutoConfig.for_model(model_type), LossSettings(), "cpu")
+
+
+def test_cce_on_a_cpu_is_an_error_with_the_remedy() -> None:
+    with pytest.raises(InputError, match=r"loss.kind: cce needs .*set loss.kind: chunked"):
+        loss.check(AutoConfig.for_model("qwen3"), LossSettings(kind="cce"), "cpu")
+
+
+def test_cce_with_a_bias_is_refused() -> None:
+    with pytest.raises(InputError, match="takes no bias"):
+        LossHead.replacing(nn.Linear(4, 8), LossSettings(kind="cce"))
+
+
+def test_the_audit_names_what_computes_the_loss() -> None:
+    head = LossHead.replacing(nn.Linear(4, 8, bias=False), LossSettings(chunk=512))
+    assert head.describe()["kind"] == "chunked" and head.describe()["chunk"] == 512

@@ -1,0 +1,248 @@
+"""Models from configs and folders, packed: the same losses and gradients as plain transformers on separate documents."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from foundation.errors import InputError
+from packing.batch import build_microbatch
+from packing.protocol import Pack
+from pretrain.model import huggingface as model
+from pretrain.settings.recipe import LossSettings, ModelSettings
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "qwen3": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    },
+    "llama": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen2": {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "use_sliding_window": False,
+    },
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+    },
+}
+VOCABULARY = 97
+
+
+def settings(kind: str, **changes: object) -> ModelSettings:
+    tied = {"tie_word_embeddings": True} if kind in ("qwen3", "gpt2") else {"tie_word_embeddings": False}
+    return ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **tied, **SHAPES[kind]}, **changes)
+
+
+def packed_model(
+    chosen: ModelSettings,
+    *,
+    weights: torch.dtype = torch.float32,
+    cast_to: torch.dtype | None = None,
+    compile_layers: bool = False,
+    seed: int = 1,
+) -> model.PackedLanguageModel:
+    config = model.load_config(chosen)
+    hf = model.build(chosen, config, weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
+    packed = model.PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
+    model.wrap_layers(hf, chosen, cast_to=cast_to, compile_layers=compile_layers)
+    return packed
+
+
+def two_packs() -> tuple[list[np.ndarray], dict]:
+    """Documents, and the microbatch of two packs of 32 tokens that holds them; the second has a tail of padding."""
+    lengths = [[5, 1, 26], [17, 9]]
+    rng = np.random.default_rng(3)
+    documents = [[rng.integers(0, VOCABULARY, size) for size in sizes] for sizes in lengths]
+    packs = [
+        Pack(
+            np.concatenate([*pack, np.zeros(32 - sum(map(len, pack)), dtype=int)]).astype(np.uint32),
+            np.array(list(map(len, pack)), dtype=np.int32),
+        )
+        for pack in documents
+    ]
+    return [document for pack in documents for document in pack], model.inputs_of(
+        build_microbatch(packs, mask_boundaries=True), CPU
+    )
+
+
+def plain_loss(hf: torch.nn.Module, documents: list[np.ndarray]) -> torch.Tensor:
+    """Summed next-token loss of the unmodified forward, one document at a time."""
+    total = torch.zeros(())
+    for document in documents:
+        if len(document) > 1:
+            ids = torch.from_numpy(document)[None]
+            logits = hf(input_ids=ids).logits[0, :-1].float()
+            total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
+    return total
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("recompute", ["none", "full", {"every": 2}])
+def test_packed_loss_and_gradients_are_those_of_separate_documents(kind: str, recompute: object) -> None:
+    chosen = settings(kind, gradient_checkpointing=recompute)
+    documents, inputs = two_packs()
+    packed = packed_model(chosen).train()
+    loss = packed(**inputs)
+    loss.backward()
+
+    plain = AutoModelForCausalLM.from_config(model.load_config(chosen), attn_implementation="eager")
+    plain.load_state_dict(packed.hf.state_dict())
+    expected = plain_loss(plain, documents)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    assert gradients.keys() == {name for name, _ in packed.hf.named_parameters()}
+    for name, parameter in packed.hf.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_working_copies_compute_what_a_bf16_model_computes_with_gradients_in_fp32(recompute: str) -> None:
+    chosen = settings("qwen3", gradient_checkpointing=recompute)
+    _, inputs = two_packs()
+    copies = packed_model(chosen, cast_to=torch.bfloat16).train()
+    rounded = packed_model(settings("qwen3"), weights=torch.bfloat16).train()
+    losses = copies(**inputs), rounded(**inputs)
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for (name, a), (_, b) in zip(copies.hf.named_parameters(), rounded.hf.named_parameters(), strict=True):
+        assert a.grad.dtype == torch.float32
+        # What reaches an embedding or a head is summed in FP32 here and rounded to BF16 there; layers' gradients are the same
+        # bits.
+        error = (a.grad - b.grad.float()).norm() / a.grad.norm()
+        assert error <= (2**-8 if "embed" in name else 0), name
+
+
+def test_compiled_layers_agree_and_do_not_recompile_when_the_number_of_documents_changes() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager, compiled = packed_model(settings("qwen3")), packed_model(settings("qwen3"), compile_layers=True)
+    rng = np.random.default_rng(0)
+    graphs = []
+    for count in (2, 30, 17):
+        lengths = np.diff([0, *sorted(rng.choice(np.arange(1, 64), count - 1, replace=False)), 64]).astype(np.int32)
+        pack = Pack(rng.integers(0, VOCABULARY, 64).astype(np.uint32), lengths)
+        inputs = model.inputs_of(build_microbatch([pack], mask_boundaries=True), CPU)
+        torch.testing.assert_close(compiled(**inputs), eager(**inputs), rtol=1e-5, atol=1e-4)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs == [graphs[0]] * 3
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind: str, tmp_path: Path) -> None:
+    packed = packed_model(settings(kind), cast_to=torch.bfloat16)
+    tied = packed.hf.get_output_embeddings().weight is packed.hf.get_input_embeddings().weight
+    assert tied == (kind in ("qwen3", "gpt2"))
+    model.export(packed.hf, packed.hf.state_dict(), None, tmp_path / "final")
+    model.export(packed.hf, packed.hf.state_dict(), None, tmp_path / "final")  # writing again replaces
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert [p.name for p in tmp_path.iterdir()] == ["final"]
+    assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied
+    for (name, a), (_, b) in zip(packed.hf.named_parameters(), loaded.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+    again = packed_model(ModelSettings(source=str(tmp_path / "final")))
+    assert all(torch.equal(a, b) for a, b in zip(packed.hf.parameters(), again.hf.parameters(), strict=True))
+
+
+def test_the_same_seed_draws_the_same_weights_and_bf16_weights_are_the_rounded_fp32_ones() -> None:
+    first, again, other = (packed_model(settings("llama"), seed=seed) for seed in (5, 5, 6))
+    rounded = packed_model(settings("llama"), seed=5, weights=torch.bfloat16)
+    for a, b, c, d in zip(*(m.parameters() for m in (first, again, other, rounded)), strict=True):
+        assert torch.equal(a, b)
+        assert a.dim() < 2 or not torch.equal(a, c)
+        assert torch.equal(a.bfloat16(), d)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        (ModelSettings(source="no/such/folder/anywhere"), "`model.source`"),
+        (ModelSettings(config={"model_type": "qwen33"}), "`model.config.model_type`"),
+        (ModelSettings(config={"model_type": "qwen3", "hiden_size": 8}), "`hidden_size`"),
+    ],
+)
+def test_unusable_models_are_refused_with_their_key(chosen: ModelSettings, said: str) -> None:
+    with pytest.raises(InputError) as error:
+        model.load_config(chosen)
+    assert said in str(error.value)
+
+
+def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
+    packed = packed_model(settings("gpt2"))
+    packed.hf.save_pretrained(tmp_path)
+    config = model.load_config(ModelSettings(source=str(tmp_path), config={"resid_pdrop": 0.25}))
+    assert (config.resid_pdrop, config.n_embd) == (0.25, 32)
+
+
+def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path) -> None:
+    packed_model(settings("llama")).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
+        packed_model(ModelSettings(source=str(tmp_path)))
+
+
+def test_code_that_comes_with_a_model_runs_where_the_recipe_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "with_code"
+    packed_model(settings("qwen3")).hf.save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+        "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
+    with pytest.raises(InputError, match="trust_remote_code"):
+        model.load_config(ModelSettings(source=str(folder)))
+    allowed = ModelSettings(source=str(folder), trust_remote_code=True)
+    shapes = model.build_on_meta(model.load_config(allowed), allowed.trust_remote_code)
+    assert type(shapes).__name__ == type(packed_model(allowed).hf).__name__ == "OwnForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
+        ("mistral", {"sliding_window": 32}, "sliding window"),
+        ("gemma2", {}, "softcap"),
+    ],
+)
+def test_architectures_that_packing_would_change_are_refused(kind: str, changes: dict, said: str) -> None:
+    shape = {**SHAPES.get(kind, SHAPES["llama"]), **changes}
+    shapes = model.build_on_meta(model.load_config(ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **shape})))
+    with pytest.raises(InputError) as error:
+        model.check_architecture(shapes, 64, LossSettings(), "cpu")
+    assert said in str(error.value)

@@ -1,0 +1,125 @@
+"""A step's loss and gradients, held against one plain batch of separate documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from accelerate import Accelerator
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packing.batch import StepBatches, build_microbatch
+from packing.protocol import Pack
+from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.step import forward_backward
+
+LENGTH = 12
+
+
+def step_of(packs: Sequence[Pack], splits: Sequence[int]) -> StepBatches:
+    """One rank's step, the packs dealt out to microbatches of these sizes in turn."""
+    ends = [sum(splits[: i + 1]) for i in range(len(splits))]
+    parts = [packs[end - size : end] for size, end in zip(splits, ends, strict=True)]
+    microbatches = [build_microbatch(part, mask_boundaries=True) for part in parts]
+    return StepBatches(
+        microbatches=microbatches,
+        tokens=LENGTH * len(packs),
+        valid_tokens=sum(each.valid_tokens for each in microbatches),
+        sum_squared_lengths=sum(each.sum_squared_lengths for each in microbatches),
+        packs=len(packs),
+        epoch=1.0,
+    )
+
+
+@st.composite
+def document_lengths(draw: st.DrawFn) -> list[int]:
+    """Of one pack: long ones, single tokens (which have nothing to predict), a tail of padding, or no document at all."""
+    left, lengths = draw(st.integers(0, LENGTH)), []
+    while left:
+        lengths.append(draw(st.integers(1, left)))
+        left -= lengths[-1]
+    return lengths
+
+
+steps = st.lists(st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
+    accelerator: Accelerator,
+    build_model: Callable,
+    plain_copy: Callable,
+    plain_loss: Callable,
+    random_packs: Callable,
+    step: list,
+) -> None:
+    packs = random_packs([lengths for microbatch in step for lengths in microbatch], LENGTH)
+    packed = build_model()
+    loss = forward_backward(packed, step_of(packs, [len(microbatch) for microbatch in step]), accelerator)
+
+    plain = plain_copy(packed)
+    expected = plain_loss(plain, packs)
+    torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
+    if expected.requires_grad:
+        expected.backward()
+    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
+    scale = torch.stack(
+        [gradient.norm() for gradient in gradients]
+    ).norm()  # a gradient that nearly cancels is rounding beside it
+    for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
+        assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
+
+
+def test_tokens_weigh_the_same_whichever_microbatch_they_are_in(
+    accelerator: Accelerator, build_model: Callable, plain_copy: Callable, plain_loss: Callable, random_packs: Callable
+) -> None:
+    packs = random_packs([[LENGTH], [2] + [1] * (LENGTH - 2)], LENGTH)  # 11 valid tokens, and 1
+    packed = build_model()
+    loss = forward_backward(packed, step_of(packs, [1, 1]), accelerator)
+    plain = plain_copy(packed)
+    means = [plain_loss(plain, [pack]).item() for pack in packs]
+    assert loss.item() == pytest.approx((11 * means[0] + means[1]) / 12, rel=1e-5)
+    assert loss.item() != pytest.approx(sum(means) / 2, rel=1e-2)
+
+
+def test_a_microbatch_without_a_valid_token_adds_nothing(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
+    full, empty = random_packs([[7, 5], [1] * LENGTH], LENGTH)
+    alone, beside = build_model(), build_model()
+    losses = (
+        forward_backward(alone, step_of([full], [1]), accelerator),
+        forward_backward(beside, step_of([empty, full], [1, 1]), accelerator),
+    )
+    assert torch.equal(*losses)
+    for a, b in zip(alone.parameters(), beside.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_a_step_without_a_valid_token_is_zero_not_nan(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
+    packed = build_model()
+    packs = random_packs([[1] * LENGTH, []], LENGTH)
+    assert forward_backward(packed, step_of(packs, [1, 1]), accelerator).item() == 0
+    assert not any(parameter.grad.any() for parameter in packed.parameters())
+
+
+def test_the_gradient_arrives_in_fp32_under_bf16_working_copies(
+    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+) -> None:
+    packs = random_packs([[7, 5], [12], [3, 9]], LENGTH)
+    exact, rounded = build_model(), build_model(cast_to=torch.bfloat16)
+    losses = [forward_backward(each, step_of(packs, [2, 1]), accelerator) for each in (exact, rounded)]
+    assert losses[1].dtype == torch.float32
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-2)
+    for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
+        assert b.grad.dtype == torch.float32
+        assert torch.cosine_similarity(a.grad.flatten(), b.grad.flatten(), dim=0) > 0.99, name
+
+
+def test_the_largest_value_of_one_process_is_its_own(accelerator: Accelerator) -> None:
+    assert largest_over_ranks(accelerator, 15) == 15

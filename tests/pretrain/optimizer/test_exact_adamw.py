@@ -1,0 +1,260 @@
+"""ExactAdamW against torch's AdamW, its three weight modes against each other, and what it counts as frozen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.exact_weights import split
+
+ROOT = Path(__file__).resolve().parents[3]
+SHAPES = ((33, 17), (17,), (5, 3, 2))
+HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).bfloat16().to(dtype)) for shape in SHAPES]
+
+
+def loss_gradients(weights: list[Tensor], step: int) -> list[Tensor]:
+    """Gradients at BF16 `weights` of a noisy bowl, computed in BF16: they depend on every bit of the weights."""
+    generator = torch.Generator().manual_seed(step)
+    return [weight.sin() + torch.randn(weight.shape, generator=generator).bfloat16() for weight in weights]
+
+
+def give(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.to(parameter.dtype)
+
+
+def equal(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+# ── The update ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("weight_decay", [0.1, 0.0])
+def test_fp32_and_exact_bf16_follow_torchs_adamw_on_fp32_masters_bit_for_bit_over_1000_steps(weight_decay: float) -> None:
+    hyper = HYPER | {"weight_decay": weight_decay}
+    masters, fp32, bf16 = parameters(), parameters(), parameters(torch.bfloat16)
+    reference = torch.optim.AdamW(masters, **hyper, foreach=False, fused=False)
+    plain, exact = ExactAdamW(fp32, **hyper), ExactAdamW(bf16, **hyper)
+    for step in range(1000):
+        working_copies = [split(master.detach())[0] for master in masters]
+        give(masters, loss_gradients(working_copies, step))
+        give(fp32, loss_gradients([split(p.detach())[0] for p in fp32], step))
+        give(bf16, loss_gradients([p.detach() for p in bf16], step))
+        for optimizer in (reference, plain, exact):
+            optimizer.param_groups[0]["lr"] = 3e-3 * (1 - step / 1000)
+            optimizer.step()
+        if step % 100 == 99:
+            assert equal(fp32, masters)
+            assert equal([exact.master(p) for p in bf16], masters)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        theirs = [reference.state[p][moment] for p in masters]
+        assert equal([plain.state[p][moment] for p in fp32], theirs)
+        assert equal([exact.state[p][moment] for p in bf16], theirs)
+
+
+def test_the_clip_coefficient_scales_gradients_in_fp32_and_leaves_them_as_they_are() -> None:
+    clipped, scaled = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    coefficient = torch.tensor(0.3)
+    optimizers = ExactAdamW(clipped, **HYPER), torch.optim.AdamW(masters := parameters(), **HYPER, foreach=False)
+    for step in range(5):
+        gradients = loss_gradients(scaled, step)
+        give(clipped, gradients)
+        give(masters, [gradient.float() * coefficient for gradient in gradients])
+        optimizers[0].step(clip_coefficient=coefficient)
+        optimizers[1].step()
+        assert equal([p.grad for p in clipped], gradients)
+    assert equal([optimizers[0].master(p) for p in clipped], masters)
+
+
+@pytest.mark.parametrize("gradients", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_main_gradients_may_have_another_dtype_than_the_weights_and_stay_as_they_are(
+    weights: torch.dtype, gradients: torch.dtype
+) -> None:
+    ours, masters = nn.ParameterList(parameters(weights)), parameters()
+    attach_main_gradients(ours, gradients)
+    optimizers = ExactAdamW(ours, **HYPER), torch.optim.AdamW(masters, **HYPER, foreach=False)
+    for step in range(5):
+        for parameter, master in zip(ours, masters, strict=True):
+            drawn = torch.randn(master.shape, generator=torch.Generator().manual_seed(step))
+            parameter.main_grad.copy_(drawn)
+            master.grad = drawn.to(gradients).float()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert equal([parameter.main_grad.float() for parameter in ours], [master.grad for master in masters])
+    assert equal([optimizers[0].master(parameter) for parameter in ours], masters)
+
+
+def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does() -> None:
+    ours, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizers = ExactAdamW(ours, **HYPER, exact=False), torch.optim.AdamW(theirs, **HYPER, fused=True)
+    for step in range(3):
+        gradients = loss_gradients(theirs, step)
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+            give(params, gradients)
+            optimizer.step()
+    state = optimizers[0].state[ours[0]]
+    assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["exp_avg"].dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
+
+
+def test_groups_keep_their_own_numbers_and_parameters_without_gradients_stay() -> None:
+    decayed, spared, unused = (nn.Parameter(torch.ones(4)) for _ in range(3))
+    groups = [{"params": [decayed, unused], "weight_decay": 0.5}, {"params": [spared], "weight_decay": 0.0}]
+    optimizer = ExactAdamW(groups, lr=0.1)
+    give([decayed, spared], [torch.zeros(4)] * 2)
+    optimizer.step()
+    assert (decayed == 1 - 0.1 * 0.5).all() and (spared == 1).all() and (unused == 1).all()
+
+
+def test_the_gpu_kernel_interpreted_on_a_cpu_agrees_with_the_reference() -> None:
+    pytest.importorskip("triton", minversion="3.9", reason="earlier interpreters round an fma twice")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/gpu/test_exact_adamw_gpu.py"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0 and "passed" in finished.stdout, finished.stdout + finished.stderr
+
+
+# ── Frozen updates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
+    """From 1 towards 1.01 in 300 steps of 1e-4, far less than half of BF16's 2**-7: mean frozen updates, and what is left."""
+    weight = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer = ExactAdamW([weight], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, exact=exact)
+    frozen = []
+    for _ in range(300):
+        give([weight], [torch.sign(optimizer.master(weight) - 1.01)])
+        optimizer.step()
+        frozen.append(optimizer.frozen_updates().item())
+    return sum(frozen) / len(frozen), (optimizer.master(weight) - 1.01).abs().max().item()
+
+
+def test_plain_bf16_freezes_where_exact_bf16_and_fp32_arrive() -> None:
+    assert approach(torch.bfloat16, exact=False) == (1.0, pytest.approx(0.01, rel=1e-4))
+    for dtype in (torch.bfloat16, torch.float32):
+        frozen, distance = approach(dtype, exact=True)
+        assert frozen == 0 and distance < 1e-3
+
+
+def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is() -> None:
+    weight = nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16))
+    gradient = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    for lr, weight_decay, expected in (
+        (1e-5, 0.1, [2, 4]),  # 1: decay lost, 2: update lost; 3 moves away from zero
+        (1e-5, 0.0, [1, 4]),  # 2 alone: nothing moves 1
+        (0.0, 0.1, [0, 4]),
+    ):
+        optimizer = ExactAdamW([nn.Parameter(weight.detach().clone())], lr=lr, weight_decay=weight_decay, exact=False)
+        give(optimizer.param_groups[0]["params"], [gradient])
+        optimizer.step()
+        assert optimizer.frozen_counts().tolist() == expected
+
+
+# ── State ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_exactness_costs_two_bytes_a_parameter_and_moments_have_the_dtype_asked_for() -> None:
+    def state_bytes(**options: object) -> int:
+        optimizer = ExactAdamW([nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))], **options)
+        optimizer.materialise()
+        return sum(t.nbytes for state in optimizer.state.values() for name, t in state.items() if name != "step")
+
+    fp32, bf16 = torch.float32, torch.bfloat16
+    assert state_bytes(exact=True, moments=fp32) == state_bytes(exact=False, moments=fp32) + 2 * 1000 == 10 * 1000
+    assert state_bytes(exact=True) == 10 * 1000 and state_bytes(exact=True, moments=bf16) == 6 * 1000
+    assert state_bytes(exact=False) == 4 * 1000
+
+
+@pytest.mark.parametrize("copy", ["state_dict", "tensors"])
+def test_copied_state_continues_bit_for_bit(copy: str) -> None:
+    params, resumed = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer, fresh = ExactAdamW(params, **HYPER), ExactAdamW(resumed, **HYPER)
+    for step in range(4):
+        if step == 2:
+            for to, source in zip(resumed, params, strict=True):
+                to.data.copy_(source.data)
+            if copy == "state_dict":
+                fresh.load_state_dict(optimizer.state_dict())
+            else:
+                fresh.materialise()
+                for to, source in zip(resumed, params, strict=True):
+                    for name, tensor in fresh.state[to].items():
+                        tensor.copy_(optimizer.state[source][name])
+        for ps, opt in ((params, optimizer), (resumed, fresh))[: 1 if step < 2 else 2]:
+            give(ps, loss_gradients(ps, step))
+            opt.step()
+    assert equal([fresh.master(p) for p in resumed], [optimizer.master(p) for p in params])
+    assert fresh.state[resumed[0]]["remainder"].dtype == torch.int16
+
+
+def test_state_of_another_mode_is_refused_and_masters_carry_over_instead() -> None:
+    fp32, bf16 = parameters(), parameters(torch.bfloat16)
+    source, target = ExactAdamW(fp32, **HYPER), ExactAdamW(bf16, **HYPER)
+    give(fp32, [torch.randn_like(p) for p in fp32])
+    source.step()
+    with pytest.raises(ValueError, match="remainder"):
+        target.load_state_dict(source.state_dict())
+    for to, parameter in zip(bf16, fp32, strict=True):
+        target.set_master(to, source.master(parameter))
+    assert equal([target.master(p) for p in bf16], fp32)
+
+
+# ── Sharded ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def shard() -> Iterator[Callable[[Tensor], DTensor]]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda tensor: distribute_tensor(tensor.detach(), mesh, [Shard(0)])
+    torch.distributed.destroy_process_group()
+
+
+def test_dtensors_take_the_same_updates_and_have_sharded_state(shard: Callable[[Tensor], DTensor]) -> None:
+    whole = parameters(torch.bfloat16)
+    sharded = [nn.Parameter(shard(p)) for p in whole]
+    optimizers = ExactAdamW(whole, **HYPER), ExactAdamW(sharded, **HYPER)
+    for step in range(3):
+        gradients = loss_gradients(whole, step)
+        give(whole, gradients)
+        give(sharded, [shard(gradient) for gradient in gradients])
+        for optimizer in optimizers:
+            optimizer.step(clip_coefficient=torch.tensor(0.5))
+    assert isinstance(optimizers[1].state[sharded[0]]["remainder"], DTensor)
+    assert equal([optimizers[1].master(p) for p in sharded], [optimizers[0].master(p) for p in whole])
+    optimizers[1].set_master(sharded[0], shard(torch.full(SHAPES[0], 1.0001)))
+    assert (optimizers[1].master(sharded[0]) == torch.tensor(1.0001)).all()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "options", "message"),
+    [
+        (torch.zeros(2, dtype=torch.float16), {}, "float16"),
+        (torch.zeros(2, 3).t(), {}, "not contiguous"),
+        (torch.zeros(2), {"moments": torch.float16}, "moments are FP32 or BF16"),
+        (torch.zeros(2), {"betas": (1.0, 0.9)}, "out of range"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(parameter: Tensor, options: dict, message: str) -> None:
+    parameter = nn.Parameter(parameter)
+    parameter.grad = torch.zeros_like(parameter)
+    with pytest.raises(ValueError, match=message):
+        ExactAdamW([parameter], **options).step()

@@ -1,0 +1,108 @@
+"""BF16 weights with remainders: the encoding is exact for every bit pattern, and checkpoints of one mode become another's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.optimizer.exact_weights import convert, describe_conversion, join, mode_of, split
+
+MODES = ("fp32", "bf16", "bf16_exact")
+# Zeros, subnormals, the smallest normal, ones, ties above even and odd, the largest, what rounds to infinity, infinities.
+SPECIAL = [0x0, 0x1, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F80FFFF]
+SPECIAL += [0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000]
+SPECIAL += [0x80000000 | bits for bits in SPECIAL]
+NANS = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFF8000, 0xFFFFFFFF]
+
+
+def floats(patterns: list[int] | Tensor) -> Tensor:
+    """FP32 numbers from their bits."""
+    bits = torch.as_tensor(patterns, dtype=torch.int64)
+    return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    integer = torch.int32 if a.dtype == torch.float32 else torch.int16
+    return a.dtype == b.dtype and torch.equal(a.view(integer), b.view(integer))
+
+
+def patterns_around(highs: list[int]) -> Tensor:
+    """All 65,536 masters of each high half."""
+    return (torch.tensor(highs)[:, None] * 65536 + torch.arange(65536)).flatten()
+
+
+@given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(SPECIAL), min_size=1, max_size=50))
+def test_every_master_but_nan_comes_back_bit_for_bit(patterns: list[int]) -> None:
+    master = floats(patterns)
+    master = master[~master.isnan()]
+    weight, remainder = split(master)
+    assert (weight.dtype, remainder.dtype) == (torch.bfloat16, torch.int16)
+    assert same_bits(join(weight, remainder), master)
+
+
+@pytest.mark.parametrize("sign", [0, 0x8000])
+def test_the_weight_is_the_hardware_rounding_of_its_master_except_on_ties(sign: int) -> None:
+    bits = patterns_around([sign | high for high in (0x0, 0x1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F)])
+    master, tie = floats(bits), bits % 65536 == 0x8000
+    weight, remainder = split(master)
+    assert same_bits(weight[~tie], master.bfloat16()[~tie])
+    assert (weight[tie].float().abs() > master[tie].abs()).all(), "ties go away from zero"
+    assert same_bits(join(weight, remainder), master)
+
+
+def test_round_to_even_would_need_more_than_sixteen_bits() -> None:
+    rounded = floats(patterns_around([0x3F7F, 0x3F80, 0x3F81])).bfloat16().view(torch.int16)
+    assert (rounded == 0x3F80).sum() == 65537
+
+
+def test_special_masters_come_back_and_keep_their_sign() -> None:
+    master = floats(SPECIAL)
+    weight, remainder = split(master)
+    assert same_bits(join(weight, remainder), master)
+    assert torch.equal(weight.signbit(), master.signbit())
+
+
+def test_every_nan_stays_a_nan_that_the_model_sees() -> None:
+    weight, remainder = split(floats(NANS))
+    assert weight.isnan().all()
+    assert join(weight, remainder).isnan().all()
+
+
+@given(st.lists(st.integers(0, 2**16 - 1), min_size=1, max_size=50))
+def test_a_bf16_weight_gets_a_remainder_of_zero(patterns: list[int]) -> None:
+    weight = floats([pattern << 16 for pattern in patterns]).bfloat16()
+    weight = weight[~weight.isnan()]
+    exact, remainder = convert(weight, None, "bf16_exact")
+    assert same_bits(exact, weight)
+    assert not remainder.any()
+
+
+def test_fp32_to_exact_and_back_loses_nothing_and_bf16_keeps_what_the_model_computed_with() -> None:
+    master = torch.randn(1000)
+    weight, remainder = convert(master, None, "bf16_exact")
+    assert mode_of(weight, remainder) == "bf16_exact"
+    back, nothing = convert(weight, remainder, "fp32")
+    assert nothing is None and same_bits(back, master)
+    assert same_bits(convert(weight, remainder, "bf16")[0], weight)
+    assert same_bits(convert(master, None, "bf16")[0], master.bfloat16())
+    assert same_bits(convert(weight, None, "fp32")[0], weight.float())
+
+
+def test_a_conversion_is_said_and_a_loss_is_said_loudly() -> None:
+    assert describe_conversion("fp32", "fp32") is None
+    assert "fp32 became bf16_exact" in describe_conversion("fp32", "bf16_exact")
+    lossy = {(a, b) for a in MODES for b in MODES if a != b and "LOST" in describe_conversion(a, b)}
+    assert lossy == {("fp32", "bf16"), ("bf16_exact", "bf16")}
+
+
+def test_other_dtypes_are_refused() -> None:
+    for refused in (
+        lambda: split(torch.zeros(1, dtype=torch.float64)),
+        lambda: join(torch.zeros(1), torch.zeros(1, dtype=torch.int16)),
+        lambda: mode_of(torch.zeros(1, dtype=torch.float16), None),
+    ):
+        with pytest.raises(ValueError, match=r"float64|float32|float16"):
+            refused()

@@ -1,0 +1,154 @@
+"""AdamW, the gradient norm, clipping, and the state that checkpoints hold."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from pretrain.optimizer.build import (
+    build_optimizer,
+    clear_gradients,
+    clip_coefficient,
+    gradient_norm,
+    named_state,
+    set_learning_rate,
+    set_updates_done,
+)
+from pretrain.settings.recipe import OptimizerSettings
+
+
+def small_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3, bias=False)).to(dtype)
+
+
+def draw_gradients(model: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_updates_are_those_of_the_published_algorithm(decay: str) -> None:
+    settings = OptimizerSettings(learning_rate=0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3, decay=decay)
+    model = small_model()
+    weights = [p.detach().double() for p in model.parameters()]
+    first, second = [torch.zeros_like(w) for w in weights], [torch.zeros_like(w) for w in weights]
+    optimizer = build_optimizer(model, settings, exact=False)
+    for step in range(1, 6):
+        draw_gradients(model, step)
+        # Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, in double precision.
+        for w, m, v, p in zip(weights, first, second, model.parameters(), strict=True):
+            g = p.grad.double()
+            if decay == "all" or p.dim() >= 2:
+                w.mul_(1 - 0.01 * 0.3)
+            m.mul_(0.8).add_(0.2 * g)
+            v.mul_(0.9).add_(0.1 * g * g)
+            w.sub_(0.01 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-6))
+        optimizer.step()
+    for w, p in zip(weights, model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_norm_is_summed_in_fp32_and_the_coefficient_brings_it_to_the_limit(dtype: torch.dtype) -> None:
+    model = small_model(dtype)
+    draw_gradients(model, 1)
+    exact = math.sqrt(sum(p.grad.double().pow(2).sum().item() for p in model.parameters()))
+    norm = gradient_norm(model.parameters())
+    assert norm.dtype == torch.float32
+    assert norm.item() == pytest.approx(exact, rel=1e-6)
+
+    assert clip_coefficient(norm, None) is None
+    assert clip_coefficient(norm, limit=2 * exact) == 1
+    assert norm.item() * clip_coefficient(norm, limit=exact / 4).item() == pytest.approx(exact / 4, rel=1e-5)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_gradients_accumulate_in_the_communication_buckets_and_not_beside_them(process_group: None) -> None:
+    """Of an earlier step's gradients nothing is left, but their memory is the buckets'."""
+    wrapped = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
+    optimizer = build_optimizer(wrapped, OptimizerSettings(), exact=False)
+
+    def places() -> list[int]:
+        return [p.grad.data_ptr() for p in wrapped.parameters()]
+
+    for step in range(3):
+        with wrapped.no_sync():
+            wrapped(torch.ones(2, 7)).sum().backward()
+        accumulated, lie_at = copy.deepcopy([p.grad for p in wrapped.parameters()]), places()
+        wrapped(torch.ones(2, 7)).sum().backward()
+        for half, p in zip(accumulated, wrapped.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, 2 * half)
+        if step > 0:
+            assert lie_at == places()
+        clear_gradients(optimizer, wrapped)
+        assert not any(p.grad.any() for p in wrapped.parameters())
+
+
+def test_gradients_give_their_memory_back_where_there_are_no_buckets() -> None:
+    model = small_model()
+    draw_gradients(model, 1)
+    clear_gradients(build_optimizer(model, OptimizerSettings(), exact=False), model)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_state_copied_into_a_fresh_optimizer_continues_bit_for_bit() -> None:
+    settings = OptimizerSettings()
+    model = small_model()
+    optimizer = build_optimizer(model, settings, exact=False)
+    optimizer.materialise()
+    for step in range(3):
+        draw_gradients(model, step)
+        set_learning_rate(optimizer, 0.01 * (step + 1))
+        optimizer.step()
+
+    resumed = copy.deepcopy(model)
+    fresh = build_optimizer(resumed, settings, exact=False)
+    fresh.materialise()
+    saved = named_state(optimizer, model)
+    for name, tensor in named_state(fresh, resumed).items():
+        tensor.copy_(saved[name])
+    set_updates_done(fresh, 3)
+
+    for each, opt in ((model, optimizer), (resumed, fresh)):
+        draw_gradients(each, 9)
+        set_learning_rate(opt, 0.02)
+        opt.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+
+
+def test_allocating_state_early_changes_no_update() -> None:
+    early, late = small_model(), small_model()
+    optimizers = [build_optimizer(m, OptimizerSettings(), exact=False) for m in (early, late)]
+    optimizers[0].materialise()
+    for model, optimizer in zip((early, late), optimizers, strict=True):
+        draw_gradients(model, 1)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(early.parameters(), late.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("moments", "dtype"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), (None, None)],
+    ids=["fp32", "bf16", "by the weights"],
+)
+def test_moments_have_the_dtype_that_the_recipe_names(moments: str | None, dtype: torch.dtype | None, exact: bool) -> None:
+    layer = torch.nn.Linear(4, 4, dtype=torch.bfloat16)
+    adamw = build_optimizer(layer, OptimizerSettings(moments=moments), exact=exact)
+    adamw.materialise()
+    expected = dtype or (torch.float32 if exact else torch.bfloat16)
+    assert {adamw.state[layer.weight][name].dtype for name in ("exp_avg", "exp_avg_sq")} == {expected}

@@ -1,0 +1,143 @@
+"""Schedules against closed forms and against torch's and transformers' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from matplotlib.image import imread
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
+from transformers import get_wsd_schedule
+
+from foundation.errors import InputError
+from pretrain.optimizer import schedule
+from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+
+RATE = 2.0e-5
+OPTIMIZER = OptimizerSettings(learning_rate=RATE)
+TOKENS = 131_072
+
+
+def rates(settings: ScheduleSettings, total: int) -> list[float]:
+    return [schedule.learning_rate(step, settings, OPTIMIZER, total, TOKENS) for step in range(total)]
+
+
+def run(scheduler: LRScheduler, total: int) -> list[float]:
+    seen = []
+    for _ in range(total):
+        seen.append(scheduler.get_last_lr()[0])
+        scheduler.optimizer.step()
+        scheduler.step()
+    return seen
+
+
+def sgd() -> torch.optim.SGD:
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+
+
+def test_the_reference_run_decays_over_555_steps_from_step_2221() -> None:
+    settings = ScheduleSettings(kind="wsd", warmup=100, decay=0.2)
+    seen = rates(settings, 2776)
+    assert schedule.decay_steps(settings, 2776) == 555
+    assert seen[0] == RATE / 100 and seen[99] == RATE
+    assert set(seen[99:2222]) == {RATE}
+    assert seen[2222] == pytest.approx(RATE * 554 / 555)
+    assert seen[-1] == pytest.approx(RATE / 555)
+
+
+def test_wsd_is_what_transformers_computes_once_warm() -> None:
+    theirs = get_wsd_schedule(
+        sgd(), num_warmup_steps=10, num_decay_steps=20, num_training_steps=100, decay_type="linear", min_lr_ratio=0.1
+    )
+    ours = rates(ScheduleSettings(kind="wsd", warmup=10, decay=0.2, min_lr_ratio=0.1), 100)
+    assert ours[10:] == pytest.approx(run(theirs, 100)[10:])
+
+
+def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
+    optimizer = sgd()
+    warmup = LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
+    cosine = CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1 * RATE)
+    theirs = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
+    assert rates(ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100) == pytest.approx(theirs)
+
+
+def test_linear_is_what_torch_computes() -> None:
+    theirs = run(LinearLR(sgd(), start_factor=1.0, end_factor=0.25, total_iters=80), 80)
+    assert rates(ScheduleSettings(kind="linear", min_lr_ratio=0.25), 80) == pytest.approx(theirs)
+
+
+def test_constant_stays_after_warmup() -> None:
+    assert rates(ScheduleSettings(kind="constant", warmup=4), 8) == pytest.approx(
+        [RATE * f for f in (0.25, 0.5, 0.75, 1, 1, 1, 1, 1)]
+    )
+
+
+def test_warmup_in_tokens_rounds_up_to_whole_steps() -> None:
+    in_tokens = ScheduleSettings(warmup_tokens=100 * TOKENS - 1)
+    assert schedule.warmup_steps(in_tokens, TOKENS) == 100
+    assert rates(in_tokens, 2776) == rates(ScheduleSettings(warmup=100), 2776)
+
+
+def test_beyond_the_horizon_the_rate_stays_at_the_end() -> None:
+    for kind in ("wsd", "cosine", "linear"):
+        settings = ScheduleSettings(kind=kind, min_lr_ratio=0.1)
+        assert schedule.learning_rate(100, settings, OPTIMIZER, 100, TOKENS) == pytest.approx(0.1 * RATE)
+        assert schedule.learning_rate(10_000, settings, OPTIMIZER, 100, TOKENS) == pytest.approx(0.1 * RATE)
+
+
+shapes = st.builds(
+    ScheduleSettings,
+    kind=st.sampled_from(["wsd", "cosine", "linear", "constant"]),
+    warmup=st.integers(0, 60),
+    decay=st.floats(0, 1),
+    min_lr_ratio=st.floats(0, 1),
+)
+
+
+@given(settings=shapes, total=st.integers(1, 120))
+def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(settings: ScheduleSettings, total: int) -> None:
+    try:
+        schedule.check(settings, total, TOKENS)
+    except InputError:
+        assume(False)
+    seen = rates(settings, total)
+    warm = max(settings.warmup, 1)
+    assert all(0 < rate <= RATE for rate in seen)
+    assert seen[:warm] == sorted(seen[:warm])
+    assert seen[warm - 1 :] == sorted(seen[warm - 1 :], reverse=True)
+    assert seen[warm - 1] == pytest.approx(RATE)
+    assert min(seen[warm - 1 :]) >= RATE * settings.min_lr_ratio * (1 - 1e-12)
+
+
+def test_warmup_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(InputError, match=r"schedule\.warmup: 101.*100"):
+        schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100, TOKENS)
+
+
+def test_warmup_and_decay_that_overlap_are_refused_with_both_named() -> None:
+    with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):
+        schedule.check(ScheduleSettings(kind="wsd", warmup=81, decay=0.2), 100, TOKENS)
+    schedule.check(ScheduleSettings(kind="wsd", warmup=80, decay=0.2), 100, TOKENS)
+
+
+def test_warmup_in_tokens_is_named_as_it_was_written() -> None:
+    with pytest.raises(InputError, match=r"schedule\.warmup_tokens: 13238272` takes 101 steps.*has 100"):
+        schedule.check(ScheduleSettings(warmup_tokens=101 * TOKENS), 100, TOKENS)
+
+
+def test_preview_draws_a_png_and_a_picture_that_fits_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "plots" / "schedule.png"
+    text = schedule.preview(ScheduleSettings(warmup=100), OPTIMIZER, 2776, TOKENS, path, width=72)
+    assert imread(path).shape[:2] == (600, 1200)
+    title, *picture = text.splitlines()
+    assert title == "wsd: warmup 100 + stable 2,121 + decay 555 = 2,776 steps, peak 2e-05 to 0"
+    assert all(len(line) <= 72 for line in picture)
+    assert picture[0].startswith("2.0e-05 ┤") and picture[-1].split()[-1] == "2,775"
+
+
+@pytest.mark.parametrize("total", [1, 2, 7])
+def test_preview_of_a_very_short_run_works(tmp_path: Path, total: int) -> None:
+    assert "┤" in schedule.preview(ScheduleSettings(kind="cosine"), OPTIMIZER, total, TOKENS, tmp_path / "s.png")

@@ -1,0 +1,157 @@
+"""A run's data: prepared when first asked for, and refused where the model means other tokens by the same numbers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foundation.errors import InputError
+from packing.batch import IGNORE, evaluation_batches
+from packing.settings import DataSettings
+from pretrain.plan.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
+from pretrain.settings.recipe import ModelSettings
+
+WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
+FROM_SCRATCH = ModelSettings(config={"model_type": "qwen3"})
+
+
+def write_tokenizer(folder: Path, words: dict[str, int]) -> Path:
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<|endoftext|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> DataSettings:
+    """Packs that are not there yet, and what to make them from: 40 documents of very different length."""
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(list(WORDS)[1:], size=int(size))) for size in rng.integers(1, 30, size=40)]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer", WORDS)
+    return DataSettings(
+        packs=tmp_path / "packs",
+        length=16,
+        source=str(corpus),
+        tokenizer=str(tokenizer),
+        held_out=0.1,
+        packing="best_fit",
+        processes=1,
+    )
+
+
+@pytest.fixture
+def data(settings: DataSettings) -> Data:
+    return open_data(settings, is_main_process=False)
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(settings: DataSettings) -> None:
+    first = open_data(settings, is_main_process=False)
+    before = contents(Path(settings.packs))
+    again = open_data(settings, is_main_process=True)
+    assert contents(Path(settings.packs)) == before
+    assert first.train.fingerprint == again.train.fingerprint
+    assert len(first.train) > 0 and first.held_out_packs == len(first.held_out) > 0
+    assert first.vocabulary == len(WORDS)
+
+
+def test_packs_without_a_source_must_be_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="nowhere"):
+        open_data(DataSettings(packs=tmp_path / "nowhere", length=16), is_main_process=True)
+
+
+def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
+    sums = [sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))]
+    assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
+
+
+def test_a_trial_has_the_documents_of_the_first_packs_in_turns_and_tokens_that_any_model_has(data: Data) -> None:
+    count = len(data.train) + 2
+    trial = data.trial_batch(count)
+    lengths = [data.train[index % len(data.train)].lengths for index in range(count)]
+    assert trial.input_ids.shape == (1, 16 * count)
+    assert not trial.input_ids.any()
+    assert set(trial.labels.flatten().tolist()) == {0, IGNORE}
+    assert trial.documents == sum(map(len, lengths))
+    assert trial.sum_squared_lengths == sum(int(n) ** 2 for each in lengths for n in each)
+    real = next(iter(evaluation_batches(data.train, microbatch=1, rank=0, world_size=1, mask_boundaries=True)))
+    assert (data.trial_batch(1).cu_seqlens == real.cu_seqlens).all()
+
+
+def test_the_model_s_own_tokenizer_is_accepted(data: Data, settings: DataSettings) -> None:
+    own = ModelSettings(source=settings.tokenizer)
+    check_data(data, own, vocab_size=len(WORDS))
+    check_data(data, FROM_SCRATCH, vocab_size=len(WORDS))
+    check_tokenizer(settings, own, vocab_size=len(WORDS))
+
+
+def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: DataSettings, tmp_path: Path) -> None:
+    other = ModelSettings(
+        source=str(write_tokenizer(tmp_path / "model", {word: len(WORDS) - 1 - i for word, i in WORDS.items()}))
+    )
+    with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
+        check_data(data, other, vocab_size=len(WORDS))
+    with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
+        check_tokenizer(settings, other, vocab_size=len(WORDS))
+
+
+def test_a_model_with_fewer_embeddings_than_the_packs_have_tokens_is_refused(data: Data, settings: DataSettings) -> None:
+    with pytest.raises(InputError, match=f"vocabulary of {len(WORDS)} tokens.*the model has {len(WORDS) - 1}"):
+        check_data(data, FROM_SCRATCH, vocab_size=len(WORDS) - 1)
+    with pytest.raises(InputError, match=f"has {len(WORDS)} ids, the model's vocabulary {len(WORDS) - 1}"):
+        check_tokenizer(settings, FROM_SCRATCH, vocab_size=len(WORDS) - 1)
+
+
+def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
+    data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
+    assert data.vocabulary is None
+    check_data(data, FROM_SCRATCH, vocab_size=61)
+    with pytest.raises(InputError, match=r"token id 60, but the model's vocabulary has 60 tokens"):
+        check_data(data, FROM_SCRATCH, vocab_size=60)
+
+
+@pytest.mark.parametrize("as_file", [True, False])
+def test_the_data_s_tokenizer_is_loaded_from_a_file_or_a_folder(as_file: bool, settings: DataSettings, tmp_path: Path) -> None:
+    folder = Path(settings.tokenizer)
+    PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<|endoftext|>").save_pretrained(folder)
+    chosen = settings.model_copy(update={"tokenizer": str(folder / "tokenizer.json" if as_file else folder)})
+    tokenizer = load_tokenizer(chosen, FROM_SCRATCH, needed=True)
+    assert tokenizer("cat sat")["input_ids"] == [WORDS["cat"], WORDS["sat"]]
+
+
+def test_no_tokenizer_is_an_error_only_where_one_is_needed(small_packs: Path, refused: Callable) -> None:
+    data = DataSettings(packs=small_packs, length=32)
+    assert load_tokenizer(data, FROM_SCRATCH, needed=False) is None
+    assert "`data.tokenizer`" in refused(lambda: load_tokenizer(data, FROM_SCRATCH, needed=True))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_named(settings: DataSettings, refused: Callable) -> None:
+    (Path(settings.tokenizer) / "tokenizer.json").write_text("{")
+    assert settings.tokenizer in refused(lambda: load_tokenizer(settings, FROM_SCRATCH, needed=False))
+
+
+@pytest.fixture
+def refused() -> Callable[[Callable[[], object]], str]:
+    def message(call: Callable[[], object]) -> str:
+        with pytest.raises(InputError) as error:
+            call()
+        return str(error.value)
+
+    return message

@@ -1,0 +1,161 @@
+"""What a layer is said to take of memory, against what autograd holds of it on a CPU, and by hand for a GPU's formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from pretrain.model import attention
+from pretrain.model import huggingface as model
+from pretrain.model.fused import choice
+from pretrain.model.fused.fuse import fuse
+from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.plan.layer_memory import LayerMemory, layers_of
+from pretrain.precision.engage import Engaged
+from pretrain.precision.registry import RECIPES
+from pretrain.settings.recipe import ModelSettings, Recipe
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, build, inputs
+
+LLAMA_8B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336} | {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+QWEN3 = {"model_type": "qwen3", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28} | {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+MLP_4096 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 16}
+
+
+@pytest.fixture(autouse=True)
+def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has it, which nothing here calls."""
+    monkeypatch.setattr(choice.transformer_engine, "lacking", lambda: None)
+
+
+def on_meta(config: dict[str, Any]) -> PreTrainedModel:
+    return model.build_on_meta(model.load_config(ModelSettings(config=config)))
+
+
+def layers(
+    config: dict[str, Any],
+    precision: str,
+    *,
+    device: str = "cuda",
+    backend: str = "packed_cudnn",
+    emulated: bool = False,
+    length: int = 4096,
+    **changes: Any,
+) -> list[LayerMemory]:
+    values = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": length}, "train": {"steps": 1}, **changes}
+    recipe = Recipe.model_validate(values)
+    computed_by = "torch" if not RECIPES[precision].quantized else "emulation" if emulated else "transformer_engine"
+    engaged = Engaged(precision, RECIPES[precision], computed_by, recipe.fp8_config.resolved(precision))
+    return layers_of(on_meta(config), recipe, engaged, device, backend)
+
+
+def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
+    """Bytes a token that the graph of a model's first layer holds on a CPU, parameters and rotary tables not among them."""
+    hf, batch = build(config, dtype), inputs(packs=2)
+    decoder = model.decoder_layers(hf)
+    first = next(iter(fuse(decoder, {}, PlainArithmetic(dtype)).layers.values()))
+    storages: dict[int, Tensor] = {}
+
+    def hold(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    def watched(*args: Any, position_embeddings: tuple[Tensor, ...] = (), **kwargs: Any) -> Tensor:
+        tables = {"position_embeddings": position_embeddings} if position_embeddings else {}
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            output = first(*args, **tables, **kwargs)
+        for tensor in (*hf.parameters(), *position_embeddings):
+            storages.pop(tensor.untyped_storage().data_ptr(), None)
+        return output
+
+    next(iter(decoder.values())).forward = watched
+    tokens = batch["input_ids"].shape[1]
+    documents = {name: batch[name] for name in ("cu_seqlens", "max_seqlen")}
+    documents["document_mask"] = attention.document_mask(batch["cu_seqlens"], LENGTH, tokens)
+    output = hf.base_model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **documents)
+    assert output.last_hidden_state.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in storages.values()) / tokens
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_layer_on_a_cpu_is_said_to_keep_what_its_graph_holds(architecture: str, precision: str, dtype: torch.dtype) -> None:
+    config = ARCHITECTURES[architecture]
+    on = {"model": {"source": "m", "fused": "on"}}
+    said = layers(config, precision, device="cpu", backend="packed_sdpa", length=LENGTH, **on)
+    assert [layer.fused for layer in said] == [True, True]
+    assert {layer.kept for layer in said} == {bytes_held(config, dtype)}
+
+
+def test_layers_of_the_measured_model_keep_what_their_formats_take() -> None:
+    """Hidden and queries 2,048 wide, 4,096 queries, keys and values, 12,288 gates and ups, 16 heads, two RMS norms."""
+    shared = 2 * 2048 * 2 + 2 * 4096 + 2 * 2048 + 4 * 16 + 2 * 12_288 + 2 * 4
+    operands = 3 * 2048  # of three products; the fourth's is made again
+    assert {layer.kept for layer in layers(QWEN3, "bf16")} == {shared + 2 * 2 * 2048}
+    for precision in ("delayed", "current"):
+        assert {layer.kept for layer in layers(QWEN3, precision)} == {shared + operands}
+    assert {layer.kept for layer in layers(QWEN3, "block")} == {shared + operands + 4 * operands // 128}
+    assert {layer.kept for layer in layers(QWEN3, "mxfp8")} == {shared + (operands + 6144) * 33 // 32}
+    assert {layer.kept for layer in layers(QWEN3, "nvfp4")} == {shared + (operands + 6144) * 9 // 16}
+
+
+def test_attention_other_than_cudnns_keeps_turned_queries_and_keys_beside_what_norms_read() -> None:
+    normed, plain = (
+        [layers(config, "bf16", backend=backend)[0].kept for backend in ("packed_varlen", "packed_cudnn")]
+        for config in (QWEN3, LLAMA_8B)
+    )
+    assert normed[0] - normed[1] == 2 * 4096
+    assert plain[0] == plain[1]
+
+
+def test_a_gelu_is_kept_on_a_gpu_and_made_again_on_a_cpu() -> None:
+    config = MLP_4096 | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0)
+    options = {"backend": "packed_sdpa", "length": 1024, "model": {"source": "m", "fused": "on"}}
+    gpu, cpu = (layers(config, "bf16", device=device, **options)[0].kept for device in ("cuda", "cpu"))
+    assert gpu - cpu == 2 * 4096
+
+
+def test_layers_that_stay_in_bf16_are_counted_in_bf16_and_hold_no_quantized_weights() -> None:
+    found = layers(QWEN3, "delayed", fp8_config={"keep_bf16_layers": {"first": 1, "last": 2}})
+    low, bf16 = layers(QWEN3, "delayed")[0], layers(QWEN3, "bf16")[0]
+    assert found == [bf16, *[low] * 25, bf16, bf16]
+    assert low.quantized_weights == 2 * 50_331_648 and bf16.quantized_weights == 0
+
+
+def test_norms_in_the_scope_change_nothing_about_fused_layers() -> None:
+    assert layers(QWEN3, "delayed", fp8_config={"scope": "linear+head+norm"}) == layers(QWEN3, "delayed")
+
+
+def test_fp32_weights_are_copied_for_bf16_products_and_only_quantized_for_others() -> None:
+    assert layers(QWEN3, "bf16", weights="fp32")[0].working_copies == 2 * 50_331_648
+    assert layers(QWEN3, "bf16", weights="bf16_exact")[0].working_copies == 0
+    assert layers(QWEN3, "delayed", weights="fp32")[0].working_copies == 0
+    assert layers(QWEN3, "fp32", weights="fp32", device="cpu", backend="packed_sdpa")[0].working_copies == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("bf16", {"model": {"source": "m", "fused": "off"}}),
+        ("delayed", {"emulated": True}),
+        ("fp32", {}),  # on a GPU
+    ],
+)
+def test_where_nothing_is_fused_layers_are_compiled_ones(precision: str, options: dict[str, Any]) -> None:
+    assert not any(layer.fused for layer in layers(QWEN3, precision, **options))
+
+
+def test_a_layer_of_an_unknown_class_is_a_compiled_one() -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2}
+    assert [layer.fused for layer in layers(config, "bf16")] == [False, False]

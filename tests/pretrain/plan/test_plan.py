@@ -1,0 +1,128 @@
+"""The plan's figures by hand, and what it refuses once data and model are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.plan.plan import Plan
+from pretrain.settings.recipe import Recipe
+from tests.pretrain.plan.plan_recipe import recipe
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> PreTrainedModel:
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", tie_word_embeddings=True, **sizes, **heads))
+
+
+def plan(model: PreTrainedModel, changed: Recipe | None = None, **changes: Any) -> Plan:
+    values = {"precision": "bf16", "packs": 22_206, "mean_squared": 745.0, **changes}
+    return Plan.make(changed or recipe(), model=model, **values)
+
+
+def test_the_reference_run_is_2776_steps_which_are_four_epochs(qwen3: PreTrainedModel) -> None:
+    made = plan(qwen3)
+    assert made.steps == 2776
+    assert (made.packs_per_step, made.packs_per_rank, made.accumulation) == (32, 32, 4)
+    assert made.total_tokens == 363_855_872
+    assert made.epochs == pytest.approx(4.0, abs=1e-3)
+    assert made.flops_per_token == 10_322_706_432 + 6 * 28 * 2048 * 745
+    assert made.total_flops == pytest.approx(made.flops_per_token * 363_855_872)
+    assert not made.warnings
+
+
+def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedModel) -> None:
+    one, four = plan(qwen3), plan(qwen3, world_size=4)
+    assert (four.tokens_per_step, four.steps, four.total_flops) == (one.tokens_per_step, one.steps, one.total_flops)
+    assert (four.packs_per_rank, four.accumulation) == (8, 1)
+
+
+def test_auto_has_no_accumulation_until_it_is_settled(qwen3: PreTrainedModel) -> None:
+    made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": "auto"}), device_memory=120 * GIB)
+    assert made.accumulation is None
+    assert made.microbatch_candidates == [8, 4, 2, 1]
+    settled = made.with_microbatch(4)
+    assert (settled.accumulation, settled.tokens_per_step) == (8, made.tokens_per_step)
+    with pytest.raises(InputError, match=r"batch\.microbatch: 3"):
+        made.with_microbatch(3)
+
+
+def test_hours_follow_from_a_stated_speed_and_are_not_invented(qwen3: PreTrainedModel) -> None:
+    assert plan(qwen3, tokens_per_second=47_500.0).hours == pytest.approx(363_855_872 / 47_500 / 3600)
+    assert plan(qwen3).hours is None
+
+
+def test_packs_longer_than_the_models_positions_are_refused(qwen3: PreTrainedModel) -> None:
+    longer = recipe(data={"packs": "packs", "length": 65_536}, batch={"tokens": 131_072})
+    with pytest.raises(InputError, match=r"data\.length: 65536.*32768 positions"):
+        plan(qwen3, longer)
+
+
+def test_packs_of_a_larger_vocabulary_are_refused_and_of_a_smaller_one_taken(qwen3: PreTrainedModel) -> None:
+    assert plan(qwen3, packs_vocabulary=151_669)
+    with pytest.raises(InputError, match=r"data\.packs.*200000.*151936"):
+        plan(qwen3, packs_vocabulary=200_000)
+
+
+def test_evaluation_without_held_out_packs_is_refused(qwen3: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match=r"evaluate\.every: 250.*data\.held_out"):
+        plan(qwen3, recipe(evaluate={"every": 250}))
+    assert plan(qwen3, recipe(evaluate={"every": 250}), held_out_packs=1)
+
+
+def test_no_packs_are_refused(qwen3: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match=r"data\.packs.*no pack of 4096 tokens"):
+        plan(qwen3, packs=0)
+
+
+def test_a_schedule_that_does_not_fit_the_horizon_is_refused(qwen3: PreTrainedModel) -> None:
+    with pytest.raises(InputError, match=r"schedule\.warmup: 100.*run has 60"):
+        plan(qwen3, recipe(train={"steps": 60}))
+
+
+def test_fewer_packs_than_a_step_takes_are_allowed_with_a_warning(qwen3: PreTrainedModel) -> None:
+    made = plan(qwen3, recipe(train={"steps": 200}), packs=5)
+    assert made.epochs == 200 * 32 / 5
+    assert any("5 packs occur twice" in warning for warning in made.warnings)
+
+
+def test_bf16_weights_come_with_the_magnitude_from_which_updates_are_lost(qwen3: PreTrainedModel) -> None:
+    (warning,) = plan(qwen3, recipe(weights="bf16")).warnings
+    assert "0.0078" in warning
+    unmoved, moved = torch.tensor([0.0079, 0.0077], dtype=torch.bfloat16)
+    assert unmoved + 2e-5 == unmoved and moved + 2e-5 != moved
+
+
+def test_a_microbatch_that_will_hardly_fit_is_warned_about(qwen3: PreTrainedModel) -> None:
+    (warning,) = plan(qwen3, device_memory=80 * GIB).warnings
+    assert "92.8 GiB may not fit into 80.0 GiB" in warning
+
+
+def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: PreTrainedModel) -> None:
+    text = plan(qwen3, device_name="NVIDIA H200", device_memory=140 * GIB, tokens_per_second=47_523.0).render()
+    for fact in (
+        "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
+        "1.72 B parameters, 1.41 B without embeddings, head tied",
+        "131,072 tokens = 32 packs of 4,096 = 1 device x 4 microbatches x 8 packs",
+        "2,776 steps = 364 M tokens = 4.00 epochs of 22,206 packs",
+        "10.58 GFLOP a token, 1.387 PFLOP a step, 3.849 EFLOP in all",
+        "11.28 GFLOP a token: 6N + 12LHQT, N without embeddings",
+        "2 h 08 m at 47,523 tokens/s (502.7 TFLOP/s, 50.8 % of the bf16 peak)",
+        "about 92.8 GiB of 140.0 GiB a device",
+    ):
+        assert fact in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_an_unknown_device_gets_no_share_of_a_peak(qwen3: PreTrainedModel) -> None:
+    assert "peak)" not in plan(qwen3, device_name="Unheard-of 9000", tokens_per_second=100.0).render()
+    assert "not known" in plan(qwen3, device_name="Unheard-of 9000").render()

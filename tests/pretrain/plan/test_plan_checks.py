@@ -1,0 +1,77 @@
+"""Every setting that does not go with another one, or with the number of devices; and how long a horizon is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.plan.checks import check_settings, steps_of
+from pretrain.settings.recipe import TrainSettings
+from tests.pretrain.plan.plan_recipe import recipe
+
+
+@pytest.mark.parametrize(
+    ("horizon", "steps"),
+    [
+        ({"steps": 2776}, 2776),
+        ({"epochs": 4}, 2776),  # 2,775.75
+        ({"epochs": 1}, 694),  # 693.94
+        ({"tokens": 131_072}, 1),
+        ({"tokens": 131_073}, 2),
+        ({"tokens": "364e6"}, 2778),  # 2,777.1
+    ],
+)
+def test_horizons_round_up_to_whole_steps(horizon: dict, steps: int) -> None:
+    assert steps_of(TrainSettings.model_validate(horizon), 131_072, 22_206, 4096) == steps
+
+
+def test_epochs_are_the_decimal_number_that_was_written() -> None:
+    assert steps_of(TrainSettings(epochs=1.1), 64, packs=10, length=64) == 11
+
+
+@given(tokens=st.integers(1, 10**12), packs_per_step=st.integers(1, 512), packs=st.integers(1, 10**6))
+def test_a_horizon_in_tokens_is_reached_in_its_last_step(tokens: int, packs_per_step: int, packs: int) -> None:
+    per_step = packs_per_step * 128
+    steps = steps_of(TrainSettings(tokens=tokens), per_step, packs, 128)
+    assert (steps - 1) * per_step < tokens <= steps * per_step
+    epochs = steps_of(TrainSettings(epochs=2), per_step, packs, 128)
+    assert epochs == math.ceil(2 * packs / packs_per_step)
+
+
+def test_a_batch_that_is_no_multiple_of_a_pack_is_refused_with_the_nearest_that_are() -> None:
+    with pytest.raises(InputError, match=r"batch\.tokens: 100000.*data\.length: 4096.*98304 and 102400"):
+        check_settings(recipe(batch={"tokens": 100_000}), "bf16", 1)
+
+
+def test_a_batch_that_does_not_divide_over_the_devices_is_refused() -> None:
+    with pytest.raises(InputError, match=r"batch\.tokens: 131072.*x 3 devices = 12288 tokens.*122880 and 135168"):
+        check_settings(recipe(batch={"tokens": 131_072}), "bf16", 3)
+
+
+def test_a_batch_smaller_than_a_pack_is_refused_with_one_pack_as_the_nearest() -> None:
+    with pytest.raises(InputError, match="the nearest is 4096"):
+        check_settings(recipe(batch={"tokens": 1000}), "bf16", 1)
+
+
+def test_a_microbatch_that_does_not_divide_is_refused_with_those_that_do() -> None:
+    with pytest.raises(InputError, match=r"batch\.microbatch: 6.*16 packs.*one of 1, 2, 4, 8, 16"):
+        check_settings(recipe(batch={"tokens": 131_072, "microbatch": 6}), "bf16", 2)
+
+
+def test_bf16_weights_with_fp32_compute_are_refused() -> None:
+    with pytest.raises(InputError, match="`weights: bf16` and `precision: fp32`"):
+        check_settings(recipe(weights="bf16"), "fp32", 1)
+
+
+@pytest.mark.parametrize(("weights", "gradients"), [("bf16_exact", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
+def test_gradients_in_another_dtype_than_several_processes_exchange_are_refused(weights: str, gradients: str) -> None:
+    asked = recipe(weights=weights, optimizer={"gradients": gradients})
+    with pytest.raises(InputError, match=rf"optimizer\.gradients: {gradients}`: 2 processes .*`weights: {weights}`; leave"):
+        check_settings(asked, "bf16", 2)
+    check_settings(asked, "bf16", 1)
+    same = {"fp32": "fp32"}.get(weights, "bf16")
+    check_settings(recipe(weights=weights, optimizer={"gradients": same}), "bf16", 2)

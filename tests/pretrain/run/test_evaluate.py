@@ -1,0 +1,166 @@
+"""Held-out loss against a plain forward of every document, and samples against plain generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from packing.batch import evaluation_batches
+from packing.protocol import Pack
+from packing.settings import DataSettings
+from packing.store import Packs, open_packs
+from pretrain.run.evaluate import HeldOut, held_out_loss, sample
+
+
+@pytest.fixture(scope="session")
+def held_out(small_packs: Path) -> Packs:
+    return open_packs(DataSettings(packs=small_packs, length=32), "held_out")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A word for each id of the tiny models' vocabulary; no padding token, as GPT-2 has none."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60")
+
+
+def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int, **options: int) -> HeldOut:
+    options = {"rank": 0, "world_size": 1} | options
+    return held_out_loss(packed, evaluation_batches(packs, microbatch=microbatch, mask_boundaries=True, **options), accelerator)
+
+
+def all_packs(packs: Packs) -> list[Pack]:
+    return [packs[index] for index in range(len(packs))]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("microbatch", [1, 3, 10, 16])  # 10 packs: those of 3 and 16 are filled up with padding
+def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
+    kind: str,
+    microbatch: int,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
+    plain_copy: Callable,
+    plain_loss: Callable,
+) -> None:
+    packed = build_model(kind)
+    result = evaluate(packed, held_out, accelerator, microbatch)
+    packs = all_packs(held_out)
+    with torch.no_grad():
+        expected = plain_loss(plain_copy(packed), packs)
+    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
+    assert result.tokens == sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
+    assert result.perplexity == pytest.approx(expected.exp().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ranks_shares_add_up_to_the_whole(
+    world_size: int, held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
+    packed = build_model()
+    whole = evaluate(packed, held_out, accelerator, 2)
+    shares = [evaluate(packed, held_out, accelerator, 2, rank=rank, world_size=world_size) for rank in range(world_size)]
+    assert sum(share.tokens for share in shares) == whole.tokens
+    assert sum(share.loss * share.tokens for share in shares) / whole.tokens == pytest.approx(whole.loss, rel=1e-9)
+
+
+def test_a_share_of_padding_alone_is_no_tokens_and_no_loss(
+    held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
+    assert evaluate(build_model(), held_out, accelerator, 10, rank=1, world_size=2) == HeldOut(loss=0.0, tokens=0)
+
+
+def test_dropout_is_off_and_back_on_afterwards(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
+    dropping = build_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    keeping = build_model("gpt2", resid_pdrop=0.0, embd_pdrop=0.0).train()
+    assert evaluate(dropping, held_out, accelerator, 5) == evaluate(keeping, held_out, accelerator, 5)
+    assert all(module.training for module in dropping.modules())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_evaluation_leaves_mode_weights_and_gradients_alone(
+    training: bool, held_out: Packs, accelerator: Accelerator, build_model: Callable
+) -> None:
+    packed = build_model().train(training)
+    for parameter in packed.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    evaluate(packed, held_out, accelerator, 4)
+    assert all(module.training == training for module in packed.modules())
+    assert all((parameter.grad == 7.0).all() for parameter in packed.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in packed.state_dict().items())
+
+
+def test_an_error_in_evaluation_leaves_training_mode_on(held_out: Packs, accelerator: Accelerator, build_model: Callable) -> None:
+    packed = build_model(vocab_size=8).train()  # the packs hold tokens beyond it
+    with pytest.raises(IndexError):
+        evaluate(packed, held_out, accelerator, 4)
+    assert packed.training
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
+    kind: str, tokenizer: PreTrainedTokenizerFast, build_model: Callable, plain_copy: Callable
+) -> None:
+    packed = build_model(kind)
+    (ours,) = sample(packed.hf, tokenizer, ["w3 w4 w5"], 12, seed=5)
+    plain = plain_copy(packed)
+    torch.manual_seed(5)
+    prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        ids = plain.generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.8, top_k=50, pad_token_id=60)
+    assert ours.continuation == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
+    assert ours.prompt == "w3 w4 w5"
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("cast_to", [None, torch.bfloat16])
+def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
+    kind: str,
+    cast_to: torch.dtype | None,
+    tokenizer: PreTrainedTokenizerFast,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
+) -> None:
+    packed = build_model(kind, cast_to=cast_to).train()
+    before = evaluate(packed, held_out, accelerator, 5)
+    prompts = ["w1 w2", "w9"]
+    first, again, other = (list(sample(packed.hf, tokenizer, prompts, 16, seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    assert [each.prompt for each in first] == prompts
+    assert packed.hf.config._attn_implementation == "packed_sdpa"
+    assert all(module.training for module in packed.modules())
+    assert all(parameter.grad is None and parameter.dtype == torch.float32 for parameter in packed.parameters())
+    assert evaluate(packed, held_out, accelerator, 5) == before
+
+
+def test_a_sampler_given_up_half_way_leaves_the_model_as_it_was(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable
+) -> None:
+    packed = build_model().train()
+    samples = sample(packed.hf, tokenizer, ["w1", "w2"], 4, seed=0)
+    next(samples)
+    assert packed.hf.config._attn_implementation == "packed_sdpa"
+    assert packed.hf.training
+
+
+def test_an_empty_prompt_samples_a_text_from_its_beginning(tokenizer: PreTrainedTokenizerFast, build_model: Callable) -> None:
+    (ours,) = sample(build_model().hf, tokenizer, [""], 8, seed=0)
+    assert ours.prompt == "" and ours.continuation
+
+
+def test_sampling_warns_of_nothing(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    list(sample(build_model().hf, tokenizer, ["w1 w2"], 4, seed=0))
+    assert [str(each.message) for each in recwarn] == []
+    assert caplog.messages == []

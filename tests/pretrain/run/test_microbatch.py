@@ -1,0 +1,140 @@
+"""The search for a microbatch, on models that run out of memory where they are told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from foundation.errors import InputError
+from packing.batch import Microbatch, build_microbatch
+from pretrain.model.gradients import attach_main_gradients, was_reached
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.registry import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.run.microbatch import largest_that_fits, trials_are_collective
+
+LENGTH = 8
+
+
+class SmallDevice(nn.Module):
+    """A model on a device with memory for `packs` packs; what is too much fails as CUDA's allocator does, forward or backward."""
+
+    def __init__(self, packed: nn.Module, packs: int, fails_in: str = "forward") -> None:
+        super().__init__()
+        self.packed, self.packs, self.fails_in = packed, packs, fails_in
+        self.tried: list[int] = []
+
+    def forward(self, input_ids: Tensor, **others: object) -> Tensor:
+        packs = input_ids.shape[1] // LENGTH
+        self.tried.append(packs)
+        if packs <= self.packs:
+            return self.packed(input_ids, **others)
+        if self.fails_in == "forward":
+            run_out_of_memory()
+        loss = self.packed(input_ids, **others)
+        loss.register_hook(run_out_of_memory)
+        return loss
+
+
+def run_out_of_memory(*_: object) -> None:
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.fixture
+def make_batch(random_packs: Callable) -> Callable[[int], Microbatch]:
+    return lambda packs: build_microbatch(random_packs([[5, 3]] * packs, LENGTH), mask_boundaries=True)
+
+
+def test_where_everything_fits_the_first_candidate_is_taken(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    model = SmallDevice(build_model(), packs=8)
+    assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 8
+    assert set(model.tried) == {8}
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_the_first_candidate_that_fits_is_taken(
+    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    model = SmallDevice(build_model(), packs=3, fails_in=fails_in)
+    assert largest_that_fits(model, accelerator, [8, 4, 2, 1], make_batch) == 2
+    assert list(dict.fromkeys(model.tried)) == [8, 4, 2]
+
+
+def test_a_fit_is_tried_with_gradients_in_memory(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+    model = SmallDevice(build_model(), packs=1)
+    largest_that_fits(model, accelerator, [1], make_batch)
+    assert model.tried == [1, 1]
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_gradients_are_zero_and_training_mode_is_on_afterwards(
+    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    model = SmallDevice(build_model(), packs=1, fails_in=fails_in).eval()  # as a model that was loaded from a folder
+    largest_that_fits(model, accelerator, [2, 1], make_batch)
+    assert all(module.training for module in model.modules())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("fails_in", ["forward", "backward"])
+def test_main_gradients_are_cleared_after_every_trial(
+    fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    model = SmallDevice(build_model(), packs=1, fails_in=fails_in)
+    attach_main_gradients(model, torch.float32)
+    largest_that_fits(model, accelerator, [2, 1], make_batch)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None and not was_reached(parameter), name
+
+
+def test_where_nothing_fits_the_message_says_what_would_help(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    with pytest.raises(InputError, match=r"1 pack\(s\) at once do not fit.*gradient_checkpointing"):
+        largest_that_fits(SmallDevice(build_model(), packs=0), accelerator, [4, 2, 1], make_batch)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    with pytest.raises(IndexError):
+        largest_that_fits(build_model(vocab_size=2), accelerator, [4, 2, 1], make_batch)
+
+
+def test_more_sizes_may_be_tried_than_the_compiler_takes_of_one_function(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
+    packed = build_model()
+    norm = packed.hf.base_model.norm
+    norm.forward = torch.compile(norm.forward, backend="eager", fullgraph=True, dynamic=False)
+    small = SmallDevice(packed, packs=1, fails_in="backward")
+    with torch._dynamo.config.patch(recompile_limit=2):
+        assert largest_that_fits(small, accelerator, [5, 4, 3, 2, 1], make_batch) == 1
+
+
+@pytest.mark.parametrize(
+    ("precision", "processes", "expected"), [("delayed", 2, True), ("delayed", 1, False), ("current", 2, False)]
+)
+def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory(
+    precision: str,
+    processes: int,
+    expected: bool,
+    accelerator: Accelerator,
+    build_model: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = build_model()
+    engaged = Engaged(precision, RECIPES[precision], "emulation", LowPrecisionSettings().resolved(precision))
+    packed.precision = PrecisionContext(EmulationBackend(engaged, torch.device("cpu")), torch.bfloat16)
+    packed.precision.backend.product("linear", 16, 16, bias=False)
+    monkeypatch.setattr(type(accelerator), "num_processes", processes)
+    assert trials_are_collective(packed, accelerator) == expected

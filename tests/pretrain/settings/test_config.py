@@ -1,0 +1,171 @@
+"""Recipes: what is read, what overrides what, and that every mistake names its file, its key and a remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.settings.config import flatten, identity_of, load_recipe, resolved, run_dir_of
+from pretrain.settings.recipe import Recipe
+
+SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
+
+
+def write(tmp_path: Path, values: dict | str) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return path
+
+
+def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, {**SMALLEST, "weights": "bf16", "batch": {"tokens": 4096}})
+    recipe = load_recipe(path, ["batch.tokens=8192", "optimizer.learning_rate=1e-4", "seed=7"])
+    assert (recipe.weights, recipe.batch.tokens, recipe.optimizer.learning_rate, recipe.seed) == ("bf16", 8192, 1e-4, 7)
+    assert recipe.optimizer.clip == 1.0
+
+
+def test_counts_may_be_written_as_floats_and_with_underscores(tmp_path: Path) -> None:
+    assert load_recipe(write(tmp_path, {**SMALLEST, "train": {"tokens": "364e6"}})).train.tokens == 364_000_000
+    assert load_recipe(write(tmp_path, SMALLEST), ["batch.tokens=131_072"]).batch.tokens == 131_072
+
+
+def test_a_horizon_on_the_command_line_replaces_the_files(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), ["train.epochs=2"])
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
+
+
+def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        write(tmp_path, {**SMALLEST, "model": {"source": "m", "gradient_checkpointing": {"every": 2}}}), ["train.tokens=3e6"]
+    )
+    assert load_recipe(write(tmp_path, resolved(recipe))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "said"),
+    [
+        ({"data": {"packs": "p", "lenght": 512}}, [], ["recipe.yaml", "`data.lenght`", "`data.length`"]),
+        ({"wieghts": "bf16"}, [], ["recipe.yaml", "`wieghts`", "`weights`"]),
+        ({}, ["optimizer.learning_rat=1"], ["command line", "`optimizer.learning_rate`"]),
+        ({"data": {"packs": "p", "length": -1}}, [], ["`data.length` is -1", "greater than 0"]),
+        ({"train": {"steps": 5, "tokens": 5}}, [], ["`train`", "exactly one"]),
+        ({"train": {}}, [], ["`train`", "exactly one"]),
+        ({"weights": "bf17"}, [], ["`weights` is 'bf17'", "'fp32'"]),
+        ({"batch": {"microbatch": "many"}}, [], ["`batch.microbatch` is 'many'", "'auto'"]),
+        ({"model": {"source": "m", "gradient_checkpointing": {"evry": 2}}}, [], ["`model.gradient_checkpointing.every`"]),
+        ({"data": {"packs": "p", "source": "s"}}, [], ["`data`", "`tokenizer` is not"]),
+        ({"model": {}}, [], ["`model`", "`source`", "model_type"]),
+        ({"seed": True}, [], ["`seed`", "whole number"]),
+        ({}, ["weights"], ["command line", "key=value"]),
+        ({}, ["name.first=x"], ["command line", "`name`"]),
+    ],
+)
+def test_every_mistake_names_its_place_its_key_and_a_remedy(
+    tmp_path: Path, changes: dict, overrides: list[str], said: list[str]
+) -> None:
+    with pytest.raises(InputError) as error:
+        load_recipe(write(tmp_path, {**SMALLEST, **changes}), overrides)
+    assert all(text in str(error.value) for text in said), str(error.value)
+
+
+def test_several_mistakes_are_all_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError) as error:
+        load_recipe(write(tmp_path, {"nam": "x", "model": {"sauce": "m"}, "data": {"packs": "p"}}))
+    assert len(str(error.value).splitlines()) >= 4
+
+
+def test_unreadable_and_twice_keyed_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "smoke.yaml").write_text("")
+    with pytest.raises(InputError, match=r"smoke\.yml: no such file; did you mean .*smoke\.yaml"):
+        load_recipe(tmp_path / "smoke.yml")
+    with pytest.raises(InputError, match="`seed` stands twice"):
+        load_recipe(write(tmp_path, "name: a\nseed: 1\nseed: 2\n"))
+    with pytest.raises(InputError, match="not valid YAML"):
+        load_recipe(write(tmp_path, "name: [a\n"))
+    with pytest.raises(InputError, match="a mapping"):
+        load_recipe(write(tmp_path, "- a\n"))
+
+
+def test_the_run_folder_is_named_from_the_recipe(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path, SMALLEST), ["precision=bf16", "run_dir=out/{name}_{precision}_{weights}_{seed}"])
+    assert run_dir_of(recipe) == Path("out/small_bf16_fp32_42")
+    with pytest.raises(InputError, match="`run_dir`"):
+        run_dir_of(recipe.model_copy(update={"run_dir": "{nme}"}))
+
+
+@given(st.recursive(st.integers(), lambda inner: st.dictionaries(st.text("abc", min_size=1), inner, min_size=1), max_leaves=8))
+def test_flattening_keeps_every_leaf_under_its_path(values: object) -> None:
+    if not isinstance(values, dict):
+        return
+    for key, leaf in flatten(values).items():
+        below: object = values
+        for part in key.split("."):
+            below = below[part]
+        assert below == leaf
+
+
+def test_every_recipe_setting_has_a_default_that_passes_its_own_rules() -> None:
+    assert Recipe.model_validate(SMALLEST).batch.tokens % Recipe.model_validate(SMALLEST).data.length == 0
+
+
+def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict:
+        return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
+
+    same = [
+        "batch.microbatch=4",
+        "run_dir=elsewhere",
+        "model.compile=none",
+        "checkpoint.every=7",
+        "log.every=5",
+        "data.packs=moved",
+    ]
+    other = [
+        "batch.tokens=4096",
+        "seed=1",
+        "optimizer.eps=1e-6",
+        "optimizer.gradients=bf16",
+        "schedule.warmup=5",
+        "weights=bf16",
+        "data.mask_boundaries=false",
+    ]
+    assert all(identity(change) == identity() for change in same)
+    assert all(identity(change) != identity() for change in other)
+    assert identity_of(load_recipe(write(tmp_path, SMALLEST)), "other data") != identity()
+
+
+def test_text_on_the_command_line_is_text_and_not_yaml(tmp_path: Path) -> None:
+    def text(override: str) -> str:
+        return load_recipe(
+            write(tmp_path, {**SMALLEST, "data": {"packs": "p", "source": "s", "tokenizer": "t"}}), [override]
+        ).data.text
+
+    assert text("data.text={title}: {text}") == "{title}: {text}"
+    assert text("data.text={title}\\n\\n{body}") == "{title}\n\n{body}"
+    assert text("data.text=1") == "1"
+
+
+def test_how_a_low_precision_computes_is_identity_and_on_what_it_does_is_not(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict:
+        return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
+
+    delayed = identity("precision=delayed")
+    for change in ("backend=emulation", "on_unsupported=emulate", "use_autocast_during_eval=true"):
+        assert identity("precision=delayed", f"fp8_config.{change}") == delayed
+    for change in ("scope=linear+head", "margin=1", "keep_bf16_layers.first=1"):
+        assert identity("precision=delayed", f"fp8_config.{change}") != delayed
+    assert identity("precision=current") != delayed
+    assert identity("precision=delayed", "parity=true", "log.fp8_statistics=null") == delayed
+
+
+def test_settings_that_only_low_precision_has_are_no_part_of_another_training(tmp_path: Path) -> None:
+    def identity(*overrides: str) -> dict:
+        return identity_of(load_recipe(write(tmp_path, SMALLEST), overrides), "fingerprint")
+
+    assert identity("precision=bf16", "fp8_config.scope=linear+head") == identity("precision=bf16")
+    assert not [key for key in identity("precision=bf16") if key.startswith("fp8_config")]

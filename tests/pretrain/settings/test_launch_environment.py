@@ -1,0 +1,262 @@
+"""Precision out of accelerate's hands: what a launch asks for is read, and nothing of it is left for accelerate to act on."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState
+from accelerate.utils import launch as accelerate_launch
+from accelerate.utils.dataclasses import FP8BackendType
+
+from foundation.errors import InputError
+from foundation.settings import parse
+from pretrain.precision.registry import RECIPES
+from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.launch_environment import take_requested_precision, with_precision
+from pretrain.settings.recipe import Recipe
+
+SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
+CPU = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_machines": 1, "num_processes": 1}
+
+
+@pytest.fixture
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The variables that `accelerate launch` gives a process, by its own code: for an `fp8_config`, or another precision."""
+    # Without a library for FP8 it stops; which of them is installed has no influence on the variables.
+    monkeypatch.setattr(accelerate_launch, "is_fp8_available", lambda: True)
+    for key in list(os.environ):
+        if key.startswith("ACCELERATE_"):
+            monkeypatch.delenv(key)
+
+    def variables(mixed_precision: str = "fp8", arguments: tuple[str, ...] = (), **fp8_config: Any) -> dict[str, str]:
+        path = tmp_path / "accelerate.yaml"
+        fp8 = {"fp8_config": fp8_config} if fp8_config else {}
+        path.write_text(yaml.safe_dump(CPU | {"mixed_precision": mixed_precision} | fp8))
+        command = launch_command_parser().parse_args(["--config_file", str(path), *arguments, "script.py"])
+        _, environment = accelerate_launch.prepare_simple_launcher_cmd_env(_validate_launch_command(command)[0])
+        return {key: value for key, value in environment.items() if key.startswith("ACCELERATE_")}
+
+    return variables
+
+
+def recipe_with(**values: Any) -> Recipe:
+    return parse(Recipe, SMALLEST | values, "recipe.yaml")
+
+
+def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]]:
+    """The precision and the `fp8_config` of a recipe, without the options that are None."""
+    recipe = with_precision(recipe_with(**values), environ)
+    return recipe.precision, {key: value for key, value in recipe.fp8_config.model_dump().items() if value is not None}
+
+
+# What is asked for
+
+
+@pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, "fp32"),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, "fp32"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "Block"}, "block"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "delayed"),
+        # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, but accelerate would convert all the same.
+        ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_FP8_RECIPE": "nonsense", "ACCELERATE_FP8_BACKEND": "TE"}, "bf16"),
+    ],
+)
+def test_the_named_precision_is_read_and_its_variables_are_taken_away(environ: dict[str, str], name: str) -> None:
+    others = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
+    environ = others | environ
+    assert take_requested_precision(environ).recipe.name == name
+    assert environ == others
+
+
+@pytest.mark.parametrize("named", ["fp16", "fp4", ""])
+def test_what_no_recipe_stands_for_is_refused_with_a_remedy(named: str) -> None:
+    with pytest.raises(InputError, match=rf"mixed_precision: {named}.*bf16"):
+        take_requested_precision({"ACCELERATE_MIXED_PRECISION": named})
+
+
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.quantized])
+def test_a_file_that_names_a_recipe_and_no_more_is_a_whole_configuration(name: str, environment: Any) -> None:
+    precision, fp8_config = settled(environment(recipe=name))
+    assert precision == name
+    assert {key for key in fp8_config if key in RECIPES[name].options} == set(RECIPES[name].options)
+    assert (fp8_config["backend"], fp8_config["scope"], fp8_config["on_unsupported"]) == ("TE", "linear", "error")
+
+
+def test_every_key_of_a_file_arrives(environment: Any) -> None:
+    given = {
+        "backend": "emulation",
+        "scope": "linear+head",
+        "on_unsupported": "emulate",
+        "keep_bf16_layers": {"first": 1, "last": 2},
+        "use_autocast_during_eval": True,
+        "disable_rht": True,
+        "disable_stochastic_rounding": False,
+        "disable_2d_quantization": True,
+    }
+    assert settled(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
+    delayed = {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}
+    _, fp8_config = settled(environment(recipe="delayed", **delayed))
+    assert {key: fp8_config[key] for key in delayed} == delayed
+
+
+def test_accelerates_own_options_are_read_as_well(environment: Any) -> None:
+    arguments = ("--fp8_backend", "te", "--fp8_format", "E4M3", "--fp8_use_autocast_during_eval")
+    precision, fp8_config = settled(environment(arguments=arguments))
+    assert precision == "delayed"
+    assert (fp8_config["backend"], fp8_config["fp8_format"], fp8_config["use_autocast_during_eval"]) == ("TE", "E4M3", True)
+
+
+def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(environment: Any) -> None:
+    _, delayed = settled(environment(recipe="delayed"))
+    assert delayed["amax_compute_algo"] == "most_recent"  # accelerate's word; a file that means `max` says so
+    _, block = settled(environment(recipe="block", fp8_format="HYBRID"))  # as if it had not been written
+    assert block["fp8_format"] == "E4M3" and "margin" not in block
+    _, chosen_here = settled({}, precision="delayed")
+    assert chosen_here["amax_compute_algo"] == "max"
+
+
+@pytest.mark.parametrize(
+    ("fp8_config", "says"),
+    [
+        ({"recpie": "nvfp4"}, r"unknown key `fp8_config.recpie`; did you mean `fp8_config.recipe`\?"),
+        ({"marign": 1}, r"unknown key `fp8_config.marign`; did you mean `fp8_config.margin`\?"),
+        (
+            {"amax_history_length": 16},
+            r"unknown key `fp8_config.amax_history_length`; did you mean `fp8_config.amax_history_len`\?",
+        ),
+        (
+            {"amax_compute_algorithm": "max"},
+            r"`fp8_config.amax_compute_algorithm`; did you mean `fp8_config.amax_compute_algo`\?",
+        ),
+        ({"keep_bf16_layers": {"frist": 1}}, r"unknown key `fp8_config.keep_bf16_layers.frist`; did you mean .*first`\?"),
+        ({"recipe": "mxfp"}, r"`fp8_config.recipe`: unknown precision 'mxfp'; did you mean 'mxfp8'\?"),
+        ({"recipe": "bf16"}, r"`fp8_config.recipe: bf16` is no FP8; set `mixed_precision: bf16`"),
+        ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format` is 'E5M2'; it should be 'HYBRID' or 'E4M3'"),
+        ({"backend": "AO"}, r"`fp8_config.backend` is 'AO'; it should be 'TE' or 'emulation'"),
+        ({"interval": 4}, r"`fp8_config.interval: 4` has no effect: .*leave it out"),
+        ({"override_linear_precision": [False, True, False]}, r"override_linear_precision.* has no effect: .*keep_bf16_layers"),
+        ({"use_mxfp8_block_scaling": True}, r"use_mxfp8_block_scaling: True` has no effect: write `recipe: mxfp8`"),
+        ({"opt_level": "O1"}, r"`fp8_config.opt_level: O1` has no effect: it is for MS-AMP"),
+        ({"pad_inner_dim": False}, r"`fp8_config.pad_inner_dim: False` has no effect: it is for torchao"),
+        (
+            {"recipe": "block", "margin": 1},
+            r"`fp8_config: {margin: 1}` and `recipe: block` contradict.*takes fp8_format \(E4M3\)",
+        ),
+        ({"recipe": "nvfp4", "fp8_format": "E4M3"}, r"`fp8_config: {fp8_format: E4M3}` and `recipe: nvfp4` contradict"),
+        ({"recipe": "delayed", "disable_rht": True}, r"`fp8_config: {disable_rht: True}` and `recipe: delayed` contradict"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(fp8_config: dict, says: str, environment: Any) -> None:
+    with pytest.raises(InputError, match=rf"^accelerate configuration: .*{says}"):
+        take_requested_precision(environment(**fp8_config))
+
+
+def test_keys_of_accelerates_that_ask_for_nothing_are_let_pass(environment: Any) -> None:
+    nothing = {"interval": 1, "override_linear_precision": [False, False, False], "use_mxfp8_block_scaling": False}
+    assert settled(environment(recipe="current", **nothing)) == settled(environment(recipe="current"))
+
+
+# What the recipe file and the command line make of it
+
+
+def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -> None:
+    environ = environment(
+        recipe="delayed", margin=2, amax_history_len=16, scope="linear+head", keep_bf16_layers={"first": 1, "last": 2}
+    )
+    ours = {"margin": 3, "keep_bf16_layers": {"first": 0}, "amax_compute_algo": "max"}
+    precision, fp8_config = settled(environ, fp8_config=ours)
+    assert precision == "delayed"
+    assert (fp8_config["margin"], fp8_config["amax_history_len"], fp8_config["amax_compute_algo"]) == (3, 16, "max")
+    assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]) == ("linear+head", {"first": 0, "last": 2})
+
+
+def test_null_is_the_recipes_default_whatever_the_file_says(environment: Any) -> None:
+    assert settled(environment(margin=2), fp8_config={"margin": None})[1]["margin"] == 0
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
+def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_options(name: str, environment: Any) -> None:
+    environ = environment(recipe="delayed", margin=2, fp8_format="E4M3", scope="linear+head", on_unsupported="emulate")
+    precision, fp8_config = settled(environ, precision=name)
+    assert precision == name
+    assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
+    defaults = {key: option.default for key, option in RECIPES[name].options.items()}
+    assert {key: value for key, value in fp8_config.items() if key in defaults} == defaults
+    assert "margin" not in fp8_config
+
+
+def test_options_that_the_chosen_precision_does_not_take_are_refused(environment: Any) -> None:
+    says = r"`fp8_config: {margin: 2}` and `precision: block` contradict each other: `block` takes .*use_f32_scales; leave out"
+    with pytest.raises(InputError, match=says):
+        settled({}, precision="block", fp8_config={"margin": 2})
+    with pytest.raises(InputError, match=r"`precision: bf16` contradict each other: `bf16` takes no such option"):
+        settled({"ACCELERATE_MIXED_PRECISION": "bf16"}, fp8_config={"disable_rht": True})
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_general_keys_go_with_every_precision(name: str) -> None:
+    """So that one base recipe serves a comparison of all of them."""
+    _, fp8_config = settled({}, precision=name, fp8_config={"scope": "linear+head", "keep_bf16_layers": {"last": 1}})
+    assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]["last"]) == ("linear+head", 1)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(name: str, environment: Any, tmp_path: Path) -> None:
+    own = {"scope": "linear+head", "keep_bf16_layers": {"first": 1}}
+    first = with_precision(recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(resolved(first)))
+    others = [
+        {},
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        environment(recipe="mxfp8", scope="linear+head+norm", fp8_format="E4M3"),
+    ]
+    others.append(environment(recipe="delayed", margin=7, keep_bf16_layers={"first": 5, "last": 5}, backend="emulation"))
+    for environ in others:
+        assert with_precision(load_recipe(path), environ) == first
+
+
+# What accelerate would do
+
+
+@pytest.mark.parametrize("mixed_precision", ["fp8", "bf16"])
+def test_accelerate_converts_nothing_afterwards(mixed_precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = {"MIXED_PRECISION": mixed_precision, "FP8_BACKEND": "TE", "FP8_RECIPE": "block", "FP8_FORMAT": "HYBRID"}
+    for key, value in environment.items():
+        monkeypatch.setenv(f"ACCELERATE_{key}", value)
+    take_requested_precision(os.environ)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    try:
+        model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32))
+        before, forward = [(type(module), id(module)) for module in model.modules()], model.forward
+        prepared, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert (accelerator.mixed_precision, accelerator.fp8_backend) == ("no", FP8BackendType.NO)
+        assert [(type(module), id(module)) for module in prepared.modules()] == before
+        assert prepared.forward == forward  # autocast would have wrapped it
+        assert {parameter.dtype for parameter in prepared.parameters()} == {torch.float32}
+        assert prepared(torch.randn(2, 16)).dtype == torch.float32
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def test_accelerate_would_have_acted_on_what_is_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reason for all this: if accelerate ever lets a model alone by itself, this module can go."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        model = torch.nn.Linear(16, 32)
+        assert Accelerator(cpu=True).prepare(model).forward.__func__ is not torch.nn.Linear.forward
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

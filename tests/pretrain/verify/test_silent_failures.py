@@ -1,0 +1,297 @@
+"""The ways in which low precision is known to fail without a word; the audit has one for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from foundation.errors import InputError
+from packing.batch import build_microbatch
+from pretrain.model import huggingface as model
+from pretrain.model.conversion import LINEARS, Decision, check_shapes, convert, decide
+from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
+from pretrain.precision.context import PrecisionContext
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.engage import Engaged
+from pretrain.precision.product import ObservedProduct
+from pretrain.precision.registry import RECIPES
+from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.settings.recipe import ModelSettings
+from pretrain.verify import audit
+
+CPU = torch.device("cpu")
+WIDE = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+
+
+class Converted:
+    """A small model whose linears and head multiply in emulated `recipe`, ready to be audited."""
+
+    def __init__(self, packed: PackedLanguageModel, inputs: dict, recipe: str = "current", **settings: object) -> None:
+        settings = {"scope": "linear+head", **settings}
+        self.engaged = Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**settings).resolved(recipe))
+        self.packed, self.hf, self.inputs = packed.train(), packed.hf, inputs
+        self.context = packed.precision = PrecisionContext(EmulationBackend(self.engaged, CPU), torch.bfloat16)
+        self.decisions = decide(self.hf, list(decoder_layers(self.hf).values()), self.engaged)
+        convert(self.hf, self.decisions, self.context)
+
+    def audit(self) -> list[audit.Entry]:
+        return audit.observe(self.hf, lambda: self.packed(**self.inputs), self.engaged, self.decisions, self.context)
+
+    def refusal(self) -> str:
+        with pytest.raises(InputError) as error:
+            self.audit()
+        return str(error.value)
+
+
+@pytest.fixture
+def inputs(random_packs: Callable) -> dict:
+    return inputs_of(build_microbatch(random_packs([[50, 78], [128]], 128), mask_boundaries=True), CPU)
+
+
+@pytest.fixture
+def converted(build_model: Callable, inputs: dict) -> Callable[..., Converted]:
+    def make(recipe: str = "current", kind: str = "qwen3", **settings: object) -> Converted:
+        sizes = WIDE if kind == "qwen3" else {"n_embd": 128, "n_head": 4, "vocab_size": 128, "n_positions": 256}
+        return Converted(build_model(kind, weights=torch.bfloat16, **sizes), inputs, recipe, **settings)
+
+    return make
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_model_that_keeps_its_promise_passes(recipe: str, kind: str, converted: Callable[..., Converted]) -> None:
+    entries = converted(recipe, kind).audit()
+    assert len(entries) == {"qwen3": 15, "gpt2": 9}[kind]
+    assert {(entry["requested"], entry["effective"], entry["backend"]) for entry in entries} == {(recipe, recipe, "emulation")}
+    assert all(entry["products"].keys() == {"forward", "dgrad", "wgrad"} for entry in entries)
+
+
+def test_low_precision_that_never_engages_is_found(converted: Callable[..., Converted]) -> None:
+    trained = converted()
+    trained.packed.precision = None  # as under a launcher whose wrapping never runs: the modules are there, the context is not
+    assert "15 of 15 modules did not run in it as they should: model.layers.0.self_attn.q_proj (bf16)" in trained.refusal()
+
+
+def test_a_sibling_that_was_skipped_is_found(converted: Callable[..., Converted]) -> None:
+    trained = converted()
+    skipped = trained.hf.model.layers[1].mlp.up_proj
+    plain = nn.Linear(skipped.in_features, skipped.out_features, bias=False, device="meta")
+    plain.weight = skipped.weight
+    trained.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
+    assert "1 of 15 modules did not run in it as they should: model.layers.1.mlp.up_proj (bf16)" in trained.refusal()
+
+
+def test_a_head_that_was_untied_is_found(converted: Callable[..., Converted]) -> None:
+    trained = converted()
+    head = trained.hf.get_output_embeddings()
+    optimizer = torch.optim.SGD(trained.hf.parameters())
+    head.weight = nn.Parameter(head.weight.detach().clone())
+    assert "ties the LM head to the embedding, and they have become two parameters" in trained.refusal()
+    with pytest.raises(InputError, match=r"the optimizer does not know 1 parameters, lm_head\.weight"):
+        audit.check_trained(trained.hf, optimizer)
+
+
+@pytest.mark.parametrize("main_gradients", [None, torch.float32, torch.bfloat16])
+def test_a_parameter_that_nothing_computes_with_is_found(
+    main_gradients: torch.dtype | None, converted: Callable[..., Converted]
+) -> None:
+    trained = converted()
+    trained.hf.model.layers[0].leftover = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    if main_gradients:
+        attach_main_gradients(trained.packed, main_gradients)
+    assert "1 parameters get no gradient, model.layers.0.leftover" in trained.refusal()
+
+
+def test_a_recompute_outside_the_context_is_found(build_model: Callable, inputs: dict) -> None:
+    trained = Converted(build_model(weights=torch.bfloat16, **WIDE), inputs)
+    layer = trained.hf.model.layers[0]
+    forward = layer.forward
+    # torch's own recomputes where the engine calls it, which is outside our context; reentrant, it does not even compare dtypes.
+    layer.forward = lambda hidden, **kwargs: checkpoint(partial(forward, **kwargs), hidden, use_reentrant=True)
+    message = trained.refusal()
+    assert "7 of 15" in message and "layers.0.self_attn.q_proj (1 calls outside the low-precision context)" in message
+
+
+@pytest.mark.parametrize("recipe", QUANTIZED)
+def test_our_own_recompute_stays_inside(recipe: str, build_model: Callable, inputs: dict) -> None:
+    trained = Converted(build_model(weights=torch.bfloat16, **WIDE), inputs, recipe)
+    settings = model.ModelSettings(config={"model_type": "qwen3"}, gradient_checkpointing="full")
+    model.wrap_layers(trained.hf, settings, cast_to=None, compile_layers=False, precision=trained.context)
+    assert {entry["effective"] for entry in trained.audit()} == {recipe}
+
+
+def test_a_backward_in_bf16_is_found(converted: Callable[..., Converted]) -> None:
+    """Straight-through fake quantization: forward is right, and both gradients are products of BF16 operands."""
+    trained = converted()
+    module = trained.hf.model.layers[0].mlp.down_proj
+    quantize = module.product
+
+    def forward_only(x: torch.Tensor, weight: torch.Tensor, bias: None, *, first_microbatch: bool) -> torch.Tensor:
+        plain = F.linear(x, weight)
+        return plain + (quantize(x, weight, bias, first_microbatch=first_microbatch) - plain).detach()
+
+    module.product = forward_only
+    message = trained.refusal()
+    assert "1 of 15" in message and "layers.0.mlp.down_proj (dgrad not run, wgrad not run)" in message
+
+
+def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callable[..., Converted], monkeypatch) -> None:
+    trained = converted()
+    module = trained.hf.model.layers[1].self_attn.o_proj
+    honest = module.product.operand
+
+    def lazy(role: str, x: torch.Tensor, along: str, scale: torch.Tensor | None) -> object:
+        operand = honest(role, x, along, scale)
+        return type(operand)(x.float() if along == "features" else x.t().float(), operand.scale) if role == "input" else operand
+
+    monkeypatch.setattr(module.product, "operand", lazy)
+    message = trained.refusal()
+    assert "1 of 15" in message and "o_proj (forward 8 significant bits x 4 significant bits" in message
+
+
+def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
+    trained = converted()
+    found = {"products": trained.audit()}
+    with audit.confirming(trained.context, trained.engaged, found, step=1):
+        trained.packed(**trained.inputs).backward()
+    with (
+        pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
+        audit.confirming(trained.context, trained.engaged, found, step=2),
+    ):
+        trained.context.forward = lambda **_: nullcontext()
+        trained.packed(**trained.inputs).backward()
+    assert found["confirmed_in_step"] == 1
+
+
+def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() -> None:
+    def found(recipe: str, *products: tuple[str, str, str]) -> str:
+        engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+        return audit._effective([ObservedProduct(*product) for product in products], "not run", 0, engaged)
+
+    e4m3, e5m2, rows, squares = "e4m3 tensor-scaled", "e5m2 tensor-scaled", "e4m3 1x128 blocks", "e4m3 128x128 blocks"
+    assert found("current", ("forward", e4m3, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == "current"
+    assert found("block", ("forward", rows, squares), ("dgrad", rows, squares), ("wgrad", rows, rows)) == "block"
+    assert found("nvfp4", *((gemm, "nvfp4", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))) == "nvfp4"
+    assert found("nvfp4", *((gemm, "mxfp8 e4m3", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))).startswith(
+        "dgrad mxfp8 e4m3"
+    )
+    assert (
+        found("block", ("forward", e4m3, squares), ("dgrad", rows, squares), ("wgrad", rows, rows))
+        == f"forward {e4m3} x {squares}"
+    )
+    assert found("current", ("forward", e5m2, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == f"forward {e5m2} x {e4m3}"
+    assert found("current", ("forward", e4m3, e4m3), ("wgrad", e5m2, e4m3)) == "dgrad not run"
+
+
+# ── What is decided
+# ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def reasons(decisions: dict[str, Decision]) -> dict[str, str]:
+    return {name: decision.reason for name, decision in decisions.items() if decision.reason}
+
+
+def test_scope_linear_leaves_the_head_out_and_nothing_else(converted: Callable[..., Converted]) -> None:
+    trained = converted(scope="linear")
+    assert reasons(trained.decisions) == {"lm_head": "scope linear leaves the LM head out"}
+    entries = {entry["name"]: entry for entry in trained.audit()}
+    assert (entries["lm_head"]["requested"], entries["lm_head"]["effective"], entries["lm_head"]["backend"]) == (
+        "bf16",
+        "bf16",
+        "torch",
+    )
+
+
+def test_norms_are_in_the_widest_scope_alone(converted: Callable[..., Converted]) -> None:
+    assert len(converted(scope="linear+head").decisions) == 15
+    trained = converted(scope="linear+head+norm")
+    norms = [entry for entry in trained.audit() if entry["module"] == "LowPrecisionNorm"]
+    assert len(trained.decisions) == 15 + 2 * 4 + 1 == 15 + len(norms)
+
+
+def test_a_norm_that_is_not_what_its_name_says_stays(build_model: Callable) -> None:
+    packed = build_model(weights=torch.bfloat16, **WIDE)
+
+    class ZeroCenteredRMSNorm(nn.Module):
+        def __init__(self, norm: nn.Module) -> None:
+            super().__init__()
+            self.weight, self.eps = norm.weight, 1e-6
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.rms_norm(x, x.shape[-1:], 1 + self.weight, self.eps)
+
+    packed.hf.model.norm = ZeroCenteredRMSNorm(packed.hf.model.norm)
+    settings = LowPrecisionSettings(scope="linear+head+norm").resolved("current")
+    engaged = Engaged("current", RECIPES["current"], "emulation", settings)
+    decisions = decide(packed.hf, list(decoder_layers(packed.hf).values()), engaged)
+    assert reasons(decisions) == {"model.norm": "ZeroCenteredRMSNorm computes something else"}
+
+
+def test_layers_at_either_end_can_be_kept(converted: Callable[..., Converted]) -> None:
+    kept = reasons(converted(keep_bf16_layers={"first": 1}).decisions)
+    assert (
+        len(kept) == 7 and all(name.startswith("model.layers.0.") for name in kept) and set(kept.values()) == {"keep_bf16_layers"}
+    )
+    kept = reasons(converted(keep_bf16_layers={"last": 1}).decisions)
+    assert all(name.startswith("model.layers.1.") for name in kept)
+
+
+def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(build_model: Callable, inputs: dict) -> None:
+    odd = WIDE | {"intermediate_size": 200}
+    trained = Converted(build_model(weights=torch.bfloat16, **odd), inputs, "mxfp8")
+    assert reasons(trained.decisions) == {
+        f"model.layers.{layer}.mlp.{name}": "200 is not a multiple of 32"
+        for layer in range(2)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    }
+    effective = {entry["name"]: entry["effective"] for entry in trained.audit()}
+    assert effective["model.layers.0.mlp.up_proj"] == "bf16" and effective["model.layers.0.self_attn.q_proj"] == "mxfp8"
+
+
+def test_converting_changes_no_parameter_and_no_name(build_model: Callable, inputs: dict) -> None:
+    packed = build_model("gpt2", weights=torch.bfloat16, n_embd=128, n_head=4, vocab_size=128, n_positions=256)
+    before = dict(packed.hf.named_parameters())
+    trained = Converted(packed, inputs, scope="linear+head+norm")
+    after = dict(trained.hf.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is before[name] for name in before)
+    assert not [module for module in trained.hf.modules() if type(module) in LINEARS]
+    assert trained.hf.state_dict().keys() == build_model("gpt2").hf.state_dict().keys()
+
+
+def test_matrices_that_are_no_linear_s_are_listed_as_what_they_are(build_model: Callable, inputs: dict) -> None:
+    """The stacked experts of a mixture hold most of its weights, and no recipe converts them."""
+    sizes = {key: value for key, value in WIDE.items() if key != "head_dim"}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    packed = build_model("qwen3_moe", weights=torch.bfloat16, **sizes, **experts)
+    entries = {entry["name"]: entry for entry in Converted(packed, inputs).audit()}
+    expert, query = (entries[f"model.layers.1.{name}"] for name in ("mlp.experts", "self_attn.q_proj"))
+    assert (expert["effective"], expert["backend"], expert["stored"]) == ("bf16", "torch", "bfloat16")
+    assert expert["module"] == "Qwen3MoeExperts" and "no linear" in expert["reason"]
+    assert query["effective"] == "current" and entries["model.layers.1.mlp.gate"]["effective"] == "bf16"
+
+
+@pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
+def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, refused: bool) -> None:
+    """It would train in BF16 from beginning to end, under the name of a low precision."""
+    odd = {"hidden_size": 128, "intermediate_size": 100, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 36}
+    settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
+    shapes = model.build_on_meta(model.load_config(settings))
+    engaged = Engaged("block", RECIPES["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
+    with pytest.raises(InputError, match="multiples of 128, and Qwen3ForCausalLM has none") if refused else nullcontext():
+        check_shapes(shapes, engaged)
