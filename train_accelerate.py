@@ -109,8 +109,8 @@ def launch(arguments: argparse.Namespace) -> int:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not only_a_look)
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    if job.engaged.notice:
-        console.warning(job.engaged.notice)
+    if job.active.notice:
+        console.warning(job.active.notice)
     if arguments.plan:
         console.notice(job.plan.render())
         return 0

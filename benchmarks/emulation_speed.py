@@ -27,8 +27,8 @@ from benchmarks.machine import processor
 from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE, median_ms
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
 # name: (which input it takes, in_features, out_features). Linears that share an input keep it once for backward.
@@ -42,7 +42,7 @@ LINEARS = {
     "down_proj": ("gated", INTERMEDIATE, HIDDEN),
 }
 MICROBATCHES = 4  # of a step
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 Multiply = Callable[[str, Tensor, Tensor], Tensor]  # (name, x, weight) -> y
 
@@ -112,7 +112,7 @@ def measure_bf16(layer: Layer, steps: int) -> dict[str, Any]:
 
 def measure_emulated(layer: Layer, recipe: str, bf16_ms: float, steps: int) -> dict[str, Any]:
     settings = LowPrecisionSettings().resolved(recipe)
-    backend = EmulationBackend(Engaged(recipe, RECIPES[recipe], "emulation", settings), torch.device("cuda"))
+    backend = EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device("cuda"))
     products = {name: backend.product(name, ins, outs, bias=False) for name, (_, ins, outs) in LINEARS.items()}
 
     def microbatch(first: bool) -> None:

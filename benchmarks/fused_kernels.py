@@ -32,7 +32,7 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
-from pretrain.model.fused.rotary_kernel import Tiling
+from pretrain.model.fused.rotary_kernel import RotaryTiling
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
 
@@ -115,14 +115,20 @@ ROTATIONS = {
     "Qwen2.5-0.5B": (Heads(query=14, kv=2, dim=64), False),
 }
 # Values of a tile, warps, and programs of a backward with norms: what the chosen ones were chosen from.
-FORWARD_TILINGS = [Tiling(2048, 4), Tiling(4096, 4), Tiling(4096, 8), Tiling(8192, 4), Tiling(8192, 8)]
-BACKWARD_TILINGS = [Tiling(2048, 4, programs) for programs in (528, 660, 792, 2112)]
+FORWARD_TILINGS = [
+    RotaryTiling(2048, 4),
+    RotaryTiling(4096, 4),
+    RotaryTiling(4096, 8),
+    RotaryTiling(8192, 4),
+    RotaryTiling(8192, 8),
+]
+BACKWARD_TILINGS = [RotaryTiling(2048, 4, programs) for programs in (528, 660, 792, 2112)]
 BACKWARD_TILINGS += [
-    Tiling(1024, 2, 1584),
-    Tiling(4096, 4, 396),
-    Tiling(4096, 4, 528),
-    Tiling(4096, 8, 396),
-    Tiling(8192, 8, 264),
+    RotaryTiling(1024, 2, 1584),
+    RotaryTiling(4096, 4, 396),
+    RotaryTiling(4096, 4, 528),
+    RotaryTiling(4096, 8, 396),
+    RotaryTiling(8192, 8, 264),
 ]
 
 
@@ -172,10 +178,12 @@ def rotary_tilings() -> Iterator[Case]:
 # ── The softmax of the chunked loss ───────────────────────────────────────────────────────────────────────────────────────────
 
 CHUNK, VOCABULARY = 4096, 151_936  # tokens whose logits exist at once, words of Qwen3
-SOFTMAX_TILINGS = [softmax_kernel.Tiling(block, warps) for block, warps in ((4096, 8), (8192, 8), (8192, 16), (16_384, 16))]
+SOFTMAX_TILINGS = [
+    softmax_kernel.SoftmaxTiling(block, warps) for block, warps in ((4096, 8), (8192, 8), (8192, 16), (16_384, 16))
+]
 # So few rows at once that the second pass finds them in the cache, or half of them.
 SOFTMAX_TILINGS += [
-    softmax_kernel.Tiling(block, warps, programs)
+    softmax_kernel.SoftmaxTiling(block, warps, programs)
     for block, warps in ((8192, 16), (16_384, 16), (16_384, 32), (32_768, 32))
     for programs in (132, 264)
 ]

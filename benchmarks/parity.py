@@ -25,7 +25,7 @@ from packing.order import PackOrder
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.preflight import Job, prepare_job
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.run.assembly import assemble
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
@@ -58,7 +58,7 @@ def main() -> None:
         "precision": job.precision.name,
         "weights": job.recipe.weights,
         "fast_path": compare(fast, reference, job.precision.tolerance, share).record(),
-        "plain_bf16": compare(plain(torch.bfloat16), reference, RECIPES["bf16"].tolerance, share).record(),
+        "plain_bf16": compare(plain(torch.bfloat16), reference, PRECISIONS["bf16"].tolerance, share).record(),
     }
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),

@@ -14,7 +14,7 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def by_name(name: str) -> Path:
 
 def test_every_precision_and_every_topology_is_shipped():
     assert {path.stem for path in CONFIGS} == {*ONE_DEVICE, "ddp", "fsdp2"}
-    assert set(ONE_DEVICE.values()) == set(RECIPES)
+    assert set(ONE_DEVICE.values()) == set(PRECISIONS)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

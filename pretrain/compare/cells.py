@@ -19,7 +19,7 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.settings import PositiveCount, Settings, load_yaml, parse, value_from_text
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
@@ -195,7 +195,7 @@ def _check_distinct(path: str | Path, cells: Sequence[Cell]) -> None:
 
 def _computed(recipe: Recipe) -> Values:
     """All settings but where the run is kept, and but those of a low precision that is not used."""
-    idle = {"run_dir"} if RECIPES[recipe.precision].quantized else {"run_dir", "fp8_config"}
+    idle = {"run_dir"} if PRECISIONS[recipe.precision].quantized else {"run_dir", "fp8_config"}
     return {key: value for key, value in resolved(recipe).items() if key not in idle}
 
 

@@ -18,13 +18,13 @@ from pretrain.compare.drawing import (
     window_of,
 )
 from pretrain.compare.panels import plot_comparison
-from pretrain.metrics.run_files import Run
+from pretrain.metrics.run_files import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot_losses(runs: Sequence[Run], path: Path) -> None:
+def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
     """Draw a run, or the comparison of several with the first, into a PNG at `path`, replaced whole.
 
     Several must be comparable runs, which `pretrain.compare.report` sees to. Raises InputError where the file cannot be written.
@@ -35,7 +35,7 @@ def plot_losses(runs: Sequence[Run], path: Path) -> None:
         _plot_alone(runs[0], path)
 
 
-def _plot_alone(run: Run, path: Path) -> None:
+def _plot_alone(run: RunRecord, path: Path) -> None:
     heights = [4, 0.9]
     figure = new_figure(9, 1.6 + sum(heights))
     losses, rates = panels = figure.subplots(2, 1, sharex=True, height_ratios=heights)
@@ -51,7 +51,7 @@ def _plot_alone(run: Run, path: Path) -> None:
     save(figure, path)
 
 
-def _draw_loss(panel: Axes, run: Run) -> None:
+def _draw_loss(panel: Axes, run: RunRecord) -> None:
     steps, losses = run.curve("loss")
     evaluated, held_out = run.held_out_curve()
     if (window := window_of(len(steps))) > 1:

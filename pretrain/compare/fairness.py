@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.metrics.run_files import Run
+from pretrain.metrics.run_files import RunRecord
 from pretrain.settings.config import identity_of
 from pretrain.settings.recipe import Recipe
 
@@ -26,7 +26,7 @@ COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimiz
 LATE_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
 
 
-def training_of(run: Run) -> dict[str, Any]:
+def training_of(run: RunRecord) -> dict[str, Any]:
     """What must be equal for two runs to be compared: flat settings, and the fingerprint of the packs.
 
     All of a training's identity but what is compared; and the packs that it is evaluated on, so that held-out losses mean the
@@ -41,14 +41,14 @@ def training_of(run: Run) -> dict[str, Any]:
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
 
 
-def unfairness(first: Run, second: Run) -> str | None:
+def unfairness(first: RunRecord, second: RunRecord) -> str | None:
     """What makes comparing the two unfair, with keys and both values; None where nothing does. InputError as `training_of`."""
     ours, theirs = training_of(first), training_of(second)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
     return "; ".join(f"`{key}`: {_value(ours, key)} and {_value(theirs, key)}" for key in keys) or None
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
+def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair."""
     for run in runs[1:]:
         if differing := unfairness(runs[0], run):
@@ -58,7 +58,7 @@ def check_comparable(runs: Sequence[Run]) -> None:
             )
 
 
-def difference(first: Run, second: Run) -> tuple[np.ndarray, np.ndarray]:
+def difference(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """(steps int64, second's loss minus first's float64) over the steps where both are finite numbers."""
     (ours, our_losses), (theirs, their_losses) = first.curve("loss"), second.curve("loss")
     steps, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)

@@ -28,8 +28,8 @@ from pretrain.compare.drawing import (
 )
 from pretrain.compare.fairness import Paired, difference, late
 from pretrain.compare.variants import Variants
-from pretrain.metrics.run_files import Run
-from pretrain.precision.registry import RECIPES
+from pretrain.metrics.run_files import RunRecord
+from pretrain.precision.registry import PRECISIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,13 +44,13 @@ BAR_INCHES = 0.2
 class Line:
     """A run, and how it is drawn wherever it appears."""
 
-    run: Run
+    run: RunRecord
     label: str
     colour: str
     style: str = "-"
 
 
-def plot_comparison(runs: Sequence[Run], path: Path) -> None:
+def plot_comparison(runs: Sequence[RunRecord], path: Path) -> None:
     """Draw the runs into a PNG at `path`, replaced whole; differences are to the first. InputError where it cannot be written."""
     columns = arrange(runs)
     lines = [line for column in columns.values() for line in column]
@@ -81,21 +81,21 @@ def plot_comparison(runs: Sequence[Run], path: Path) -> None:
     save(figure, path)
 
 
-def _subtitle(baseline: Run, column: Sequence[Line]) -> str:
+def _subtitle(baseline: RunRecord, column: Sequence[Line]) -> str:
     tokens = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
     return tokens if _holds(column, baseline) else f"{tokens}; grey: {baseline.name}"
 
 
-def _holds(column: Sequence[Line], run: Run) -> bool:
+def _holds(column: Sequence[Line], run: RunRecord) -> bool:
     return any(line.run.path == run.path for line in column)
 
 
-def arrange(runs: Sequence[Run]) -> dict[str, list[Line]]:
+def arrange(runs: Sequence[RunRecord]) -> dict[str, list[Line]]:
     """The picture's columns by name, each with its lines."""
     if len(runs) <= len(COLOURS):
         return {"": [Line(run, run.name, colour) for run, colour in zip(runs, COLOURS, strict=False)]}
     variants = Variants(runs)
-    precisions = sorted({run.precision or "" for run in runs}, key=[*RECIPES].index if _all_known(runs) else None)
+    precisions = sorted({run.precision or "" for run in runs}, key=[*PRECISIONS].index if _all_known(runs) else None)
     columns: dict[str, list[Line]] = {}
     for run in runs:
         variant = variants.name(run)
@@ -106,11 +106,11 @@ def arrange(runs: Sequence[Run]) -> dict[str, list[Line]]:
     return columns
 
 
-def _all_known(runs: Sequence[Run]) -> bool:
-    return all(run.precision in RECIPES for run in runs)
+def _all_known(runs: Sequence[RunRecord]) -> bool:
+    return all(run.precision in PRECISIONS for run in runs)
 
 
-def _draw_losses(panel: Axes, column: Sequence[Line], baseline: Run, *, legend: bool) -> None:
+def _draw_losses(panel: Axes, column: Sequence[Line], baseline: RunRecord, *, legend: bool) -> None:
     for line in column:
         evaluated, held_out = line.run.held_out_curve()
         # Runs over the same data have the same noise; drawn several times over, it would hide the lines that it is about.
@@ -124,7 +124,7 @@ def _draw_losses(panel: Axes, column: Sequence[Line], baseline: Run, *, legend: 
         panel.legend(frameon=False, loc="best", fontsize="small")
 
 
-def _draw_differences(panel: Axes, column: Sequence[Line], baseline: Run, differences: dict[Path, Any]) -> None:
+def _draw_differences(panel: Axes, column: Sequence[Line], baseline: RunRecord, differences: dict[Path, Any]) -> None:
     """The moving mean of each, in a band of the sd of single steps around it."""
     panel.axhline(0, color=GREY, linewidth=0.8)
     for line in column:
@@ -156,7 +156,7 @@ def _scale_differences(panels: Sequence[Axes], differences: Sequence[np.ndarray]
         panels[0].set_ylim(min(lowest, 0) - margin, max(highest, 0) + margin)
 
 
-def _label_differences(panel: Axes, column: Sequence[Line], baseline: Run, differences: dict[Path, Any]) -> None:
+def _label_differences(panel: Axes, column: Sequence[Line], baseline: RunRecord, differences: dict[Path, Any]) -> None:
     """Each line's name and late mean at its right end, pushed apart where lines end close to each other."""
     to_axes = (panel.transScale + panel.transLimits).transform
     ends = []

@@ -23,9 +23,9 @@ from pretrain.compare.curves import plot_losses
 from pretrain.compare.fairness import LATE_SHARE, Paired, check_comparable, difference, late, unfairness
 from pretrain.compare.tables import UNKNOWN, markdown, shown
 from pretrain.compare.variants import Variants
-from pretrain.metrics.run_files import Run, read_run
+from pretrain.metrics.run_files import RunRecord, read_run
 from pretrain.metrics.summary import LAST_STEPS
-from pretrain.precision.registry import RECIPES, WEIGHT_DTYPES
+from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 ERRORS = (
     "± is the standard error of the mean, by batch means over floor(sqrt(n)) steps each, as neighbouring steps are not "
@@ -35,10 +35,10 @@ EMULATED = "(emulated): computed in software; the speed says nothing of hardware
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
-def summary_table(runs: Sequence[Run]) -> str:
+def summary_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
     variants = Variants(runs)
-    settings: dict[str, Callable[[Run], str]] = {
+    settings: dict[str, Callable[[RunRecord], str]] = {
         "run": lambda run: run.name,
         "precision": lambda run: run.precision or UNKNOWN,
         "weights": lambda run: run.config.get("weights", UNKNOWN),
@@ -63,7 +63,7 @@ def summary_table(runs: Sequence[Run]) -> str:
     return markdown(list(columns), [[cell(run) for cell in columns.values()] for run in runs], names=len(settings))
 
 
-def comparison_table(runs: Sequence[Run]) -> str:
+def comparison_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them."""
     baseline = runs[0]
     header = ["run", f"minus {baseline.name}, all", "±", "sd", "steps", f"last {LATE_SHARE:.0%}", "±", "sd", "steps"]
@@ -74,7 +74,7 @@ def comparison_table(runs: Sequence[Run]) -> str:
     return markdown(header, rows)
 
 
-def grid_tables(runs: Sequence[Run]) -> list[str]:
+def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
     """Markdown: weights down, precision across; in each cell the paired difference to the first run over the last fifth.
 
     A grid for each variant of the low precision (its scope, say) where there are several; what is not quantized stands in all.
@@ -84,13 +84,13 @@ def grid_tables(runs: Sequence[Run]) -> list[str]:
     for variant in variants.found or [""]:
         chosen = [run for run in runs if not variants.is_quantized(run) or variants.name(run) == variant]
         rows = _in_order({run.config.get("weights", UNKNOWN) for run in chosen}, WEIGHT_DTYPES)
-        columns = _in_order({run.precision or UNKNOWN for run in chosen}, RECIPES)
+        columns = _in_order({run.precision or UNKNOWN for run in chosen}, PRECISIONS)
         cells = [[weights, *(_grid_cell(chosen, runs[0], weights, precision) for precision in columns)] for weights in rows]
         grids.append(markdown([f"weights ({variant})" if variant else "weights", *columns], cells))
     return grids
 
 
-def notes(runs: Sequence[Run]) -> str:
+def notes(runs: Sequence[RunRecord]) -> str:
     """What a reader of the tables must know."""
     lines = [ERRORS] if len(runs) > 1 else []
     lines += [EMULATED] if any(run.emulated for run in runs) else []
@@ -156,16 +156,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _figure(key: str, form: Callable[[Any], str]) -> Callable[[Run], str]:
+def _figure(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
     return lambda run: shown(run.summary.get(key), form)
 
 
-def _speed(run: Run) -> str:
+def _speed(run: RunRecord) -> str:
     speed = None if run.side_by_side else run.summary.get("tokens_per_second")
     return shown(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
 
 
-def _utilisation(key: str) -> Callable[[Run], str]:
+def _utilisation(key: str) -> Callable[[RunRecord], str]:
     """Of hardware that computes the precision itself, and that the run had for itself."""
     return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, percent)(run)
 
@@ -176,13 +176,13 @@ def _cells(paired: Paired) -> list[str]:
     return [f"{paired.mean:+.4f}", _error(paired), f"{paired.sd:.4f}", str(paired.steps)]
 
 
-def _grid_cell(runs: Sequence[Run], baseline: Run, weights: str, precision: str) -> str:
+def _grid_cell(runs: Sequence[RunRecord], baseline: RunRecord, weights: str, precision: str) -> str:
     """Several runs of one place stand beside each other, in their order."""
     here = [run for run in runs if run.config.get("weights", UNKNOWN) == weights and (run.precision or UNKNOWN) == precision]
     return "; ".join(_compared(run, baseline) for run in here) or UNKNOWN
 
 
-def _compared(run: Run, baseline: Run) -> str:
+def _compared(run: RunRecord, baseline: RunRecord) -> str:
     if run.path == baseline.path:
         return "baseline"
     paired = Paired.of(late(difference(baseline, run)[1]))
@@ -193,7 +193,7 @@ def _error(paired: Paired) -> str:
     return f"{paired.standard_error:.4f}" if paired.standard_error == paired.standard_error else UNKNOWN  # NaN: too few steps
 
 
-def _spans_a_grid(runs: Sequence[Run]) -> bool:
+def _spans_a_grid(runs: Sequence[RunRecord]) -> bool:
     return len({run.config.get("weights") for run in runs}) > 1 and len({run.precision for run in runs}) > 1
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pretrain.compare.tables import UNKNOWN
-from pretrain.metrics.run_files import Run
-from pretrain.precision.registry import RECIPES
+from pretrain.metrics.run_files import RunRecord
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import flatten
 
 # These say where a precision is computed, which the audit's `backend` answers; they are no variant of the arithmetic.
@@ -23,7 +23,7 @@ class Variants:
     runs. `found`: the variants' names, in the order of the runs.
     """
 
-    def __init__(self, runs: Sequence[Run]) -> None:
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
         quantized = [run for run in runs if self.is_quantized(run)]
         values: dict[tuple[str, str], set[str]] = {}
         for run in quantized:
@@ -34,28 +34,28 @@ class Variants:
         self.found = list(dict.fromkeys(self.name(run) for run in quantized))
 
     @staticmethod
-    def is_quantized(run: Run) -> bool:
-        recipe = RECIPES.get(run.config.get("precision") or "")
+    def is_quantized(run: RunRecord) -> bool:
+        recipe = PRECISIONS.get(run.config.get("precision") or "")
         return recipe is not None and recipe.quantized
 
-    def value(self, run: Run, key: str) -> str:
+    def value(self, run: RunRecord, key: str) -> str:
         """The run's value of a key; a dash where its precision has no such key."""
         value = _options(run).get(key) if self.is_quantized(run) else None
         return UNKNOWN if value is None else str(value)
 
     @staticmethod
-    def kept_in(run: Run, key: str) -> str:
+    def kept_in(run: RunRecord, key: str) -> str:
         """The dtype that the run's recipe names for its moments or gradients; a dash where it names none."""
         return str((run.config.get("optimizer") or {}).get(key) or UNKNOWN)
 
-    def name(self, run: Run) -> str:
+    def name(self, run: RunRecord) -> str:
         """`scope linear+head, margin 1`; empty where runs of a precision do not differ, and for what is not quantized."""
         return ", ".join(f"{key} {value}" for key in self.keys if (value := self.value(run, key)) != UNKNOWN)
 
-    def values(self, run: Run) -> str:
+    def values(self, run: RunRecord) -> str:
         """`linear+head, 1`: the name without its keys, for a picture."""
         return ", ".join(value for key in self.keys if (value := self.value(run, key)) != UNKNOWN)
 
 
-def _options(run: Run) -> dict[str, Any]:
+def _options(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in flatten(run.config.get("fp8_config") or {}).items() if key not in _WHERE}

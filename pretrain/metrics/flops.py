@@ -25,7 +25,7 @@ FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the inpu
 
 
 @dataclass(frozen=True)
-class Matrix:
+class WeightMatrix:
     """One matrix product of the forward pass: a token's vector of width `inputs` becomes one of width `outputs`."""
 
     name: str
@@ -93,7 +93,7 @@ class ModelFlops:
     """
 
     shape: Shape
-    matrices: tuple[Matrix, ...]
+    matrices: tuple[WeightMatrix, ...]
     uncounted: tuple[str, ...]
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
@@ -182,7 +182,7 @@ class ModelFlops:
         return {name: flops * tokens for name, flops in per_token.items()}
 
 
-def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[Matrix]:
+def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[WeightMatrix]:
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
             inputs, outputs = module.in_features, module.out_features
@@ -190,7 +190,7 @@ def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[Matrix]:
             inputs, outputs = module.weight.shape
         else:
             continue
-        yield Matrix(name, inputs, outputs, "head" if module is head else _part(name))
+        yield WeightMatrix(name, inputs, outputs, "head" if module is head else _part(name))
 
 
 def _part(name: str) -> str:

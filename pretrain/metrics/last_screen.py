@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from foundation.units import count, duration, memory, percent
-from pretrain.metrics.run_files import Run
+from pretrain.metrics.run_files import RunRecord
 from pretrain.metrics.run_folder import RunFolder
 
 
-def last_screen(run: Run, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
+def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
     """Title, rows and commands for `Console.panel`. A figure that is not known (no evaluation, no known peak) has no row."""
     figures = run.summary
     rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}

@@ -8,7 +8,7 @@ from pathlib import Path
 from pretrain.metrics.precision_health import PrecisionHealth
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
 
 STATISTICS_FILE = "fp8_statistics.jsonl"
@@ -21,12 +21,19 @@ class PrecisionWatch:
     """
 
     def __init__(
-        self, context: PrecisionContext, engaged: Engaged, every: int, folder: Path, *, resumed_step: int, main_process: bool
+        self,
+        context: PrecisionContext,
+        active: ActivePrecision,
+        every: int,
+        folder: Path,
+        *,
+        resumed_step: int,
+        main_process: bool,
     ) -> None:
         self.every = every
         self._context = context
-        self._statistics = OperandStatistics(engaged, context.backend)
-        self._health = PrecisionHealth(engaged.recipe.name, engaged.settings)
+        self._statistics = OperandStatistics(active, context.backend)
+        self._health = PrecisionHealth(active.precision.name, active.settings)
         self._file = JsonlTracker(folder / STATISTICS_FILE, resumed_step) if main_process else None
         if self._file:
             self._file.start()

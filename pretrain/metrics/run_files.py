@@ -18,7 +18,7 @@ MATRIX_FILE = "matrix.json"  # in the run folder of a cell, left there by `pretr
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What the files of a run folder hold, of a run finished or still going. `summary` is as of the last step written."""
 
     path: Path
@@ -87,7 +87,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
-def read_run(run_dir: Path) -> Run:
+def read_run(run_dir: Path) -> RunRecord:
     """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
 
     Raises InputError naming the file that is missing, empty or damaged.
@@ -97,7 +97,7 @@ def read_run(run_dir: Path) -> Run:
     metrics = read_metrics(run_dir)
     if not metrics:
         raise InputError(f"{run_dir / 'metrics.jsonl'}: holds no step yet; wait for the run's first")
-    return Run(
+    return RunRecord(
         path=run_dir,
         config=load_yaml(run_dir / "config.yaml"),
         environment=_read_object(run_dir / "environment.json"),

@@ -18,8 +18,8 @@ from foundation.errors import InputError
 from pretrain.model.loss.head import LossHead
 from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, norm_kind, plain_norm
+from pretrain.precision.selection import ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
 # How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 weights and inputs, rounded
@@ -27,13 +27,13 @@ LINEARS = (nn.Linear, Conv1D)
 _SAME_NORM = 0.02
 
 
-def check_shapes(hf: PreTrainedModel, engaged: Engaged) -> None:
+def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
     """InputError where `engaged` could take no linear of `hf`, which would train in BF16 under another name. Shapes are enough:
     `hf` may be on the meta device."""
-    outside = hf.get_output_embeddings() if engaged.settings.scope == "linear" else None
+    outside = hf.get_output_embeddings() if active.settings.scope == "linear" else None
     linears = [module for module in hf.modules() if isinstance(module, LINEARS) and module is not outside]
-    if engaged.recipe.quantized and all(_misfit(module, engaged) for module in linears):
-        name, multiple = engaged.recipe.name, engaged.recipe.multiple_of
+    if active.precision.quantized and all(_misfit(module, active) for module in linears):
+        name, multiple = active.precision.name, active.precision.multiple_of
         raise InputError(
             f"`precision: {name}` takes linears whose features are multiples of {multiple}, and {type(hf).__name__} has none; "
             "change its sizes in `model.config`, or set `precision: bf16`"
@@ -49,25 +49,25 @@ class Decision:
     reason: str | None = None
 
 
-def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], engaged: Engaged) -> dict[str, Decision]:
+def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
     """A decision for each linear of `hf`, and for each norm if the scope has norms; by Hugging Face name.
 
     `layers`: the decoder layers in order, for `keep_bf16_layers`.
     """
-    scope, keep, head = engaged.settings.scope, engaged.settings.keep_bf16_layers, hf.get_output_embeddings()
+    scope, keep, head = active.settings.scope, active.settings.keep_bf16_layers, hf.get_output_embeddings()
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
     inside = {id(module) for layer in kept for module in layer.modules()}
     decisions = {}
     for name, module in hf.named_modules():
         if module is head:
-            reason = "scope linear leaves the LM head out" if scope == "linear" else _misfit(module, engaged)
+            reason = "scope linear leaves the LM head out" if scope == "linear" else _misfit(module, active)
         elif isinstance(module, LINEARS):
-            reason = "keep_bf16_layers" if id(module) in inside else _misfit(module, engaged)
+            reason = "keep_bf16_layers" if id(module) in inside else _misfit(module, active)
         elif scope == "linear+head+norm" and norm_kind(module):
             reason = "keep_bf16_layers" if id(module) in inside else _other_norm(module)
         else:
             continue
-        decisions[name] = Decision(name, engaged.recipe.name if reason is None else "bf16", reason)
+        decisions[name] = Decision(name, active.precision.name if reason is None else "bf16", reason)
     return decisions
 
 
@@ -99,11 +99,11 @@ def _shape(linear: nn.Module) -> tuple[int, int]:
     return tuple(linear.weight.shape if isinstance(linear, Conv1D) else reversed(linear.weight.shape))
 
 
-def _misfit(linear: nn.Module, engaged: Engaged) -> str | None:
+def _misfit(linear: nn.Module, active: ActivePrecision) -> str | None:
     """Why the recipe cannot take a linear of this shape. The emulation refuses what the hardware would, so as to show what it
     does.
     """
-    multiple = engaged.recipe.multiple_of
+    multiple = active.precision.multiple_of
     odd = [size for size in _shape(linear) if size % multiple]
     return f"{odd[0]} is not a multiple of {multiple}" if odd else None
 

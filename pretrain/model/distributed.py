@@ -41,7 +41,7 @@ def make_accelerator() -> Accelerator:
             f"{accelerator.num_processes}). On CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
-        _engage_fsdp(accelerator)
+        _enable_fsdp(accelerator)
     _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
     return accelerator
 
@@ -124,7 +124,7 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> 
     return {name.removeprefix(prefix): tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
 
 
-def _engage_fsdp(accelerator: Accelerator) -> None:
+def _enable_fsdp(accelerator: Accelerator) -> None:
     """Turn FSDP2 on where the launch asked for it but accelerate chose plain DDP, as it does for CPU processes."""
     from accelerate.utils import FullyShardedDataParallelPlugin
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
-from pretrain.precision.engage import Engaged
+from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 
@@ -100,29 +100,29 @@ def check_model(recipe: Recipe, model: PreTrainedModel, packs_vocabulary: int | 
         )
 
 
-def check_fit(engaged: Engaged, recipe: Recipe, layers: int) -> None:
+def check_fit(active: ActivePrecision, recipe: Recipe, layers: int) -> None:
     """Refuse a training whose shapes or whose loss a quantized precision cannot take. `layers`: decoder layers of the model.
 
     Linears that do not fit are kept in BF16 one by one, and the audit says so; what is refused here would leave none. Raises
     InputError.
     """
-    if not engaged.recipe.quantized:
+    if not active.precision.quantized:
         return
-    name, multiple, length = engaged.recipe.name, engaged.recipe.multiple_of, recipe.data.length
+    name, multiple, length = active.precision.name, active.precision.multiple_of, recipe.data.length
     if length % multiple:
         lower, upper = length // multiple * multiple, (length // multiple + 1) * multiple
         raise InputError(
             f"`data.length: {length}` is not a multiple of {multiple}, in which `precision: {name}` takes tokens; the nearest "
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
-    kept = engaged.settings.keep_bf16_layers
+    kept = active.settings.keep_bf16_layers
     if kept.first + kept.last >= layers:
         raise InputError(
             f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
             f"keep fewer for `precision: {name}`, or set `precision: bf16`"
         )
-    if engaged.settings.scope != "linear" and recipe.loss.kind == "cce":
+    if active.settings.scope != "linear" and recipe.loss.kind == "cce":
         raise InputError(
-            f"`loss.kind: cce` and `fp8_config.scope: {engaged.settings.scope}` contradict each other: cce multiplies by the "
+            f"`loss.kind: cce` and `fp8_config.scope: {active.settings.scope}` contradict each other: cce multiplies by the "
             "head inside its own kernel, in BF16; set `loss.kind: chunked`, or `scope: linear`"
         )

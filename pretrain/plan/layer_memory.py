@@ -38,8 +38,8 @@ from pretrain.model.fused.fuse import verdict
 from pretrain.model.fused.layers import Parts, parts_of
 from pretrain.model.fused.weights import StackedWeight
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 # Bytes of a quantized number, its share of a block's scale included; in one layout of the two that a step's products read.
@@ -63,23 +63,25 @@ class LayerMemory:
     fused: bool  # then its working copies are kept as its quantized weights are, whether it is recomputed or not
 
 
-def layers_of(model: PreTrainedModel, recipe: Recipe, engaged: Engaged, device_type: str, attention: str) -> list[LayerMemory]:
+def layers_of(
+    model: PreTrainedModel, recipe: Recipe, active: ActivePrecision, device_type: str, attention: str
+) -> list[LayerMemory]:
     """Of each decoder layer of `model`, on the meta device, in order: fused where a run would fuse it.
 
     `attention`: the packed backend's name.
     """
-    layers, dtype = decoder_layers(model), getattr(torch, engaged.recipe.compute_dtype)
+    layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
-    settings = engaged.settings.model_copy(update={"scope": "linear"})
+    settings = active.settings.model_copy(update={"scope": "linear"})
     decisions = {}
-    if engaged.recipe.quantized:
-        decisions = decide(model, list(layers.values()), dataclasses.replace(engaged, settings=settings))
-    off = not_fused_because(recipe.model.fused, engaged, device_type, dtype)
-    compiled = compiled_layer(ModelFlops.of(model), engaged.recipe.name, recipe.weights)
+    if active.precision.quantized:
+        decisions = decide(model, list(layers.values()), dataclasses.replace(active, settings=settings))
+    off = not_fused_because(recipe.model.fused, active, device_type, dtype)
+    compiled = compiled_layer(ModelFlops.of(model), active.precision.name, recipe.weights)
     found = []
     for name, layer in layers.items():
         reason, low_precision = verdict(name, layer, decisions)
-        precision = engaged.recipe.name if low_precision or not engaged.recipe.quantized else "bf16"
+        precision = active.precision.name if low_precision or not active.precision.quantized else "bf16"
         is_fused = not (off or reason)
         found.append(fused_layer(layer, precision, recipe, device_type, attention) if is_fused else compiled)
     return found
@@ -131,7 +133,7 @@ def _mlp_backward(
 
 def compiled_layer(flops: ModelFlops, precision: str, weights: str) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `weights`: as a recipe says it."""
-    shape, number, quantized = flops.shape, _bytes_of_number(precision), RECIPES[precision].quantized
+    shape, number, quantized = flops.shape, _bytes_of_number(precision), PRECISIONS[precision].quantized
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if quantized else 1))
@@ -160,7 +162,7 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
 
 
 def _bytes_of_number(precision: str) -> int:
-    return {"float32": 4, "bfloat16": 2}[RECIPES[precision].compute_dtype]
+    return {"float32": 4, "bfloat16": 2}[PRECISIONS[precision].compute_dtype]
 
 
 def _weights_are_cast(weights: str, precision: str) -> bool:

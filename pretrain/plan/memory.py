@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.layer_memory import LayerMemory, compiled_layer
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
@@ -147,7 +147,7 @@ class _HeadMemory:
     def of(cls, recipe: Recipe, flops: ModelFlops, precision: str) -> _HeadMemory:
         shape, kind = flops.shape, recipe.loss.kind
         weights, computed = shape.vocabulary * shape.hidden, 4 if precision == "fp32" else 2
-        quantized = RECIPES[precision].quantized and recipe.fp8_config.scope != "linear"
+        quantized = PRECISIONS[precision].quantized and recipe.fp8_config.scope != "linear"
         cast = recipe.weights == "fp32" and precision != "fp32" and not quantized
         a_chunks_own = computed * weights if quantized and kind == "chunked" and precision not in _FUSED_HEADS else 0
         # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the

@@ -20,7 +20,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_data, check_model, check_settings, steps_of
 from pretrain.plan.layer_memory import LayerMemory
 from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
@@ -163,7 +163,7 @@ class Plan:
     @property
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, for products in `precision`; None on an unknown device, and in emulation."""
-        one = None if self.emulated else peak(self.device_name, RECIPES[self.precision].peak)
+        one = None if self.emulated else peak(self.device_name, PRECISIONS[self.precision].peak)
         return one * self.world_size if one else None
 
     @property

@@ -26,8 +26,8 @@ from pretrain.plan.data import Data, check_data, check_samples, check_tokenizer,
 from pretrain.plan.layer_memory import layers_of
 from pretrain.plan.plan import Plan
 from pretrain.precision.device import missing_on
-from pretrain.precision.engage import Engaged, engage
-from pretrain.precision.registry import WEIGHT_DTYPES, PrecisionRecipe
+from pretrain.precision.registry import WEIGHT_DTYPES, Precision
+from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -37,7 +37,7 @@ class Job:
     """A recipe that has been found good, and what it stands for on this machine."""
 
     recipe: Recipe
-    engaged: Engaged
+    active: ActivePrecision
     run_dir: Path
     model_config: PretrainedConfig
     data: Data
@@ -46,9 +46,9 @@ class Job:
     plan: Plan
 
     @property
-    def precision(self) -> PrecisionRecipe:
+    def precision(self) -> Precision:
         """The effective one: what the device really gets, whatever was asked for."""
-        return self.engaged.recipe
+        return self.active.precision
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -61,7 +61,7 @@ class Job:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued: in the precision that it really trains in."""
-        effective = {"precision": self.precision.name, "fp8_config": self.engaged.settings}
+        effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
         return config.identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
 
 
@@ -75,14 +75,14 @@ def prepare_job(
     """
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
-    engaged = engage(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
-    check_settings(recipe, engaged.recipe.name, accelerator.num_processes)
+    active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
+    check_settings(recipe, active.precision.name, accelerator.num_processes)
     model_config = model.load_config(recipe.model)
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
-    shape, compute_dtype = Shape.of(shapes), getattr(torch, engaged.recipe.compute_dtype)
-    check_fit(engaged, recipe, shape.layers)
-    check_shapes(shapes, engaged)
+    shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
+    check_fit(active, recipe, shape.layers)
+    check_shapes(shapes, active)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
     check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
@@ -95,20 +95,20 @@ def prepare_job(
     plan = Plan.make(
         recipe,
         model=shapes,
-        precision=engaged.recipe.name,
-        emulated=engaged.backend == "emulation",
+        precision=active.precision.name,
+        emulated=active.backend == "emulation",
         packs=len(data.train),
         mean_squared=data.mean_squared,
         held_out_packs=data.held_out_packs,
         packs_vocabulary=data.vocabulary,
         world_size=accelerator.num_processes,
         sharded=accelerator.is_fsdp2,
-        layers=layers_of(shapes, recipe, engaged, accelerator.device.type, backend.name),
+        layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         device_name=device_name,
         device_memory=device_memory,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
-    return Job(recipe, engaged, run_dir, model_config, data, tokenizer, backend, plan)
+    return Job(recipe, active, run_dir, model_config, data, tokenizer, backend, plan)
 
 
 def measured_speed(run_dir: Path) -> float | None:

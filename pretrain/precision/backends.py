@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.precision.engage import Engaged
 from pretrain.precision.product import Backend
+from pretrain.precision.selection import ActivePrecision
 
 
-def make_backend(engaged: Engaged, device: torch.device) -> Backend:
+def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
     """A backend for one model, whose products are on `device`."""
-    if engaged.backend == "transformer_engine":
+    if active.backend == "transformer_engine":
         from pretrain.precision.transformer_engine import TransformerEngineBackend
 
-        return TransformerEngineBackend(engaged, device)
-    if engaged.backend == "emulation":
+        return TransformerEngineBackend(active, device)
+    if active.backend == "emulation":
         from pretrain.precision.emulation import EmulationBackend
 
-        return EmulationBackend(engaged, device)
-    raise ValueError(f"{engaged.recipe.name} on {engaged.backend} has no low-precision products")
+        return EmulationBackend(active, device)
+    raise ValueError(f"{active.precision.name} on {active.backend} has no low-precision products")

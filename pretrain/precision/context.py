@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.precision.product import Backend, Product, Role
+from pretrain.precision.product import Backend, LinearProduct, Role
 
-Observer = Callable[[str, Role, Tensor, Product], None]
+Observer = Callable[[str, Role, Tensor, LinearProduct], None]
 
 
 @dataclass
@@ -42,19 +42,19 @@ class PrecisionContext:
         if not (training or self.evaluates_low):
             yield
             return
-        with self.backend.forward(), self._engaged():
+        with self.backend.forward(), self._active():
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function` now, and again in backward, in this context both times."""
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._engaged()
+            return nullcontext(), self._active()
 
         return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
 
     def multiply(
-        self, name: str, product: Product, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
+        self, name: str, product: LinearProduct, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
     ) -> Tensor:
         """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
 
@@ -71,7 +71,7 @@ class PrecisionContext:
                 y.register_hook(partial(self._show, "grad_output", name=name, product=product))
         return y
 
-    def _show(self, role: Role, tensor: Tensor, name: str, product: Product) -> None:
+    def _show(self, role: Role, tensor: Tensor, name: str, product: LinearProduct) -> None:
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
 
@@ -100,7 +100,7 @@ class PrecisionContext:
                 tensor.nan_to_num_(nan=0.0, posinf=0.0)
 
     @contextmanager
-    def _engaged(self) -> Iterator[None]:
+    def _active(self) -> Iterator[None]:
         before, self.low_precision = self.low_precision, True
         try:
             yield

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.precision.engage import Engaged
 from pretrain.precision.operands import grid_of
 from pretrain.precision.product import Role
 from pretrain.precision.quantizers.tensor import update_scale
+from pretrain.precision.selection import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
 # their columns stay as they begin, and are kept for its checkpoints' sake.
@@ -32,11 +32,11 @@ BACKWARD_SLOTS = ("grad_output", "grad_input")
 class AmaxHistory:
     """Histories and scales of the tensors of one direction, forward or backward."""
 
-    def __init__(self, engaged: Engaged, role: Role, columns: int, device: torch.device) -> None:
-        settings = engaged.settings
+    def __init__(self, active: ActivePrecision, role: Role, columns: int, device: torch.device) -> None:
+        settings = active.settings
         self.amax_history = torch.zeros(settings.amax_history_len, columns, device=device)
         self.scale = torch.ones(columns, device=device)
-        self._rule = (grid_of(engaged, role).maximum, settings.margin, settings.amax_compute_algo)
+        self._rule = (grid_of(active, role).maximum, settings.margin, settings.amax_compute_algo)
 
     def record(self, column: int, amax: Tensor) -> None:
         """Note the FP32 scalar `amax` of a tensor; of several in one step the largest counts."""
@@ -60,8 +60,8 @@ class AmaxHistory:
 class DelayedState:
     """The state of all products of one model. Products register first; the first use lays the matrices out."""
 
-    def __init__(self, engaged: Engaged, device: torch.device) -> None:
-        self._engaged = engaged
+    def __init__(self, active: ActivePrecision, device: torch.device) -> None:
+        self._active = active
         self._device = device
         self._modules: list[str] = []
         self._histories: tuple[AmaxHistory, AmaxHistory] | None = None
@@ -176,8 +176,8 @@ class DelayedState:
         if self._histories is None:
             count = len(self._modules)
             self._histories = (
-                AmaxHistory(self._engaged, "input", count * len(FORWARD_SLOTS), self._device),
-                AmaxHistory(self._engaged, "grad_output", count * len(BACKWARD_SLOTS), self._device),
+                AmaxHistory(self._active, "input", count * len(FORWARD_SLOTS), self._device),
+                AmaxHistory(self._active, "grad_output", count * len(BACKWARD_SLOTS), self._device),
             )
         return self._histories
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pretrain.precision import transformer_engine
-from pretrain.precision.engage import Missing
-from pretrain.precision.registry import PrecisionRecipe
+from pretrain.precision.registry import Precision
+from pretrain.precision.selection import Missing
 
 
 def missing_on(device_type: str) -> Missing:
@@ -20,7 +20,7 @@ def missing_on(device_type: str) -> Missing:
         cuda = _version(torch.version.cuda)
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
-    def missing(recipe: PrecisionRecipe) -> str | None:
+    def missing(recipe: Precision) -> str | None:
         lacking = recipe.hardware.lacking(capability, cuda) or transformer_engine.unavailable_because(recipe)
         return f"needs {lacking}; {device}" if lacking else None
 

@@ -25,13 +25,13 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pretrain.precision.delayed_state import DelayedState
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import plain_norm
 from pretrain.precision.observation import significant_bits
 from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantizer, serves_both
 from pretrain.precision.product import NormFunction, ObservedProduct, Role
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
+from pretrain.precision.selection import ActivePrecision
 
 # Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
 GRAPHS = 256
@@ -54,10 +54,10 @@ class EmulationBackend:
 
     name: Literal["emulation"] = "emulation"
 
-    def __init__(self, engaged: Engaged, device: torch.device) -> None:
-        self.engaged = engaged
+    def __init__(self, active: ActivePrecision, device: torch.device) -> None:
+        self.active = active
         self.device = device
-        self.delayed = DelayedState(engaged, device) if engaged.recipe.name == "delayed" else None
+        self.delayed = DelayedState(active, device) if active.precision.name == "delayed" else None
         self.recomputing = False
         self.seen: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
         self._products: list[EmulatedProduct] = []
@@ -121,7 +121,7 @@ class EmulationBackend:
     @property
     def operand_dtype(self) -> torch.dtype:
         """What operands are multiplied in: the smallest dtype that holds them and is not slow."""
-        exact_in_bf16 = not self.engaged.settings.use_f32_scales
+        exact_in_bf16 = not self.active.settings.use_f32_scales
         return torch.bfloat16 if self.device.type == "cuda" and exact_in_bf16 else torch.float32
 
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
@@ -130,8 +130,8 @@ class EmulationBackend:
         return Operand(values, tensor_scale), amax
 
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-        quantize = quantizer(self.engaged, role, along)
-        scaled = self.engaged.recipe.name in SCALED_PER_TENSOR
+        quantize = quantizer(self.active, role, along)
+        scaled = self.active.precision.name in SCALED_PER_TENSOR
         noting_amax = self.delayed is not None and along == "features"
         dtype = self.operand_dtype
 
@@ -160,7 +160,7 @@ class EmulatedProduct:
 
     def __init__(self, backend: EmulationBackend, name: str) -> None:
         self.name = name
-        self.serves_both = partial(serves_both, backend.engaged)
+        self.serves_both = partial(serves_both, backend.active)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
         self._weight: tuple[Operand, Operand] | None = None

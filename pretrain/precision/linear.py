@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.product import NormFunction, Product
+from pretrain.precision.product import LinearProduct, NormFunction
 
 
 class LowPrecisionLinear(nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
-    def __init__(self, linear: nn.Linear | Conv1D, name: str, product: Product, context: PrecisionContext) -> None:
+    def __init__(self, linear: nn.Linear | Conv1D, name: str, product: LinearProduct, context: PrecisionContext) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.transposed = isinstance(linear, Conv1D)

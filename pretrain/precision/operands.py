@@ -20,11 +20,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pretrain.precision.engage import Engaged
 from pretrain.precision.product import Role
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.selection import ActivePrecision
 
 # The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
 Along = Literal["features", "rows"]
@@ -36,7 +36,7 @@ SCALED_PER_TENSOR = ("delayed", "current", "nvfp4")  # the others have a tensor 
 
 
 def quantize_operand(
-    engaged: Engaged, role: Role, x: Tensor, *, along: Along, scale: Tensor | None = None, amax: Tensor | None = None
+    active: ActivePrecision, role: Role, x: Tensor, *, along: Along, scale: Tensor | None = None, amax: Tensor | None = None
 ) -> Quantized:
     """x [rows, features], the `role` of a product that sums `along` its features or its rows, as `engaged` quantizes it.
 
@@ -46,13 +46,13 @@ def quantize_operand(
 
     Raises RuntimeError where the recipe's blocks do not divide the axis of the sum.
     """
-    return quantizer(engaged, role, along)(x, scale, amax)
+    return quantizer(active, role, along)(x, scale, amax)
 
 
-def serves_both(engaged: Engaged, role: Role) -> bool:
+def serves_both(active: ActivePrecision, role: Role) -> bool:
     """Whether the codes of one quantization enter both products of an operand."""
-    settings = engaged.settings
-    match engaged.recipe.name:
+    settings = active.settings
+    match active.precision.name:
         case "delayed" | "current":
             return True
         case "block":
@@ -61,28 +61,28 @@ def serves_both(engaged: Engaged, role: Role) -> bool:
             return role == "weight" and bool(settings.enable_2d_quantization)
         case "nvfp4":
             return role == "weight" and not settings.disable_2d_quantization
-    raise ValueError(f"{engaged.recipe.name} quantizes nothing")
+    raise ValueError(f"{active.precision.name} quantizes nothing")
 
 
-def quantizer(engaged: Engaged, role: Role, along: Along) -> Quantize:
+def quantizer(active: ActivePrecision, role: Role, along: Along) -> Quantize:
     """`quantize_operand` with all but its tensors settled: a pure function of tensors, for a compiler to look through."""
     if along == "features":
-        return _along_features(engaged, role)
-    if serves_both(engaged, role):
-        return _transposing_the_result(_along_features(engaged, role))
-    if engaged.recipe.name == "nvfp4" and role != "weight" and not engaged.settings.disable_rht:
-        return _transposing(_along_features(engaged, role), hadamard.transform)
-    return _transposing(_along_features(engaged, role))
+        return _along_features(active, role)
+    if serves_both(active, role):
+        return _transposing_the_result(_along_features(active, role))
+    if active.precision.name == "nvfp4" and role != "weight" and not active.settings.disable_rht:
+        return _transposing(_along_features(active, role), hadamard.transform)
+    return _transposing(_along_features(active, role))
 
 
-def grid_of(engaged: Engaged, role: Role) -> Grid:
+def grid_of(active: ActivePrecision, role: Role) -> Grid:
     """The FP8 format of a role: HYBRID gives gradients range rather than precision."""
-    return E5M2 if role == "grad_output" and engaged.settings.fp8_format == "HYBRID" else E4M3
+    return E5M2 if role == "grad_output" and active.settings.fp8_format == "HYBRID" else E4M3
 
 
-def _along_features(engaged: Engaged, role: Role) -> Quantize:
-    settings, grid = engaged.settings, grid_of(engaged, role)
-    match engaged.recipe.name:
+def _along_features(active: ActivePrecision, role: Role) -> Quantize:
+    settings, grid = active.settings, grid_of(active, role)
+    match active.precision.name:
         case "delayed":
             return lambda x, scale, amax: tensor.quantize(x, scale, grid)
         case "current":
@@ -91,16 +91,16 @@ def _along_features(engaged: Engaged, role: Role) -> Quantize:
             square, power_of_two = role == "weight", not settings.use_f32_scales
             return lambda x, scale, amax: block.quantize(x, grid, two_dimensional=square, power_of_two=power_of_two)
         case "mxfp8":
-            square, rounding = serves_both(engaged, role), settings.scale_rounding
+            square, rounding = serves_both(active, role), settings.scale_rounding
             return lambda x, scale, amax: mxfp8.quantize(x, grid, rounding=rounding, two_dimensional=square)
         case "nvfp4":
             # Rounding by chance keeps a sum of gradients right on average. Activations and weights are rounded to nearest:
             # there chance would add noise to every forward, and there is no average over steps to take it out again.
             if role == "grad_output" and not settings.disable_stochastic_rounding:
                 return _nvfp4_by_chance
-            square = serves_both(engaged, role)
+            square = serves_both(active, role)
             return lambda x, scale, amax: nvfp4.quantize(x, two_dimensional=square, amax=amax)
-    raise ValueError(f"{engaged.recipe.name} quantizes nothing")
+    raise ValueError(f"{active.precision.name} quantizes nothing")
 
 
 def _with_current_scale(grid: Grid, power_of_two: bool) -> Quantize:

@@ -22,7 +22,7 @@ class ObservedProduct(NamedTuple):
     right: str
 
 
-class Product(Protocol):
+class LinearProduct(Protocol):
     """y = x w^T + b with operands in low precision, in forward and in backward."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
@@ -37,7 +37,7 @@ class Backend(Protocol):
 
     name: Literal["transformer_engine", "emulation"]
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Product:
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
         """The product of the linear called `name`, with a state of its own where the recipe keeps one."""
 
     def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:

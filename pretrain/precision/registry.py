@@ -54,7 +54,7 @@ class Tolerance:
 
 
 @dataclass(frozen=True)
-class PrecisionRecipe:
+class Precision:
     """One way to compute.
 
     `compute_dtype` names the torch dtype of activations and, but for the quantized recipes, of products; `peak` the column of
@@ -96,24 +96,24 @@ _DELAYED_TOLERANCE = Tolerance(loss=0.05, gradient_norm=0.3, cosine=0.75)
 _HYBRID_OR_E4M3 = ("HYBRID", "E4M3")
 
 # Defaults are Transformer Engine's own, so that a recipe's name means the same here as there.
-RECIPES = {
+PRECISIONS = {
     recipe.name: recipe
     for recipe in (
-        PrecisionRecipe(
+        Precision(
             "fp32",
             "float32",
             "fp32",
             "FP32 products; the reference every other recipe is compared with",
             Tolerance(loss=1e-4, gradient_norm=1e-3, cosine=0.9999),
         ),
-        PrecisionRecipe(
+        Precision(
             "bf16",
             "bfloat16",
             "bf16",
             "BF16 products with FP32 accumulation",
             Tolerance(loss=0.01, gradient_norm=0.02, cosine=0.99),
         ),
-        PrecisionRecipe(
+        Precision(
             "delayed",
             "bfloat16",
             "fp8",
@@ -129,7 +129,7 @@ RECIPES = {
             },
             hardware=_FP8,
         ),
-        PrecisionRecipe(
+        Precision(
             "current",
             "bfloat16",
             "fp8",
@@ -143,7 +143,7 @@ RECIPES = {
             },
             hardware=_FP8,
         ),
-        PrecisionRecipe(
+        Precision(
             "block",
             "bfloat16",
             "fp8",
@@ -153,7 +153,7 @@ RECIPES = {
             options={"fp8_format": Option("E4M3", ("E4M3",)), "use_f32_scales": Option(False)},
             hardware=Hardware((9, 0), "H100, H200, B200", cuda=(12, 9)),
         ),
-        PrecisionRecipe(
+        Precision(
             "mxfp8",
             "bfloat16",
             "fp8",
@@ -167,7 +167,7 @@ RECIPES = {
             },
             hardware=Hardware((10, 0), "B200, GB200", below=(12, 0)),
         ),
-        PrecisionRecipe(
+        Precision(
             "nvfp4",
             "bfloat16",
             "fp4",
@@ -188,18 +188,18 @@ RECIPES = {
 WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
 
-def find(name: str, origin: str) -> PrecisionRecipe:
+def find(name: str, origin: str) -> Precision:
     """The recipe called `name`; InputError that names `origin` and the nearest known recipe."""
-    if name in RECIPES:
-        return RECIPES[name]
+    if name in PRECISIONS:
+        return PRECISIONS[name]
     raise InputError(f"{origin}: {unknown(name)}")
 
 
 def unknown(name: str) -> str:
     """What to say of a `name` that is no recipe's."""
-    near = difflib.get_close_matches(name, RECIPES, n=1)
+    near = difflib.get_close_matches(name, PRECISIONS, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown precision {name!r}; {hint}known: {', '.join(RECIPES)}"
+    return f"unknown precision {name!r}; {hint}known: {', '.join(PRECISIONS)}"
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -12,11 +12,11 @@ from pydantic import AfterValidator, model_validator
 
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision import registry as recipes
-from pretrain.precision.registry import RECIPES, PrecisionRecipe
+from pretrain.precision.registry import PRECISIONS, Precision
 
 
 def _in_the_registry(name: str) -> str:
-    if name not in RECIPES:
+    if name not in PRECISIONS:
         raise ValueError(recipes.unknown(name))
     return name
 
@@ -70,13 +70,13 @@ class LowPrecisionSettings(Settings):
         """The options of single recipes that are set, by key."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
 
-    def contradictions(self, recipe: PrecisionRecipe) -> list[str]:
+    def contradictions(self, recipe: Precision) -> list[str]:
         """What is set and `recipe` does not take, as `key: value`."""
         return [f"{key}: {value}" for key, value in self.options_set.items() if not recipe.takes(key, value)]
 
     def resolved(self, recipe_name: str) -> Self:
         """With every option that the recipe takes filled in, by its default where it is None, and all others None."""
-        taken = RECIPES[recipe_name].options
+        taken = PRECISIONS[recipe_name].options
         options = {key: self.options_set.get(key, taken[key].default) if key in taken else None for key in OPTIONS}
         return type(self).model_validate(self.model_dump() | options)
 
@@ -86,4 +86,4 @@ class LowPrecisionSettings(Settings):
 
 
 # The keys that only some recipes take; the others are for all quantized ones.
-OPTIONS = tuple(key for key in LowPrecisionSettings.model_fields if any(key in recipe.options for recipe in RECIPES.values()))
+OPTIONS = tuple(key for key in LowPrecisionSettings.model_fields if any(key in recipe.options for recipe in PRECISIONS.values()))

@@ -27,11 +27,11 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
 from pretrain.precision.operands import quantize_operand
-from pretrain.precision.product import Backend, Product, Role
+from pretrain.precision.product import Backend, LinearProduct, Role
 from pretrain.precision.quantizers.grid import Grid
 from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.selection import ActivePrecision
 
 SLICE_VALUES = 2**24  # quantized at once: a run that fills its memory must not end because it was watched
 SLICE_ROWS = 128  # slices begin at multiples of this, where the rows of every format's blocks begin too
@@ -54,10 +54,10 @@ class OperandStatistics:
     is slower than compiled ones would be, but every so many steps it costs less than compiling for each shape.
     """
 
-    def __init__(self, engaged: Engaged, backend: Backend) -> None:
+    def __init__(self, active: ActivePrecision, backend: Backend) -> None:
         """`engaged`: in a quantized recipe. `backend`: the one that computes it."""
-        to_nearest = {"disable_stochastic_rounding": True} if engaged.recipe.name == "nvfp4" else {}
-        self.engaged = replace(engaged, settings=engaged.settings.model_copy(update=to_nearest))
+        to_nearest = {"disable_stochastic_rounding": True} if active.precision.name == "nvfp4" else {}
+        self.active = replace(active, settings=active.settings.model_copy(update=to_nearest))
         self.backend = backend
         self._figures: dict[tuple[str, Role], Tensor] = {}
         self._scales: dict[tuple[str, Role], Tensor] = {}
@@ -78,7 +78,7 @@ class OperandStatistics:
             context.observers.remove(self)
 
     @torch.no_grad()
-    def __call__(self, name: str, role: Role, x: Tensor, product: Product) -> None:
+    def __call__(self, name: str, role: Role, x: Tensor, product: LinearProduct) -> None:
         """Measure x [rows, features], the `role` of the product called `name`; a further call for both (the LM head takes its
         tokens in chunks, gradient checkpointing computes a layer twice) adds to what is known."""
         figures = self._measure(name, role, x)
@@ -99,16 +99,16 @@ class OperandStatistics:
         table = torch.stack(list(self._figures.values())).tolist()
         rows = (dict(zip(MAXIMA + SUMS, values, strict=True)) for values in table)
         return [
-            {"layer": name, "operand": role, **_record(row, self.engaged.recipe.name)}
+            {"layer": name, "operand": role, **_record(row, self.active.precision.name)}
             for (name, role), row in zip(self._figures, rows, strict=True)
         ]
 
     def _measure(self, name: str, role: Role, x: Tensor) -> Tensor:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
-        scale = self._scale_in_force(name, role) if self.engaged.recipe.name == "delayed" else None
+        scale = self._scale_in_force(name, role) if self.active.precision.name == "delayed" else None
         total = None
         for rows in x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS):
-            figures = measure(rows.float(), quantize_operand(self.engaged, role, rows, along="features", scale=scale, amax=amax))
+            figures = measure(rows.float(), quantize_operand(self.active, role, rows, along="features", scale=scale, amax=amax))
             total = figures if total is None else merge(total, figures)
         return total
 

@@ -21,9 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pretrain.precision.engage import Engaged
 from pretrain.precision.product import NormFunction, ObservedProduct
-from pretrain.precision.registry import PrecisionRecipe
+from pretrain.precision.registry import Precision
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe
 
@@ -58,7 +58,7 @@ def lacking() -> str | None:
     return None
 
 
-def unavailable_because(recipe: PrecisionRecipe) -> str | None:
+def unavailable_because(recipe: Precision) -> str | None:
     """The same for running a quantized `recipe` on it."""
     if missing := lacking():
         return missing
@@ -101,11 +101,11 @@ class TransformerEngineBackend:
 
     name: Literal["transformer_engine"] = "transformer_engine"
 
-    def __init__(self, engaged: Engaged, device: torch.device) -> None:
+    def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Raises InputError where the installed Transformer Engine does not take the recipe as asked."""
         self.te = library()
         self._device = device
-        self.recipe = te_recipe(engaged.recipe.name, engaged.settings)
+        self.recipe = te_recipe(active.precision.name, active.settings)
         self._products: dict[str, TransformerEngineProduct] = {}
         self.observer: GemmObserver | None = None
 

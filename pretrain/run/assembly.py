@@ -29,8 +29,8 @@ from pretrain.optimizer.exact_adamw import ExactAdamW
 from pretrain.plan.preflight import Job
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
 from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.selection import ActivePrecision
 from pretrain.verify import audit
 
 # Packs that delayed scaling sees before the first step. The first two teach it a layer's gradients, and the largest values of all
@@ -47,7 +47,7 @@ class Assembly:
     hf: PreTrainedModel
     model: nn.Module
     optimizer: ExactAdamW
-    engaged: Engaged
+    active: ActivePrecision
     precision: PrecisionContext | None
     audit: dict[str, Any]
 
@@ -80,8 +80,8 @@ class Assembly:
 
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
-        fastest = peak(device_name, self.engaged.recipe.peak)
-        if self.engaged.backend != "transformer_engine" or fastest is None:
+        fastest = peak(device_name, self.active.precision.peak)
+        if self.active.backend != "transformer_engine" or fastest is None:
             return None
         fused = unwrapped(self.model).fused
         weights = low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0)
@@ -91,12 +91,12 @@ class Assembly:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if self.precision is None or every is None:
             return None
-        return PrecisionWatch(self.precision, self.engaged, every, folder, resumed_step=step, main_process=main_process)
+        return PrecisionWatch(self.precision, self.active, every, folder, resumed_step=step, main_process=main_process)
 
     def confirming_audit(self, step: int) -> AbstractContextManager[None]:
         """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
         fused = unwrapped(self.model).fused
-        return audit.confirming(self.precision, self.engaged, self.audit, step, fused) if self.precision else nullcontext()
+        return audit.confirming(self.precision, self.active, self.audit, step, fused) if self.precision else nullcontext()
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
@@ -108,9 +108,9 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)
     layers = model.decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), job.engaged) if job.engaged.recipe.quantized else {}
+    decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
     packed.precision = precision = make_context(job, device) if decisions else None
-    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.engaged, device.type, job.compute_dtype, precision)
+    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, job.compute_dtype, precision)
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
@@ -134,10 +134,10 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
 
     products = rehearse(job, accelerator, prepared, packed, adamw, decisions)
     found = {
-        "precision": job.engaged.requested,
+        "precision": job.active.requested,
         "effective": job.precision.name,
-        "reason": job.engaged.reason,
-        "backend": job.engaged.backend,
+        "reason": job.active.reason,
+        "backend": job.active.backend,
         "computes": job.precision.description,
         "compute_dtype": job.precision.compute_dtype,
         "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
@@ -149,13 +149,13 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "compiled": what_is_compiled(compiled, precision, fused),
         "products": products,
     }
-    return Assembly(hf, prepared, adamw, job.engaged, precision, found)
+    return Assembly(hf, prepared, adamw, job.active, precision, found)
 
 
 def make_context(job: Job, device: torch.device) -> PrecisionContext:
     """What the low-precision modules of the model share."""
-    backend = make_backend(job.engaged, device)
-    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.engaged.settings.use_autocast_during_eval)
+    backend = make_backend(job.active, device)
+    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
 
 
 def rehearse(
@@ -181,7 +181,7 @@ def rehearse(
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
         return run(**model.inputs_of(batch, accelerator.device)) * scale
 
-    entries = audit.observe(packed.hf, lambda: loss_of(0), job.engaged, decisions, packed.precision, packed.fused)
+    entries = audit.observe(packed.hf, lambda: loss_of(0), job.active, decisions, packed.precision, packed.fused)
     if packed.precision and packed.precision.backend.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):

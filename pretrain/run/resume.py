@@ -24,7 +24,7 @@ from pretrain.run.assembly import Assembly
 
 
 @dataclass(frozen=True)
-class Source:
+class ResumePoint:
     """A checkpoint that may be continued."""
 
     path: Path
@@ -32,7 +32,7 @@ class Source:
     notes: list[str]  # what differs between its recipe and the present one
 
 
-def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> Source | None:
+def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
     """The checkpoint to go on from, `wanted` ("auto" or a path); None where there is none yet. Costs no more than its hashes.
 
     Raises InputError where it belongs to another training and `accept_changes` is not set, and where all are damaged: starting
@@ -47,11 +47,11 @@ def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes:
         return None
     record = checkpoints.read_state(path)
     changes = check_same_training(record, job.identity, path, accept_changes)
-    return Source(path, record, [f"the recipe has changed: {change}" for change in changes])
+    return ResumePoint(path, record, [f"the recipe has changed: {change}" for change in changes])
 
 
 def restore(
-    source: Source | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
+    source: ResumePoint | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
     """Put the checkpoint's weights, moments and counters back; returns the state and what the user should know of it."""
     if source is None:
@@ -66,7 +66,7 @@ def restore(
 
 
 def load_weights(
-    source: Source, checkpoints: Checkpoints, mode: Weights, assembly: Assembly, scales: Mapping[str, Tensor]
+    source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly, scales: Mapping[str, Tensor]
 ) -> list[str]:
     """Copy weights, moments and `scales` into place, whatever mode of `weights:` they were saved in; returns what the user should
     know.

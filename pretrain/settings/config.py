@@ -13,7 +13,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import load_yaml, parse, value_from_text
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
 # Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
@@ -74,7 +74,7 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     identity is not resumed unless the user insists.
     """
     flat = flatten(resolved(recipe))
-    quantized = recipe.precision is not None and RECIPES[recipe.precision].quantized
+    quantized = recipe.precision is not None and PRECISIONS[recipe.precision].quantized
     idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
     return {key: value for key, value in flat.items() if not key.startswith(idle)} | {"data.fingerprint": data_fingerprint}
 

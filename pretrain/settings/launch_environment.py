@@ -18,7 +18,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
-from pretrain.precision.registry import RECIPES, PrecisionRecipe, find
+from pretrain.precision.registry import PRECISIONS, Precision, find
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
@@ -54,7 +54,7 @@ class _File(Settings):
 class Requested:
     """What the accelerate configuration asks for; what its file sets, as far as that can be told, is set in `settings`."""
 
-    recipe: PrecisionRecipe
+    precision: Precision
     settings: LowPrecisionSettings
 
 
@@ -66,13 +66,13 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     accelerate configuration. Raises InputError for an unknown precision or key, and for options that the precision does not take.
     """
     requested = take_requested_precision(environ)
-    chosen = RECIPES[recipe.precision] if recipe.precision else requested.recipe
+    chosen = PRECISIONS[recipe.precision] if recipe.precision else requested.precision
     if contradictions := recipe.fp8_config.contradictions(chosen):
         raise InputError(
             f"`fp8_config: {{{', '.join(contradictions)}}}` and `precision: {chosen.name}` contradict each other: "
             f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
         )
-    inherited = requested.settings if chosen is requested.recipe else requested.settings.without_options()
+    inherited = requested.settings if chosen is requested.precision else requested.settings.without_options()
     settings = LowPrecisionSettings.model_validate(_merged(_as_set(inherited), _as_set(recipe.fp8_config)))
     return recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
 
@@ -92,7 +92,7 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> Requested:
             f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
             "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"
         )
-    return Requested(RECIPES[_NAMES[mixed_precision]], LowPrecisionSettings())
+    return Requested(PRECISIONS[_NAMES[mixed_precision]], LowPrecisionSettings())
 
 
 def _read_fp8_config(values: dict[str, Any]) -> Requested:

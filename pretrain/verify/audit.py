@@ -22,10 +22,10 @@ from pretrain.model.fused.fuse import FusedLayers
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.precision.observation import BITS, dtype_name
 from pretrain.precision.product import ObservedProduct
+from pretrain.precision.selection import ActivePrecision
 from pretrain.verify.observation import DtypesOfLinears, matrices_of
 
 Entry = dict[str, Any]
@@ -35,7 +35,7 @@ Observed = Mapping[str, Sequence[ObservedProduct]]
 def observe(
     hf: nn.Module,
     run: Callable[[], Tensor],
-    engaged: Engaged,
+    active: ActivePrecision,
     decisions: Mapping[str, Decision] | None = None,
     context: PrecisionContext | None = None,
     fused: FusedLayers | None = None,
@@ -70,33 +70,33 @@ def observe(
 
     entries = []
     for name, module in linears.items():
-        decision = (decisions or {}).get(name, Decision(name, engaged.recipe.name))
-        low_precision = engaged.recipe.quantized and decision.requested == engaged.recipe.name
+        decision = (decisions or {}).get(name, Decision(name, active.precision.name))
+        low_precision = active.precision.quantized and decision.requested == active.precision.name
         plain = _plain_dtypes(dtypes.seen.get(name), inside.get(name))
         entries.append(
             {
                 "name": name,
                 "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
                 "requested": decision.requested,
-                "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), engaged)
+                "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), active)
                 if low_precision
                 else _plain_name(plain),
                 "products": _shown(observed.get(name, ())) if low_precision else {},
-                "backend": engaged.backend if low_precision else "torch",
+                "backend": active.backend if low_precision else "torch",
                 "stored": stored[name],
                 "reason": decision.reason,
                 **({"part_of": members[name].name} if name in members else {}),
             }
         )
-    entries += [_norm_entry(name, module, engaged) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
-    _refuse(entries, engaged)
+    entries += [_norm_entry(name, module, active) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
+    _refuse(entries, active)
     dtypes_seen = {name: " x ".join(sorted(dtypes.seen.get(name, {"not run"}))) for name in others}
-    return entries + [_other_entry(n, m, _plain_name(dtypes_seen[n]), stored[n], engaged) for n, m in others.items()]
+    return entries + [_other_entry(n, m, _plain_name(dtypes_seen[n]), stored[n], active) for n, m in others.items()]
 
 
 @contextmanager
 def confirming(
-    context: PrecisionContext, engaged: Engaged, found: dict[str, Any], step: int, fused: FusedLayers | None = None
+    context: PrecisionContext, active: ActivePrecision, found: dict[str, Any], step: int, fused: FusedLayers | None = None
 ) -> Iterator[None]:
     """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
 
@@ -110,9 +110,9 @@ def confirming(
     checked = []
     for entry in (entry for entry in found["products"] if entry["products"]):
         name = entry["name"]
-        effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], engaged)
+        effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], active)
         checked.append(entry | {"effective": effective})
-    _refuse(checked, engaged)
+    _refuse(checked, active)
     found["confirmed_in_step"] = step
 
 
@@ -157,7 +157,7 @@ def _plain_dtypes(seen: Collection[str] | None, within_fused: Sequence[ObservedP
     return " x ".join(sorted(seen)) if seen else "not run"
 
 
-def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, engaged: Engaged) -> str:
+def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, active: ActivePrecision) -> str:
     """The recipe's name if every product that ran multiplied operands of its formats, and all three ran; else what ran instead.
 
     `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
@@ -167,28 +167,28 @@ def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, en
         return _plain_name(plain)
     if outside:
         return f"{outside} calls outside the low-precision context"
-    formats = expected_formats(engaged)
-    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, formats[p.gemm], engaged)})
+    formats = expected_formats(active)
+    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, formats[p.gemm], active)})
     missing = sorted(f"{gemm} not run" for gemm in formats.keys() - {product.gemm for product in observed})
-    return ", ".join([*wrong, *missing]) or engaged.recipe.name
+    return ", ".join([*wrong, *missing]) or active.precision.name
 
 
-def expected_formats(engaged: Engaged) -> dict[str, tuple[str, str]]:
+def expected_formats(active: ActivePrecision) -> dict[str, tuple[str, str]]:
     """The formats that each product of a linear multiplies under this recipe: x w^T, g w and g^T x."""
-    if engaged.recipe.name == "nvfp4":
+    if active.precision.name == "nvfp4":
         return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
-    gradient = "e5m2" if engaged.settings.fp8_format == "HYBRID" else "e4m3"
+    gradient = "e5m2" if active.settings.fp8_format == "HYBRID" else "e4m3"
     return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
 
 
-def _is_expected(product: ObservedProduct, formats: tuple[str, str], engaged: Engaged) -> bool:
+def _is_expected(product: ObservedProduct, formats: tuple[str, str], active: ActivePrecision) -> bool:
     """Whether both operands are what the recipe makes of them: by their kind on Transformer Engine, which says what a tensor is,
     and by their significant bits in emulation, where it is an ordinary tensor of few values."""
-    if engaged.backend == "emulation":
-        most = {name: BITS["float32"] for name in BITS} if engaged.settings.use_f32_scales else BITS  # FP32 scales have all bits
+    if active.backend == "emulation":
+        most = {name: BITS["float32"] for name in BITS} if active.settings.use_f32_scales else BITS  # FP32 scales have all bits
         return all(_bits(kind) <= most[name] for kind, name in zip((product.left, product.right), formats, strict=True))
     weights = (False, product.gemm != "wgrad")  # the right-hand operand of forward and dgrad
-    expected = [_kinds(engaged.recipe.name, name, weight) for name, weight in zip(formats, weights, strict=True)]
+    expected = [_kinds(active.precision.name, name, weight) for name, weight in zip(formats, weights, strict=True)]
     return product.left in expected[0] and product.right in expected[1]
 
 
@@ -219,21 +219,21 @@ def _plain_name(dtypes: str) -> str:
     return {"float32": "fp32", "bfloat16": "bf16"}.get(dtypes, dtypes)
 
 
-def _norm_entry(name: str, norm: LowPrecisionNorm, engaged: Engaged) -> Entry:
-    recipe = engaged.recipe.name
+def _norm_entry(name: str, norm: LowPrecisionNorm, active: ActivePrecision) -> Entry:
+    recipe = active.precision.name
     return {
         "name": name,
         "module": type(norm).__name__,
         "requested": recipe,
         "effective": recipe if norm.calls else "not run",
         "products": {},
-        "backend": engaged.backend,
+        "backend": active.backend,
         "stored": dtype_name(norm.weight.dtype),
         "reason": None,
     }
 
 
-def _other_entry(name: str, module: nn.Module, effective: str, stored: str, engaged: Engaged) -> Entry:
+def _other_entry(name: str, module: nn.Module, effective: str, stored: str, active: ActivePrecision) -> Entry:
     """Of a module whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
     it, so nothing is refused: it computes as transformers wrote it, and a router may do so in FP32."""
     return {
@@ -244,16 +244,16 @@ def _other_entry(name: str, module: nn.Module, effective: str, stored: str, enga
         "products": {},
         "backend": "torch",
         "stored": stored,
-        "reason": "no linear, which is what low precision takes" if engaged.recipe.quantized else None,
+        "reason": "no linear, which is what low precision takes" if active.precision.quantized else None,
     }
 
 
-def _refuse(entries: Sequence[Entry], engaged: Engaged) -> None:
+def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
-            f"precision {engaged.recipe.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
+            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
             f"{listed}"
         )
 

@@ -15,8 +15,8 @@ from pretrain.model.conversion import convert, decide
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -41,13 +41,13 @@ def microbatches() -> list[dict]:
 
 def train(recipe: str, backend: str, microbatches: list[dict]) -> Trained:
     """Some steps of plain SGD, two microbatches each, weights quantized in the first."""
-    engaged = Engaged(recipe, RECIPES[recipe], backend, LowPrecisionSettings(scope="linear+head").resolved(recipe))
+    active = ActivePrecision(recipe, PRECISIONS[recipe], backend, LowPrecisionSettings(scope="linear+head").resolved(recipe))
     attention = "packed_varlen" if DEVICE.type == "cuda" else "packed_sdpa"
     config = model.load_config(SETTINGS)
     hf = model.build(SETTINGS, config, weights=torch.bfloat16, seed=1, device=DEVICE, backend=attention)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
-    context = packed.precision = PrecisionContext(make_backend(engaged, DEVICE), torch.bfloat16)
-    convert(hf, decide(hf, list(decoder_layers(hf).values()), engaged), context)
+    context = packed.precision = PrecisionContext(make_backend(active, DEVICE), torch.bfloat16)
+    convert(hf, decide(hf, list(decoder_layers(hf).values()), active), context)
     losses = []
     for _ in range(STEPS):
         hf.zero_grad()

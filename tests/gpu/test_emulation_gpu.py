@@ -13,10 +13,10 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
-from pretrain.precision.engage import Engaged
 from pretrain.precision.operands import Along
 from pretrain.precision.product import Role
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 def backend(case: str, device: str, **options: Any) -> EmulationBackend:
     recipe = case.split()[0]
     settings = LowPrecisionSettings(**(CASES.get(case, {}) | options)).resolved(recipe)
-    return EmulationBackend(Engaged(recipe, RECIPES[recipe], "emulation", settings), torch.device(device))
+    return EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device(device))
 
 
 def tensors(*shapes: tuple[int, int]) -> list[Tensor]:

@@ -21,8 +21,8 @@ from pretrain.model.gradients import attach_main_gradients, clear_main_gradients
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
@@ -55,15 +55,15 @@ def assemble(
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
-    backend = "transformer_engine" if RECIPES[recipe].quantized else "torch"
-    engaged = Engaged(recipe, RECIPES[recipe], backend, LowPrecisionSettings().resolved(recipe))
+    backend = "transformer_engine" if PRECISIONS[recipe].quantized else "torch"
+    active = ActivePrecision(recipe, PRECISIONS[recipe], backend, LowPrecisionSettings().resolved(recipe))
     layers = decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), engaged) if engaged.recipe.quantized else {}
+    decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     context = None
     if decisions:
-        context = packed.precision = PrecisionContext(make_backend(engaged, torch.device("cuda")), torch.bfloat16)
+        context = packed.precision = PrecisionContext(make_backend(active, torch.device("cuda")), torch.bfloat16)
     if fused:
-        arithmetic, why_not = choose_arithmetic("auto", engaged, "cuda", torch.bfloat16, context)
+        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", torch.bfloat16, context)
         assert arithmetic, why_not
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
@@ -181,14 +181,14 @@ def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int
     from pretrain.verify.audit import _is_expected, expected_formats
 
     packed = assemble(larger(name), recipe, fused=True, main=main)
-    engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+    active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
     with packed.fused.observed_products() as seen:
         train(packed, steps=1)
-    formats = expected_formats(engaged)
+    formats = expected_formats(active)
     assert len(seen) == linears
     for products in seen.values():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
-        assert all(_is_expected(product, formats[product.gemm], engaged) for product in products), products
+        assert all(_is_expected(product, formats[product.gemm], active) for product in products), products
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

@@ -118,10 +118,10 @@ def test_no_tokens_give_empty_results_and_norm_gradients_of_zero() -> None:
 
 @pytest.mark.parametrize(("values", "programs"), [(256, 1), (512, 12), (4096, 528)])
 def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, programs: int) -> None:
-    from pretrain.model.fused.rotary_kernel import Tiling
+    from pretrain.model.fused.rotary_kernel import RotaryTiling
 
     problem = Problem(50, Heads(4, 2, 32), FP32, normed=True)
-    tiling = Tiling(values, warps=2, programs=programs)
+    tiling = RotaryTiling(values, warps=2, programs=programs)
     for ours, usual in zip(kernel_forward(problem, tiling=tiling), kernel_forward(problem), strict=True):
         torch.testing.assert_close(ours, usual, rtol=1e-6, atol=1e-6)
     for ours, usual in zip(kernel_backward(problem, tiling=tiling), kernel_backward(problem), strict=True):

@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.head import IGNORE
 from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
-from pretrain.model.loss.softmax_kernel import FASTEST, Tiling
+from pretrain.model.loss.softmax_kernel import FASTEST, SoftmaxTiling
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
 
@@ -52,7 +52,7 @@ def reference(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return losses.detach(), gradient
 
 
-def check(logits: Tensor, labels: Tensor, tiling: Tiling = FASTEST) -> None:
+def check(logits: Tensor, labels: Tensor, tiling: SoftmaxTiling = FASTEST) -> None:
     losses, gradient = reference(logits, labels)
     alone = softmax_kernel.token_losses(logits, labels, IGNORE, tiling)
     ours = logits.clone()
@@ -75,7 +75,7 @@ def check(logits: Tensor, labels: Tensor, tiling: Tiling = FASTEST) -> None:
 def test_losses_and_gradients_are_those_of_autograd_whatever_the_shape(
     n, vocabulary, block, programs, scale, dtype, seed
 ) -> None:
-    check(*draw(n, vocabulary, dtype, scale, seed), Tiling(block, 4, programs))
+    check(*draw(n, vocabulary, dtype, scale, seed), SoftmaxTiling(block, 4, programs))
 
 
 def test_extreme_logits_keep_their_digits() -> None:
@@ -87,14 +87,14 @@ def test_extreme_logits_keep_their_digits() -> None:
     logits[3, :32] = -math.inf  # whole blocks of nothing, first and last
     logits[4, 8:] = -math.inf
     labels = torch.tensor([vocabulary - 2, 7, 7, 35, 2, 0])
-    check(logits.to(DEVICE), labels.to(DEVICE), Tiling(block=16))
+    check(logits.to(DEVICE), labels.to(DEVICE), SoftmaxTiling(block=16))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ignored(bad: float) -> None:
     logits, labels = draw(6, 40, torch.float32)
     logits[0, 3] = logits[2, 3] = bad  # token 0 is ignored
-    losses = softmax_kernel.softmax_gradient_(logits, labels, IGNORE, Tiling(block=16))
+    losses = softmax_kernel.softmax_gradient_(logits, labels, IGNORE, SoftmaxTiling(block=16))
     assert losses.isnan().tolist() == [False, False, True, False, False, False]
     assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
@@ -166,8 +166,8 @@ def test_nan_stays_nan_in_the_codes_and_out_of_the_amax() -> None:
 @cuda_only
 @pytest.mark.parametrize("vocabulary", [151_936, 128_256, 50_257, 32_000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tiling", [FASTEST, Tiling(16_384, 16, programs=40)])
-def test_real_vocabularies(vocabulary: int, dtype: torch.dtype, tiling: Tiling) -> None:
+@pytest.mark.parametrize("tiling", [FASTEST, SoftmaxTiling(16_384, 16, programs=40)])
+def test_real_vocabularies(vocabulary: int, dtype: torch.dtype, tiling: SoftmaxTiling) -> None:
     check(*draw(96, vocabulary, dtype), tiling)
 
 

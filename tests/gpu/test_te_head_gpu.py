@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from pretrain.model.loss.head import IGNORE, LossHead
 from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear
-from pretrain.precision.product import Product, Role
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.product import LinearProduct, Role
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
@@ -34,13 +34,13 @@ class Model:
     """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
 
     def __init__(self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any) -> None:
-        if lacking := unavailable_because(RECIPES[recipe]):
+        if lacking := unavailable_because(PRECISIONS[recipe]):
             pytest.skip(f"{recipe} needs {lacking}")
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
         settings = LowPrecisionSettings(**options).resolved(recipe)
-        self.engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", settings)
-        self.backend = TransformerEngineBackend(self.engaged, torch.device("cuda"))
+        self.active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", settings)
+        self.backend = TransformerEngineBackend(self.active, torch.device("cuda"))
         self.context = PrecisionContext(self.backend, torch.bfloat16)
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)
@@ -131,7 +131,9 @@ def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
         model.microbatch(0, first=True)
         roles = seen[kind] = {"input": [], "weight": [], "grad_output": []}
 
-        def observe(name: str, role: Role, tensor: Tensor, product: Product, roles: dict[str, list[Tensor]] = roles) -> None:
+        def observe(
+            name: str, role: Role, tensor: Tensor, product: LinearProduct, roles: dict[str, list[Tensor]] = roles
+        ) -> None:
             if name == "head":
                 roles[role].append(tensor.clone())
 
@@ -150,7 +152,7 @@ def test_observers_see_the_same_tensors_and_change_nothing(recipe: str) -> None:
 def test_statistics_of_a_watched_step_are_measured() -> None:
     model = Model("delayed", fused=True)
     model.microbatch(0, first=True)
-    statistics = OperandStatistics(model.engaged, model.backend)
+    statistics = OperandStatistics(model.active, model.backend)
     with statistics.watching(model.context):
         model.microbatch(1, first=True)
     records = {(record["layer"], record["operand"]): record for record in statistics.records()}
@@ -180,10 +182,10 @@ def test_a_head_alone_moves_its_own_history_on() -> None:
 def test_peak_memory_is_the_logits_twice_the_sum_and_the_weight_in_fp8_without_a_second_copy() -> None:
     tokens, hidden, vocabulary, chunk = 8192, 512, 50_304, 2048
     settings = LowPrecisionSettings().resolved("current")
-    if lacking := unavailable_because(RECIPES["current"]):
+    if lacking := unavailable_because(PRECISIONS["current"]):
         pytest.skip(f"current needs {lacking}")
     backend = TransformerEngineBackend(
-        Engaged("current", RECIPES["current"], "transformer_engine", settings), torch.device("cuda")
+        ActivePrecision("current", PRECISIONS["current"], "transformer_engine", settings), torch.device("cuda")
     )
     context = PrecisionContext(backend, torch.bfloat16)
     linear = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)

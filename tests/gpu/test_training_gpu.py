@@ -26,8 +26,8 @@ from pretrain.model import huggingface as model
 from pretrain.model.huggingface import PackedLanguageModel
 from pretrain.model.step import forward_backward
 from pretrain.optimizer import build as optimizer
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.microbatch import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
@@ -120,8 +120,8 @@ def test_nothing_is_compiled_after_the_second_batch_however_many_documents_come(
 
 def test_the_audit_sees_bf16_in_every_linear_from_fp32_weights(compiled: PackedLanguageModel) -> None:
     inputs = model.inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE)
-    engaged = Engaged("bf16", RECIPES["bf16"], "torch", LowPrecisionSettings())
-    entries = audit.observe(compiled.hf, lambda: compiled(**inputs), engaged)
+    active = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
+    entries = audit.observe(compiled.hf, lambda: compiled(**inputs), active)
     assert len(entries) == 2 * 7 + 1
     assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bf16")}
 
@@ -209,7 +209,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     assert {(each["stored"], each["effective"]) for each in found["products"]} == {("float32", "bf16")}
 
 
-@pytest.mark.parametrize("precision", [name for name, recipe in RECIPES.items() if recipe.quantized])
+@pytest.mark.parametrize("precision", [name for name, recipe in PRECISIONS.items() if recipe.quantized])
 def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, low_precision_recipe: dict[str, Any]) -> None:
     """On Transformer Engine where the GPU has the recipe, else emulated; in pieces, layers recomputed, head and norms."""
     low_precision_recipe["model"]["gradient_checkpointing"] = {"every": 2}

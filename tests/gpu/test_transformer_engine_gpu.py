@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear
-from pretrain.precision.product import Backend, Product
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.product import Backend, LinearProduct
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 DEVICE = torch.device("cuda")
 TOKENS, IN, OUT = 512, 256, 384
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 # Both sides round the same operands' products to BF16. Tensor cores add up in another order, which decides a rounding now and
 # then; the forward of per-tensor scaling adds up in fewer bits as well.
 SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
@@ -36,7 +36,7 @@ SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
 
 def needs(name: str) -> str:
     """`name`, or the test is skipped where this machine cannot run it."""
-    if lacking := unavailable_because(RECIPES[name]):
+    if lacking := unavailable_because(PRECISIONS[name]):
         pytest.skip(f"{name} needs {lacking}")
     return name
 
@@ -52,8 +52,8 @@ def delayed() -> str:
 
 
 def make(kind: type[Any], name: str, **options: Any) -> Backend:
-    engaged = Engaged(name, RECIPES[name], kind.name, LowPrecisionSettings(**options).resolved(name))
-    return kind(engaged, DEVICE)
+    active = ActivePrecision(name, PRECISIONS[name], kind.name, LowPrecisionSettings(**options).resolved(name))
+    return kind(active, DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def parameters(bias: bool = True) -> list[Tensor]:
 
 
 def microbatch(
-    backend: Backend, product: Product, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, first: bool
+    backend: Backend, product: LinearProduct, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, first: bool
 ) -> dict[str, Tensor]:
     """Output and gradients of one forward and backward."""
     x = x.clone().requires_grad_()

@@ -15,10 +15,10 @@ import yaml
 from safetensors.torch import load_file
 
 from pretrain.metrics.run_files import read_metrics
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

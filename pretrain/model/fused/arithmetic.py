@@ -23,7 +23,7 @@ Activation = Literal["swiglu", "gelu_tanh", "gelu"]
 Operand = Any  # a Tensor, or a quantized tensor of Transformer Engine
 
 
-class Product(Protocol):
+class StackedProduct(Protocol):
     """y = x w^T + b for the stacked weights of some linears, forward and backward, each a call of its own."""
 
     name: str  # of its history and scales in a checkpoint
@@ -73,10 +73,10 @@ class Arithmetic(Protocol):
     first_microbatch: bool  # of a step: casts and quantized copies of the weights are made anew
     differentiable: bool  # the forward under way will be differentiated
 
-    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> Product:
+    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> StackedProduct:
         """Of the linears `members`; `low_precision`: in the run's recipe, where it has one."""
 
-    def norm(self, x: Tensor, norm: Norm, product: Product) -> tuple[Operand, tuple[Tensor, ...]]:
+    def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
         """x [tokens, hidden] normalised, as the input of `product`, and the statistics that backward needs."""
 
     def norm_backward(
@@ -84,12 +84,12 @@ class Arithmetic(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and those of the norm's parameters."""
 
-    def activate(self, hidden: Tensor, kind: Activation, product: Product) -> tuple[Operand, Operand]:
+    def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand]:
         """hidden [tokens, 2 x width: gate, then up] (swiglu) or [tokens, width] as the input of `product`, and what
         `activate_backward` is to be given of that."""
 
     def activate_backward(
-        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: Product, above: Product
+        self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: StackedProduct, above: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         """The gradient of `hidden` as the output gradient of `below`, the activated values as the weight gradient of `above`
         takes them, and the gradients of the biases of `below`."""
@@ -117,7 +117,7 @@ class Witness(ABC):
     def __init__(self) -> None:
         self._seen: dict[str, list[ObservedProduct]] | None = None
 
-    def note(self, product: Product, gemm: str, left: Operand, right: Operand) -> None:
+    def note(self, product: StackedProduct, gemm: str, left: Operand, right: Operand) -> None:
         """`gemm`: forward, dgrad or wgrad, of operands as they are handed to the kernel."""
         if self._seen is not None:
             for member in product.members:

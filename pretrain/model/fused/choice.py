@@ -8,39 +8,39 @@ import torch
 
 from foundation.errors import InputError
 from pretrain.model.fused.arithmetic import Arithmetic
-from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.plain import TorchArithmetic
 from pretrain.precision import transformer_engine
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.engage import Engaged
+from pretrain.precision.selection import ActivePrecision
 
 Setting = Literal["auto", "on", "off"]
 
 
 def choose_arithmetic(
-    setting: Setting, engaged: Engaged, device_type: str, dtype: torch.dtype, context: PrecisionContext | None
+    setting: Setting, active: ActivePrecision, device_type: str, dtype: torch.dtype, context: PrecisionContext | None
 ) -> tuple[Arithmetic | None, str]:
     """The arithmetic for activations of `dtype`, or None and the reason, worded for the audit.
 
     `context`: of the low precision that is `engaged`, None without one. Raises InputError as `not_fused_because`.
     """
-    if reason := not_fused_because(setting, engaged, device_type, dtype):
+    if reason := not_fused_because(setting, active, device_type, dtype):
         return None, reason
-    if engaged.backend == "torch" and _no_faster(device_type, dtype):
-        return PlainArithmetic(dtype), ""
+    if active.backend == "torch" and _no_faster(device_type, dtype):
+        return TorchArithmetic(dtype), ""
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context.backend if context else None, context), ""
 
 
-def not_fused_because(setting: Setting, engaged: Engaged, device_type: str, dtype: torch.dtype) -> str | None:
+def not_fused_because(setting: Setting, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
     """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
     if setting == "off":
         return "nothing: model.fused is off"
-    if engaged.backend == "emulation":
+    if active.backend == "emulation":
         if setting == "on":
             raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
         return "nothing: emulated products are computed one by one"
-    if setting == "on" or engaged.backend == "transformer_engine":
+    if setting == "on" or active.backend == "transformer_engine":
         return None
     slow = _no_faster(device_type, dtype)
     return f"nothing: {slow}; model.fused: on does it all the same" if slow else None

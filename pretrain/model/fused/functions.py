@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from pretrain.model import attention_cudnn
-from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Product
+from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct
 from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate, rotate_backward
 
@@ -32,7 +32,7 @@ class NormProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, norm: Norm, product: Product, x: Tensor, *parameters: Tensor
+        ctx: FunctionCtx, arithmetic: Arithmetic, norm: Norm, product: StackedProduct, x: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, Tensor]:
         product.begin(x)
         ctx.opens_forward = arithmetic.opens_forward()
@@ -64,7 +64,7 @@ class ProductAdd(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, product: Product, x: Tensor, residual: Tensor, *parameters: Tensor
+        ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
     ) -> Tensor:
         product.begin(x)
         operand = product.operand(x)
@@ -93,9 +93,9 @@ class NormMLPAdd(torch.autograd.Function):
         ctx: FunctionCtx,
         arithmetic: Arithmetic,
         norm: Norm,
-        below: Product,
+        below: StackedProduct,
         activation: Activation,
-        above: Product,
+        above: StackedProduct,
         x: Tensor,
         *parameters: Tensor,
     ) -> Tensor:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from pretrain.model.conversion import LINEARS, Decision
-from pretrain.model.fused.arithmetic import Arithmetic, Product
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.layers import FusedLayer, unfit
 from pretrain.precision.product import ObservedProduct
 
@@ -24,11 +24,11 @@ class FusedLayers:
     arithmetic: Arithmetic
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[StackedProduct]:
         return [product for layer in self.layers.values() for product in layer.products]
 
     @property
-    def members(self) -> dict[str, Product]:
+    def members(self) -> dict[str, StackedProduct]:
         """The linears that no module computes any more, and the products that do."""
         return {member: product for product in self.products for member in product.members}
 

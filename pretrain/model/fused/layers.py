@@ -19,7 +19,7 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Product
+from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct
 from pretrain.model.fused.functions import NormMLPAdd, NormProduct, ProductAdd, RotatedAttention, Rotation
 from pretrain.model.fused.heads import Heads
 from pretrain.model.fused.weights import StackedWeight
@@ -107,7 +107,7 @@ class FusedLayer:
         self._arithmetic = arithmetic
         self.unfused = layer.forward
 
-        def make(linears: Mapping[str, nn.Module], joined: str) -> Product:
+        def make(linears: Mapping[str, nn.Module], joined: str) -> StackedProduct:
             weights = StackedWeight(list(linears.values()))
             weights.lay_together()
             members = tuple(f"{name}.{member}" for member in linears)
@@ -120,7 +120,7 @@ class FusedLayer:
         self.above = make(parts.above, "")
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def products(self) -> tuple[StackedProduct, ...]:
         return self.qkv, self.output, self.below, self.above
 
     @torch.compiler.disable

@@ -17,10 +17,10 @@ from pretrain.model.fused.weights import StackedWeight
 from pretrain.precision.observation import dtype_name
 
 
-class PlainProduct:
+class TorchStackedProduct:
     """y = x w^T + b by torch's own products; a `Product`."""
 
-    def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: PlainArithmetic) -> None:
+    def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: TorchArithmetic) -> None:
         self.name = name
         self.members = members
         self.weights = weights
@@ -66,7 +66,7 @@ class PlainProduct:
         return self.weights.kept_matrix(self._arithmetic.dtype, anew=anew)
 
 
-class PlainArithmetic(Witness):
+class TorchArithmetic(Witness):
     """Norms and activations in FP32, rounded once to `dtype`; an `Arithmetic`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -77,16 +77,16 @@ class PlainArithmetic(Witness):
 
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
-    ) -> PlainProduct:
+    ) -> TorchStackedProduct:
         """Raises ValueError for `low_precision`, which has no plain form."""
         if low_precision:
             raise ValueError(f"{name} in low precision is no plain product")
-        return PlainProduct(name, members, weights, self)
+        return TorchStackedProduct(name, members, weights, self)
 
     def kind(self, operand: Tensor) -> str:
         return dtype_name(operand.dtype)
 
-    def norm(self, x: Tensor, norm: Norm, product: PlainProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def norm(self, x: Tensor, norm: Norm, product: TorchStackedProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
         weight, *bias = self._parameters_of(norm)
         wide = x.float()
         if norm.kind == "layer":
@@ -115,7 +115,7 @@ class PlainArithmetic(Witness):
         dx = dx if residual is None else dx + residual
         return dx.to(x.dtype), gradients[: len(norm.parameters)]
 
-    def activate(self, hidden: Tensor, kind: Activation, product: PlainProduct) -> tuple[Tensor, Tensor | None]:
+    def activate(self, hidden: Tensor, kind: Activation, product: TorchStackedProduct) -> tuple[Tensor, Tensor | None]:
         return _activated(hidden, kind), None
 
     def activate_backward(
@@ -124,8 +124,8 @@ class PlainArithmetic(Witness):
         hidden: Tensor,
         kind: Activation,
         kept: Tensor | None,
-        below: PlainProduct,
-        above: PlainProduct,
+        below: TorchStackedProduct,
+        above: TorchStackedProduct,
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
         if kind != "swiglu":
             approximate = "tanh" if kind == "gelu_tanh" else "none"

@@ -26,7 +26,7 @@ from pretrain.model.fused.heads import HeadNorms, Heads
 
 
 @dataclass(frozen=True)
-class Tiling:
+class RotaryTiling:
     """How a launch is cut. Of a tile of 4,096 values a thread loads 32: in BF16, four times 16 bytes."""
 
     values: int  # of a tile; 4,096 are 32 heads of 128
@@ -34,8 +34,8 @@ class Tiling:
     programs: int = 792  # of a backward that sums norm gradients: 6 x an H200's 132 multiprocessors, which 80 registers allow
 
 
-FORWARD = Tiling(4096, 4)
-BACKWARD = Tiling(2048, 4)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
+FORWARD = RotaryTiling(4096, 4)
+BACKWARD = RotaryTiling(2048, 4)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 
 
@@ -184,7 +184,7 @@ def rotate(
     heads: Heads,
     norms: HeadNorms | None,
     *,
-    tiling: Tiling = FORWARD,
+    tiling: RotaryTiling = FORWARD,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.model.fused.rotary.rotate, for rows that it says have a kernel."""
     tokens = len(qkv)
@@ -226,7 +226,7 @@ def rotate_backward(
     heads: Heads,
     norms: HeadNorms | None,
     *,
-    tiling: Tiling = BACKWARD,
+    tiling: RotaryTiling = BACKWARD,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
     tokens = len(dq)
@@ -282,7 +282,7 @@ class _Cut:
         return self.rows // self.heads
 
 
-def _cut(heads: Heads, tiling: Tiling) -> _Cut:
+def _cut(heads: Heads, tiling: RotaryTiling) -> _Cut:
     """A block has as many heads as a power of two that divides both the queries' and the keys' number."""
     both = heads.query | heads.kv
     rows = tiling.values // heads.dim

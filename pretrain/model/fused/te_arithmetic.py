@@ -36,7 +36,7 @@ _BF16 = tex.DType.kBFloat16
 _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
 
 
-class TransformerEngineProduct:
+class TEStackedProduct:
     """y = x w^T + b for stacked weights; a `Product`. `holder`: the te.Linear that has the quantizers, None in BF16."""
 
     def __init__(
@@ -176,13 +176,11 @@ class TransformerEngineArithmetic(Witness):
         self.differentiable = True
         self._backend = backend
 
-    def product(
-        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool
-    ) -> TransformerEngineProduct:
+    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> TEStackedProduct:
         holder = None
         if low_precision:
             holder = self._backend.product(name, weights.in_features, weights.out_features, bias=False).linear
-        return TransformerEngineProduct(name, members, weights, self, holder)
+        return TEStackedProduct(name, members, weights, self, holder)
 
     @property
     def recipe(self) -> Any:
@@ -193,7 +191,7 @@ class TransformerEngineArithmetic(Witness):
 
     # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def norm(self, x: Tensor, norm: Norm, product: TransformerEngineProduct) -> tuple[Operand, tuple[Tensor, ...]]:
+    def norm(self, x: Tensor, norm: Norm, product: TEStackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
         if product.watched:
             product.show("input", _normalize(x, norm, None)[0])
         y, mean, rstd = _normalize(x, norm, product.input_quantizer(columnwise=True))
@@ -212,7 +210,7 @@ class TransformerEngineArithmetic(Witness):
 
     # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def activate(self, hidden: Tensor, kind: Activation, product: TransformerEngineProduct) -> tuple[Operand, Operand]:
+    def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand]:
         if kind == "swiglu":
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
@@ -226,8 +224,8 @@ class TransformerEngineArithmetic(Witness):
         hidden: Tensor,
         kind: Activation,
         kept: Operand,
-        below: TransformerEngineProduct,
-        above: TransformerEngineProduct,
+        below: TEStackedProduct,
+        above: TEStackedProduct,
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind != "swiglu":
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=_approximation(kind))

@@ -68,7 +68,7 @@ class LowPrecisionHead(Protocol):
     """The head's product where the precision's scope has it (pretrain.precision.linear)."""
 
     @property
-    def engaged(self) -> bool:
+    def active(self) -> bool:
         """Whether a low-precision forward is under way; evaluation multiplies as every other head does."""
 
     @property

@@ -79,7 +79,7 @@ class LossHead(nn.Linear):
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low_precision = self.low_precision if self.low_precision and self.low_precision.engaged else None
+        low_precision = self.low_precision if self.low_precision and self.low_precision.active else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):

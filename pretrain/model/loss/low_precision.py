@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pretrain.model.loss.chunked import ChunkLoss
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.product import Product, Role
+from pretrain.precision.product import LinearProduct, Role
 
 
 @dataclass(frozen=True)
@@ -17,11 +17,11 @@ class LowPrecisionHeadProduct:
     """The LM head's product, for `LossHead.low_precision`: the head stays where it is, and tied, and only its products change."""
 
     name: str
-    product: Product
+    product: LinearProduct
     context: PrecisionContext
 
     @property
-    def engaged(self) -> bool:
+    def active(self) -> bool:
         return self.context.low_precision
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Tiling:
+class SoftmaxTiling:
     """How rows are read; `python -m benchmarks.fused_kernels --only softmax_tilings` measures some ways.
 
     `block`: logits that a program takes at once, by `warps` warps. `programs`: how many there are, each with rows of its own; so
@@ -34,7 +34,7 @@ class Tiling:
         return min(self.block, triton.next_power_of_2(vocabulary))
 
 
-FASTEST = Tiling()  # of those measured on an H200
+FASTEST = SoftmaxTiling()  # of those measured on an H200
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def _overwrite_with_gradient(
         tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
 
 
-def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int, tiling: Tiling = FASTEST) -> Tensor:
+def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling = FASTEST) -> Tensor:
     """Overwrite logits [n, vocabulary], FP32 or BF16, with softmax - one_hot(label); return the losses [n], FP32.
 
     labels [n] int64; both results are zero where they are `ignore`. ValueError for logits whose rows do not follow each other.
@@ -108,12 +108,12 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, ignore: int, tiling: Tilin
     return _run(logits, labels, ignore, tiling, with_gradient=True)
 
 
-def token_losses(logits: Tensor, labels: Tensor, ignore: int, tiling: Tiling = FASTEST) -> Tensor:
+def token_losses(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling = FASTEST) -> Tensor:
     """The losses alone, [n] FP32, the same bits as those of `softmax_gradient_`; logits stay as they are."""
     return _run(logits, labels, ignore, tiling, with_gradient=False)
 
 
-def _run(logits: Tensor, labels: Tensor, ignore: int, tiling: Tiling, *, with_gradient: bool) -> Tensor:
+def _run(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling, *, with_gradient: bool) -> Tensor:
     check_rows(logits)
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)

@@ -23,7 +23,7 @@ from pretrain.compare.curves import plot_losses
 from pretrain.compare.drawing import COLOURS, moving_mean
 from pretrain.compare.fairness import Paired, batch_means_error, check_comparable, difference, late
 from pretrain.compare.report import comparison_table, grid_tables, main, summary_table, write
-from pretrain.metrics.run_files import Run, read_metrics, read_run
+from pretrain.metrics.run_files import RunRecord, read_metrics, read_run
 from pretrain.settings.config import load_recipe, resolved
 
 RECIPE = {
@@ -66,7 +66,7 @@ def make_run(
     return path
 
 
-def trained(*arguments: Any, **keywords: Any) -> Run:
+def trained(*arguments: Any, **keywords: Any) -> RunRecord:
     return read_run(make_run(*arguments, **keywords))
 
 
@@ -236,7 +236,7 @@ def test_what_runs_of_one_precision_differ_in_has_a_column(tmp_path):
     assert "fp8_format" not in table["bf16"]
 
 
-def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[Run]:
+def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[RunRecord]:
     rng = np.random.default_rng(0)
     base, runs = 3 + rng.normal(0, 0.1, 50), []
     for weights in ("bf16_exact", "fp32"):

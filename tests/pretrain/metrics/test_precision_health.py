@@ -5,10 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.metrics.precision_health import SATURATION, UNDERFLOW_FP4, UNDERFLOW_FP8, PrecisionHealth
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
 def watched(recipe: str, **settings) -> PrecisionHealth:

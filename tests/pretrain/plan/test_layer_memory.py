@@ -13,10 +13,10 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.fused import choice
 from pretrain.model.fused.fuse import fuse
-from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.plain import TorchArithmetic
 from pretrain.plan.layer_memory import LayerMemory, layers_of
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Recipe
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, build, inputs
 
@@ -55,16 +55,16 @@ def layers(
 ) -> list[LayerMemory]:
     values = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": length}, "train": {"steps": 1}, **changes}
     recipe = Recipe.model_validate(values)
-    computed_by = "torch" if not RECIPES[precision].quantized else "emulation" if emulated else "transformer_engine"
-    engaged = Engaged(precision, RECIPES[precision], computed_by, recipe.fp8_config.resolved(precision))
-    return layers_of(on_meta(config), recipe, engaged, device, backend)
+    computed_by = "torch" if not PRECISIONS[precision].quantized else "emulation" if emulated else "transformer_engine"
+    active = ActivePrecision(precision, PRECISIONS[precision], computed_by, recipe.fp8_config.resolved(precision))
+    return layers_of(on_meta(config), recipe, active, device, backend)
 
 
 def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
     """Bytes a token that the graph of a model's first layer holds on a CPU, parameters and rotary tables not among them."""
     hf, batch = build(config, dtype), inputs(packs=2)
     decoder = model.decoder_layers(hf)
-    first = next(iter(fuse(decoder, {}, PlainArithmetic(dtype)).layers.values()))
+    first = next(iter(fuse(decoder, {}, TorchArithmetic(dtype)).layers.values()))
     storages: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import choice
 from pretrain.plan.layer_memory import layers_of
 from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
@@ -56,10 +56,10 @@ def fused(model: PreTrainedModel, qwen3: ModelFlops, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(choice.transformer_engine, "lacking", lambda: None)
 
     def of(precision: str = "bf16", *, world_size: int = 1, **changes: object) -> MemoryEstimate:
-        asked, chosen = recipe(**changes), RECIPES[precision]
+        asked, chosen = recipe(**changes), PRECISIONS[precision]
         backend = "transformer_engine" if chosen.quantized else "torch"
-        engaged = Engaged(precision, chosen, backend, asked.fp8_config.resolved(precision))
-        layers = layers_of(model, asked, engaged, "cuda", "packed_cudnn")
+        active = ActivePrecision(precision, chosen, backend, asked.fp8_config.resolved(precision))
+        layers = layers_of(model, asked, active, "cuda", "packed_cudnn")
         assert all(layer.fused for layer in layers)
         return MemoryEstimate.of(asked, qwen3, precision, world_size, False, layers)
 

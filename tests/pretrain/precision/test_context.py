@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
 SIZE = 32
@@ -22,7 +22,7 @@ class OneLinear:
 
     def __init__(self) -> None:
         settings = LowPrecisionSettings(amax_history_len=8).resolved("delayed")
-        backend = EmulationBackend(Engaged("delayed", RECIPES["delayed"], "emulation", settings), torch.device("cpu"))
+        backend = EmulationBackend(ActivePrecision("delayed", PRECISIONS["delayed"], "emulation", settings), torch.device("cpu"))
         self.context = PrecisionContext(backend, torch.bfloat16)
         self.product = backend.product("linear", SIZE, SIZE, bias=False)
         generator = torch.Generator().manual_seed(0)

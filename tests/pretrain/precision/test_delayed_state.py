@@ -13,10 +13,10 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
 from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
 TOKENS, SIZE = 32, 16
@@ -25,7 +25,7 @@ FP32_MAX = torch.finfo(torch.float32).max
 
 def backend(**options: Any) -> EmulationBackend:
     settings = LowPrecisionSettings(**options).resolved("delayed")
-    return EmulationBackend(Engaged("delayed", RECIPES["delayed"], "emulation", settings), torch.device("cpu"))
+    return EmulationBackend(ActivePrecision("delayed", PRECISIONS["delayed"], "emulation", settings), torch.device("cpu"))
 
 
 class PlainHistory:

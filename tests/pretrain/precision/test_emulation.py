@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
-from pretrain.precision.engage import Engaged
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 TOKENS, IN, OUT = 256, 128, 384
 
 
 def backend(recipe: str, **options: Any) -> EmulationBackend:
     settings = LowPrecisionSettings(**options).resolved(recipe)
-    return EmulationBackend(Engaged(recipe, RECIPES[recipe], "emulation", settings), torch.device("cpu"))
+    return EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device("cpu"))
 
 
 def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:

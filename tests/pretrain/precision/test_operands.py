@@ -9,21 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.engage import Engaged
 from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantize_operand, quantizer, serves_both
 from pretrain.precision.product import Role
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.quantized import Quantized
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 ROLES, ALONG = get_args(Role), get_args(Along)
 
 
-def engaged(recipe: str, **options: Any) -> Engaged:
-    return Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
+def active(recipe: str, **options: Any) -> ActivePrecision:
+    return ActivePrecision(recipe, PRECISIONS[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
 
 
 def values(rows: int = 256, features: int = 384) -> Tensor:
@@ -40,8 +40,8 @@ def assert_same(ours: Quantized, expected: Quantized, *, transposed: bool = Fals
     assert torch.equal(ours.operand, expected.operand.t() if transposed else expected.operand)
 
 
-def quantized(case: Engaged, role: Role, x: Tensor, along: Along) -> Quantized:
-    scale = torch.tensor(3.0) if case.recipe.name == "delayed" else None
+def quantized(case: ActivePrecision, role: Role, x: Tensor, along: Along) -> Quantized:
+    scale = torch.tensor(3.0) if case.precision.name == "delayed" else None
     torch.manual_seed(1)  # for stochastic rounding
     return quantize_operand(case, role, x, along=along, scale=scale)
 
@@ -50,7 +50,7 @@ def quantized(case: Engaged, role: Role, x: Tensor, along: Along) -> Quantized:
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("along", ALONG)
 def test_codes_come_with_the_axis_of_the_sum_last_and_stand_for_the_values(recipe: str, role: Role, along: Along) -> None:
-    case = engaged(recipe, **({"disable_rht": True} if recipe == "nvfp4" else {}))
+    case = active(recipe, **({"disable_rht": True} if recipe == "nvfp4" else {}))
     x = torch.randn(256, 384).bfloat16()
     result = quantized(case, role, x, along)
     expected = x if along == "features" else x.t()
@@ -76,7 +76,7 @@ def test_codes_come_with_the_axis_of_the_sum_last_and_stand_for_the_values(recip
 def test_one_quantization_serves_both_directions_exactly_where_the_recipe_says_so(
     recipe: str, options: dict[str, Any], both: set[str]
 ) -> None:
-    case, x = engaged(recipe, **options), values()
+    case, x = active(recipe, **options), values()
     for role in ROLES:
         assert serves_both(case, role) == (role in both)
         along_features, along_rows = (quantized(case, role, x, along).dequantize() for along in ALONG)
@@ -85,29 +85,29 @@ def test_one_quantization_serves_both_directions_exactly_where_the_recipe_says_s
 
 def test_hybrid_formats_gradients_alone_in_e5m2() -> None:
     for recipe in ("delayed", "current", "mxfp8"):
-        hybrid, e4m3 = engaged(recipe, fp8_format="HYBRID"), engaged(recipe, fp8_format="E4M3")
+        hybrid, e4m3 = active(recipe, fp8_format="HYBRID"), active(recipe, fp8_format="E4M3")
         for role in ROLES:
             assert quantized(hybrid, role, values(), "features").grid == (E5M2 if role == "grad_output" else E4M3)
             assert quantized(e4m3, role, values(), "features").grid == E4M3
-    assert engaged("delayed").settings.fp8_format == engaged("current").settings.fp8_format == "HYBRID"
-    assert engaged("mxfp8").settings.fp8_format == engaged("block").settings.fp8_format == "E4M3"
+    assert active("delayed").settings.fp8_format == active("current").settings.fp8_format == "HYBRID"
+    assert active("mxfp8").settings.fp8_format == active("block").settings.fp8_format == "E4M3"
 
 
 def test_delayed_scaling_takes_the_scale_it_is_given_and_current_scaling_makes_one() -> None:
     x = values()
-    assert_same(quantized(engaged("delayed"), "input", x, "features"), tensor.quantize(x, torch.tensor(3.0), E4M3))
+    assert_same(quantized(active("delayed"), "input", x, "features"), tensor.quantize(x, torch.tensor(3.0), E4M3))
     for power_of_two in (False, True):
-        case = engaged("current", use_power_2_scales=power_of_two)
+        case = active("current", use_power_2_scales=power_of_two)
         scale = tensor.scale_from_amax(x.abs().max().float(), 57344.0, power_of_two=power_of_two)
         assert_same(quantized(case, "grad_output", x, "features"), tensor.quantize(x, scale, E5M2))
-    larger = quantize_operand(engaged("current"), "input", x, along="features", amax=2 * x.abs().max())
+    larger = quantize_operand(active("current"), "input", x, along="features", amax=2 * x.abs().max())
     assert larger.codes.abs().max() == 224
 
 
 def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
     x = values()
     for power_of_two in (True, False):
-        case = engaged("block", use_f32_scales=not power_of_two)
+        case = active("block", use_f32_scales=not power_of_two)
         for role in ("input", "grad_output"):
             for along, operand in zip(ALONG, (x, x.t()), strict=True):
                 expected = block.quantize(operand, E4M3, two_dimensional=False, power_of_two=power_of_two)
@@ -120,18 +120,18 @@ def test_blocks_of_128_lie_along_the_sum_and_weights_have_squares() -> None:
 def test_blocks_of_32_lie_along_the_sum_and_weights_have_squares_on_request() -> None:
     x = values()
     for rounding, role in itertools.product(("rceil", "floor"), ROLES):
-        case = engaged("mxfp8", scale_rounding=rounding)
+        case = active("mxfp8", scale_rounding=rounding)
         for along, operand in zip(ALONG, (x, x.t()), strict=True):
             assert_same(quantized(case, role, x, along), mxfp8.quantize(operand, E4M3, rounding=rounding))
     square = mxfp8.quantize(x, E4M3, rounding="rceil", two_dimensional=True)
-    case = engaged("mxfp8", enable_2d_quantization=True)
+    case = active("mxfp8", enable_2d_quantization=True)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
     assert_same(quantized(case, "input", x, "rows"), mxfp8.quantize(x.t(), E4M3, rounding="rceil"))
 
 
 def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
     x = values()
-    case = engaged("nvfp4", disable_stochastic_rounding=True)
+    case = active("nvfp4", disable_stochastic_rounding=True)
     for role in ("input", "grad_output"):
         assert_same(quantized(case, role, x, "features"), nvfp4.quantize(x, two_dimensional=False))
         # The amax under which blocks are scaled is that of the transformed tensor.
@@ -140,14 +140,14 @@ def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
     assert_same(quantized(case, "weight", x, "features"), square)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
 
-    plain = engaged("nvfp4", disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True)
+    plain = active("nvfp4", disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True)
     for role in ROLES:
         assert_same(quantized(plain, role, x, "rows"), nvfp4.quantize(x.t(), two_dimensional=False))
     assert_same(quantized(plain, "weight", x, "features"), nvfp4.quantize(x, two_dimensional=False))
 
 
 def test_nvfp4_rounds_gradients_by_chance_in_both_directions_and_nothing_else() -> None:
-    case, x = engaged("nvfp4"), values()
+    case, x = active("nvfp4"), values()
     for role, along in itertools.product(ROLES, ALONG):
         torch.manual_seed(1)
         first = quantize_operand(case, role, x, along=along).codes
@@ -159,7 +159,7 @@ def test_nvfp4_rounds_gradients_by_chance_in_both_directions_and_nothing_else() 
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
-    case = engaged("nvfp4", disable_rht=True)
+    case = active("nvfp4", disable_rht=True)
     torch.manual_seed(0)
     x = torch.rand(64, 64).bfloat16()
     x[:, ::16] = 1.0  # the same scale everywhere
@@ -173,20 +173,20 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 def test_a_transposed_view_is_quantized_like_its_copy() -> None:
     for recipe, role, along in itertools.product(QUANTIZED, ROLES, ALONG):
         if role != "grad_output":  # where the draws of stochastic rounding follow the memory's order
-            case, x = engaged(recipe), values().t()
+            case, x = active(recipe), values().t()
             assert_same(quantized(case, role, x, along), quantized(case, role, x.contiguous(), along))
 
 
 def test_an_axis_that_blocks_do_not_divide_is_refused() -> None:
     for recipe in ("mxfp8", "nvfp4"):
         with pytest.raises(RuntimeError):
-            quantized(engaged(recipe), "input", values(256, 24), "features")
+            quantized(active(recipe), "input", values(256, 24), "features")
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_compiler_sees_one_graph_and_gives_the_same_codes(recipe: str) -> None:
     torch._dynamo.reset()
-    case, x = engaged(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {})), values()
+    case, x = active(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {})), values()
     scale = torch.tensor(3.0) if recipe == "delayed" else None
     for role, along in (("input", "features"), ("weight", "rows"), ("grad_output", "rows")):
         quantize = quantizer(case, role, along)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import OPTIONS, LowPrecisionSettings
 
 VALUES = {
@@ -33,7 +33,7 @@ GENERAL = {
 SETTINGS = st.fixed_dictionaries(
     {}, optional=GENERAL | {key: st.sampled_from([None, *values]) for key, values in VALUES.items()}
 ).map(LowPrecisionSettings.model_validate)
-NAMES = st.sampled_from(sorted(RECIPES))
+NAMES = st.sampled_from(sorted(PRECISIONS))
 
 
 def test_the_options_are_those_that_only_some_recipes_take() -> None:
@@ -42,7 +42,7 @@ def test_the_options_are_those_that_only_some_recipes_take() -> None:
 
 @given(SETTINGS, NAMES)
 def test_resolved_settings_state_every_option_that_the_recipe_takes_and_no_other(settings: LowPrecisionSettings, name: str):
-    resolved, taken = settings.resolved(name), RECIPES[name].options
+    resolved, taken = settings.resolved(name), PRECISIONS[name].options
     for key in OPTIONS:
         chosen = getattr(settings, key)
         expected = (taken[key].default if chosen is None else chosen) if key in taken else None
@@ -54,13 +54,13 @@ def test_resolved_settings_state_every_option_that_the_recipe_takes_and_no_other
 
 @given(SETTINGS, NAMES)
 def test_a_contradiction_is_exactly_what_the_recipe_does_not_take(settings: LowPrecisionSettings, name: str):
-    found = settings.contradictions(RECIPES[name])
-    options = RECIPES[name].options
+    found = settings.contradictions(PRECISIONS[name])
+    options = PRECISIONS[name].options
     for key in OPTIONS:
         value = getattr(settings, key)
         fits = value is None or (key in options and (options[key].allowed is None or value in options[key].allowed))
         assert (f"{key}: {value}" in found) != fits
-    assert settings.without_options().contradictions(RECIPES[name]) == []
+    assert settings.without_options().contradictions(PRECISIONS[name]) == []
 
 
 @given(SETTINGS)
@@ -72,8 +72,8 @@ def test_without_options_the_general_keys_stay_and_only_those_that_were_set_coun
 
 
 def test_a_block_recipe_takes_one_format_only() -> None:
-    assert LowPrecisionSettings(fp8_format="HYBRID").contradictions(RECIPES["block"]) == ["fp8_format: HYBRID"]
-    assert LowPrecisionSettings(fp8_format="E4M3").contradictions(RECIPES["block"]) == []
+    assert LowPrecisionSettings(fp8_format="HYBRID").contradictions(PRECISIONS["block"]) == ["fp8_format: HYBRID"]
+    assert LowPrecisionSettings(fp8_format="E4M3").contradictions(PRECISIONS["block"]) == []
 
 
 @pytest.mark.parametrize(

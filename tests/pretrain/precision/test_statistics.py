@@ -17,20 +17,20 @@ from torch import Tensor, nn
 from pretrain.precision import statistics
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
 from pretrain.precision.linear import LowPrecisionLinear
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, largest_held, summary
 
 CPU = torch.device("cpu")
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 ROLES = ("input", "weight", "grad_output")
 
 
-def engaged(recipe: str, **options) -> Engaged:
-    return Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
+def active(recipe: str, **options) -> ActivePrecision:
+    return ActivePrecision(recipe, PRECISIONS[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
 
 
 class Watched:
@@ -38,10 +38,10 @@ class Watched:
 
     def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
-        self.backend = EmulationBackend(engaged(recipe, **options), CPU)
+        self.backend = EmulationBackend(active(recipe, **options), CPU)
         self.context = PrecisionContext(self.backend, torch.bfloat16)
         self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
-        self.statistics = OperandStatistics(engaged(recipe, **options), self.backend)
+        self.statistics = OperandStatistics(active(recipe, **options), self.backend)
         self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
 
     def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
@@ -87,7 +87,7 @@ def figures(record: dict) -> dict[str, float]:
 
 def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options) -> dict:
     """The record of x, shown to the statistics in so many parts."""
-    watching = OperandStatistics(engaged(recipe, **options), DelayedScales(**{role: scale}))
+    watching = OperandStatistics(active(recipe, **options), DelayedScales(**{role: scale}))
     context = PrecisionContext(watching.backend, torch.bfloat16)
     with watching.watching(context):
         for part in x.chunk(parts):

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import InputError
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe
 from pretrain.precision.transformer_engine import _lent, unavailable_because
 
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 CLASSES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",
@@ -164,7 +164,7 @@ def test_every_option_of_the_registry_changes_the_recipe_object(te_recipes: Inst
         "amax_compute_algo": {"max": "most_recent"},
     }
     for name in QUANTIZED:
-        for key, option in RECIPES[name].options.items():
+        for key, option in PRECISIONS[name].options.items():
             if key == "scale_rounding" or (option.allowed and len(option.allowed) == 1):
                 continue  # emulation's alone; no other value to choose
             value = other[key][option.default] if key in other else not option.default
@@ -199,7 +199,7 @@ def test_a_transformer_engine_with_other_recipe_fields_is_refused_by_their_names
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_without_a_gpu_the_reason_is_the_gpu_and_the_library_is_not_touched(name: str) -> None:
     loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
-    assert unavailable_because(RECIPES[name]) == "a CUDA device"
+    assert unavailable_because(PRECISIONS[name]) == "a CUDA device"
     assert {module for module in sys.modules if module.startswith("transformer_engine")} == loaded
 
 

@@ -14,8 +14,8 @@ from packing.batch import Microbatch, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.run.microbatch import largest_that_fits, trials_are_collective
 
@@ -133,8 +133,8 @@ def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed = build_model()
-    engaged = Engaged(precision, RECIPES[precision], "emulation", LowPrecisionSettings().resolved(precision))
-    packed.precision = PrecisionContext(EmulationBackend(engaged, torch.device("cpu")), torch.bfloat16)
+    active = ActivePrecision(precision, PRECISIONS[precision], "emulation", LowPrecisionSettings().resolved(precision))
+    packed.precision = PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
     packed.precision.backend.product("linear", 16, 16, bias=False)
     monkeypatch.setattr(type(accelerator), "num_processes", processes)
     assert trials_are_collective(packed, accelerator) == expected

@@ -17,7 +17,7 @@ from accelerate.utils.dataclasses import FP8BackendType
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.launch_environment import take_requested_precision, with_precision
 from pretrain.settings.recipe import Recipe
@@ -75,7 +75,7 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
 def test_the_named_precision_is_read_and_its_variables_are_taken_away(environ: dict[str, str], name: str) -> None:
     others = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
     environ = others | environ
-    assert take_requested_precision(environ).recipe.name == name
+    assert take_requested_precision(environ).precision.name == name
     assert environ == others
 
 
@@ -85,11 +85,11 @@ def test_what_no_recipe_stands_for_is_refused_with_a_remedy(named: str) -> None:
         take_requested_precision({"ACCELERATE_MIXED_PRECISION": named})
 
 
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if recipe.quantized])
+@pytest.mark.parametrize("name", [name for name, recipe in PRECISIONS.items() if recipe.quantized])
 def test_a_file_that_names_a_recipe_and_no_more_is_a_whole_configuration(name: str, environment: Any) -> None:
     precision, fp8_config = settled(environment(recipe=name))
     assert precision == name
-    assert {key for key in fp8_config if key in RECIPES[name].options} == set(RECIPES[name].options)
+    assert {key for key in fp8_config if key in PRECISIONS[name].options} == set(PRECISIONS[name].options)
     assert (fp8_config["backend"], fp8_config["scope"], fp8_config["on_unsupported"]) == ("TE", "linear", "error")
 
 
@@ -191,7 +191,7 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
     precision, fp8_config = settled(environ, precision=name)
     assert precision == name
     assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
-    defaults = {key: option.default for key, option in RECIPES[name].options.items()}
+    defaults = {key: option.default for key, option in PRECISIONS[name].options.items()}
     assert {key: value for key, value in fp8_config.items() if key in defaults} == defaults
     assert "margin" not in fp8_config
 
@@ -204,14 +204,14 @@ def test_options_that_the_chosen_precision_does_not_take_are_refused(environment
         settled({"ACCELERATE_MIXED_PRECISION": "bf16"}, fp8_config={"disable_rht": True})
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_general_keys_go_with_every_precision(name: str) -> None:
     """So that one base recipe serves a comparison of all of them."""
     _, fp8_config = settled({}, precision=name, fp8_config={"scope": "linear+head", "keep_bf16_layers": {"last": 1}})
     assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]["last"]) == ("linear+head", 1)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(name: str, environment: Any, tmp_path: Path) -> None:
     own = {"scope": "linear+head", "keep_bf16_layers": {"first": 1}}
     first = with_precision(recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3))

@@ -13,12 +13,12 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model.huggingface import PackedLanguageModel, inputs_of
-from pretrain.precision.engage import Engaged
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.verify import audit
 
-FP32, BF16 = (Engaged(name, RECIPES[name], "torch", LowPrecisionSettings()) for name in ("fp32", "bf16"))
+FP32, BF16 = (ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings()) for name in ("fp32", "bf16"))
 LINEARS = {"qwen3": 2 * 7 + 1, "gpt2": 2 * 4 + 1}  # q, k, v, o, gate, up, down; c_attn, c_proj, c_fc, c_proj; and the head
 
 
@@ -27,8 +27,8 @@ def inputs(random_packs: Callable) -> dict:
     return inputs_of(build_microbatch(random_packs([[5, 11]], 16), mask_boundaries=True), torch.device("cpu"))
 
 
-def observe(packed: PackedLanguageModel, inputs: dict, engaged: Engaged) -> list[audit.Entry]:
-    return audit.observe(packed.hf, lambda: packed(**inputs), engaged)
+def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[audit.Entry]:
+    return audit.observe(packed.hf, lambda: packed(**inputs), active)
 
 
 @pytest.mark.parametrize("kind", LINEARS)

@@ -21,7 +21,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.huggingface import PackedLanguageModel
 from pretrain.optimizer.build import build_optimizer
-from pretrain.precision.registry import RECIPES, Tolerance
+from pretrain.precision.registry import PRECISIONS, Tolerance
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify.parity import Parity, check_parity, compare, training_without_dropout
 from pretrain.verify.plain_model import Pass, plain_model, plain_pass
@@ -29,7 +29,7 @@ from pretrain.verify.plain_model import Pass, plain_model, plain_pass
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH = 61, 16
 LENGTHS = [[5, 1, 10], [7, 6], [16], [3, 13]]  # the second pack has a tail of padding
-FP32, BF16 = RECIPES["fp32"].tolerance, RECIPES["bf16"].tolerance
+FP32, BF16 = PRECISIONS["fp32"].tolerance, PRECISIONS["bf16"].tolerance
 EXACT = Tolerance(loss=1e-5, gradient_norm=1e-5, cosine=1 - 1e-6)
 
 LLAMA = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -20,9 +20,9 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.engage import Engaged
 from pretrain.precision.product import ObservedProduct
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
@@ -36,7 +36,7 @@ WIDE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
 }
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
 class Converted:
@@ -44,14 +44,14 @@ class Converted:
 
     def __init__(self, packed: PackedLanguageModel, inputs: dict, recipe: str = "current", **settings: object) -> None:
         settings = {"scope": "linear+head", **settings}
-        self.engaged = Engaged(recipe, RECIPES[recipe], "emulation", LowPrecisionSettings(**settings).resolved(recipe))
+        self.active = ActivePrecision(recipe, PRECISIONS[recipe], "emulation", LowPrecisionSettings(**settings).resolved(recipe))
         self.packed, self.hf, self.inputs = packed.train(), packed.hf, inputs
-        self.context = packed.precision = PrecisionContext(EmulationBackend(self.engaged, CPU), torch.bfloat16)
-        self.decisions = decide(self.hf, list(decoder_layers(self.hf).values()), self.engaged)
+        self.context = packed.precision = PrecisionContext(EmulationBackend(self.active, CPU), torch.bfloat16)
+        self.decisions = decide(self.hf, list(decoder_layers(self.hf).values()), self.active)
         convert(self.hf, self.decisions, self.context)
 
     def audit(self) -> list[audit.Entry]:
-        return audit.observe(self.hf, lambda: self.packed(**self.inputs), self.engaged, self.decisions, self.context)
+        return audit.observe(self.hf, lambda: self.packed(**self.inputs), self.active, self.decisions, self.context)
 
     def refusal(self) -> str:
         with pytest.raises(InputError) as error:
@@ -168,11 +168,11 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
     trained = converted()
     found = {"products": trained.audit()}
-    with audit.confirming(trained.context, trained.engaged, found, step=1):
+    with audit.confirming(trained.context, trained.active, found, step=1):
         trained.packed(**trained.inputs).backward()
     with (
         pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
-        audit.confirming(trained.context, trained.engaged, found, step=2),
+        audit.confirming(trained.context, trained.active, found, step=2),
     ):
         trained.context.forward = lambda **_: nullcontext()
         trained.packed(**trained.inputs).backward()
@@ -181,8 +181,8 @@ def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Conve
 
 def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() -> None:
     def found(recipe: str, *products: tuple[str, str, str]) -> str:
-        engaged = Engaged(recipe, RECIPES[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-        return audit._effective([ObservedProduct(*product) for product in products], "not run", 0, engaged)
+        active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+        return audit._effective([ObservedProduct(*product) for product in products], "not run", 0, active)
 
     e4m3, e5m2, rows, squares = "e4m3 tensor-scaled", "e5m2 tensor-scaled", "e4m3 1x128 blocks", "e4m3 128x128 blocks"
     assert found("current", ("forward", e4m3, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == "current"
@@ -238,8 +238,8 @@ def test_a_norm_that_is_not_what_its_name_says_stays(build_model: Callable) -> N
 
     packed.hf.model.norm = ZeroCenteredRMSNorm(packed.hf.model.norm)
     settings = LowPrecisionSettings(scope="linear+head+norm").resolved("current")
-    engaged = Engaged("current", RECIPES["current"], "emulation", settings)
-    decisions = decide(packed.hf, list(decoder_layers(packed.hf).values()), engaged)
+    active = ActivePrecision("current", PRECISIONS["current"], "emulation", settings)
+    decisions = decide(packed.hf, list(decoder_layers(packed.hf).values()), active)
     assert reasons(decisions) == {"model.norm": "ZeroCenteredRMSNorm computes something else"}
 
 
@@ -292,6 +292,6 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
     odd = {"hidden_size": 128, "intermediate_size": 100, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 36}
     settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
     shapes = model.build_on_meta(model.load_config(settings))
-    engaged = Engaged("block", RECIPES["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
+    active = ActivePrecision("block", PRECISIONS["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
     with pytest.raises(InputError, match="multiples of 128, and Qwen3ForCausalLM has none") if refused else nullcontext():
-        check_shapes(shapes, engaged)
+        check_shapes(shapes, active)

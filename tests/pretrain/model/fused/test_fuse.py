@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
 from pretrain.model.conversion import LINEARS, Decision
-from pretrain.model.fused.arithmetic import Product
+from pretrain.model.fused.arithmetic import StackedProduct
 from pretrain.model.fused.fuse import fuse
-from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.plain import TorchArithmetic
 from pretrain.model.fused.weights import StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
@@ -23,7 +23,7 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
     whole = PackedLanguageModel(build(config), "packed_sdpa", LossSettings(chunk=64)).train()
-    whole.fused = fuse(decoder_layers(whole.hf), {}, PlainArithmetic(dtype))
+    whole.fused = fuse(decoder_layers(whole.hf), {}, TorchArithmetic(dtype))
     assert not whole.fused.left_out
     return whole
 
@@ -31,14 +31,16 @@ def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Packed
 # ── Decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class AnyPrecision(PlainArithmetic):
+class AnyPrecision(TorchArithmetic):
     """Says in which precision each product was asked for, and computes it in none but its own."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)
         self.asked: dict[str, bool] = {}
 
-    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False) -> Product:
+    def product(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+    ) -> StackedProduct:
         self.asked |= dict.fromkeys(members, low_precision)
         return super().product(name, members, weights)
 

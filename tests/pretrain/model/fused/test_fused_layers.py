@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
 from pretrain.model.fused.fuse import FusedLayers, fuse
-from pretrain.model.fused.plain import PlainArithmetic
+from pretrain.model.fused.plain import TorchArithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -22,7 +22,7 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 def packed(hf: PreTrainedModel, *, fused: bool, dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
     whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64)).train()
     if fused:
-        whole.fused = fuse(decoder_layers(hf), {}, PlainArithmetic(dtype))
+        whole.fused = fuse(decoder_layers(hf), {}, TorchArithmetic(dtype))
         assert not whole.fused.left_out
     return whole
 
@@ -138,7 +138,7 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
 
 def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest() -> None:
     hf = build(ARCHITECTURES["qwen3"])
-    fused: FusedLayers = fuse(decoder_layers(hf), {}, PlainArithmetic(torch.bfloat16))
+    fused: FusedLayers = fuse(decoder_layers(hf), {}, TorchArithmetic(torch.bfloat16))
     weights = fused.products[0].weights
     first = weights.kept_matrix(torch.bfloat16, anew=True)
     assert weights.kept_matrix(torch.bfloat16, anew=False) is first
@@ -189,7 +189,7 @@ def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dic
     ids = {} if kind == "gpt2" else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     hf = build(sizes | ids | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
-    fused = fuse(decoder_layers(hf), {}, PlainArithmetic(torch.float32))
+    fused = fuse(decoder_layers(hf), {}, TorchArithmetic(torch.float32))
     assert not fused.layers and set(fused.left_out.values()) == {reason}
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
     assert fused.describe() == f"0 of 2 layers; 2 not: {reason}"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pretrain.precision.device import missing_on
-from pretrain.precision.engage import engage
-from pretrain.precision.registry import RECIPES
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
@@ -28,10 +28,10 @@ def test_a_recipe_runs_where_transformer_engine_says_that_it_does(name: str) -> 
     available = getattr(te, AVAILABLE[name])()
     capability = torch.cuda.get_device_capability()
     cuda = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    assert (RECIPES[name].hardware.lacking(capability, cuda) is None) == available
+    assert (PRECISIONS[name].hardware.lacking(capability, cuda) is None) == available
     values = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}, "precision": name}
     recipe = Recipe.model_validate(values | {"fp8_config": LowPrecisionSettings(on_unsupported="emulate")})
-    engaged = engage(recipe.precision, recipe.fp8_config, missing_on("cuda"))
-    assert engaged.backend == ("transformer_engine" if available else "emulation")
-    assert (engaged.reason is None) == available
-    assert available or torch.cuda.get_device_name() in engaged.reason
+    active = select_precision(recipe.precision, recipe.fp8_config, missing_on("cuda"))
+    assert active.backend == ("transformer_engine" if available else "emulation")
+    assert (active.reason is None) == available
+    assert available or torch.cuda.get_device_name() in active.reason

@@ -10,19 +10,19 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.plan.checks import check_fit
 from pretrain.precision.device import missing_on
-from pretrain.precision.engage import Engaged, Missing, engage
-from pretrain.precision.registry import RECIPES, PrecisionRecipe
+from pretrain.precision.registry import PRECISIONS, Precision
+from pretrain.precision.selection import ActivePrecision, Missing, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
-QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
+QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
 def gpu(name: str, capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> Missing:
     """A machine with such a GPU and Transformer Engine."""
 
-    def missing(recipe: PrecisionRecipe) -> str | None:
+    def missing(recipe: Precision) -> str | None:
         lacking = recipe.hardware.lacking(capability, cuda)
         return f"needs {lacking}; this is an {name}" if lacking else None
 
@@ -44,23 +44,23 @@ def recipe_with(precision: str, fp8_config: dict[str, Any] | None = None, **valu
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_what_quantizes_nothing_runs_on_torch_anywhere(name: str) -> None:
     for missing in (missing_on("cpu"), A100, B200):
-        engaged = engage(*asked(recipe_with(name, {"on_unsupported": "emulate", "backend": "emulation"})), missing)
-        assert (engaged.requested, engaged.recipe.name, engaged.backend, engaged.reason) == (name, name, "torch", None)
+        active = select_precision(*asked(recipe_with(name, {"on_unsupported": "emulate", "backend": "emulation"})), missing)
+        assert (active.requested, active.precision.name, active.backend, active.reason) == (name, name, "torch", None)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_a_device_that_has_it_runs_it_on_transformer_engine(name: str) -> None:
-    engaged = engage(*asked(recipe_with(name)), B200)
-    assert (engaged.requested, engaged.recipe.name, engaged.backend) == (name, name, "transformer_engine")
-    assert engaged.reason is None
-    assert engaged.settings == LowPrecisionSettings().resolved(name)
+    active = select_precision(*asked(recipe_with(name)), B200)
+    assert (active.requested, active.precision.name, active.backend) == (name, name, "transformer_engine")
+    assert active.reason is None
+    assert active.settings == LowPrecisionSettings().resolved(name)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_emulation_can_be_asked_for_where_the_hardware_could(name: str) -> None:
     for missing in (missing_on("cpu"), A100, B200):
-        engaged = engage(*asked(recipe_with(name, {"backend": "emulation"})), missing)
-        assert (engaged.recipe.name, engaged.backend, engaged.reason) == (name, "emulation", None)
+        active = select_precision(*asked(recipe_with(name, {"backend": "emulation"})), missing)
+        assert (active.precision.name, active.backend, active.reason) == (name, "emulation", None)
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
@@ -69,22 +69,22 @@ def test_a_cpu_has_none_of_them_and_says_which_device_has(name: str) -> None:
         rf"`precision: {name}` needs a GPU of compute capability .*\d\); this run is on cpu\. .*`fp8_config.on_unsupported: emul"
     )
     with pytest.raises(InputError, match=says):
-        engage(*asked(recipe_with(name)), missing_on("cpu"))
-    engaged = engage(*asked(recipe_with(name, {"on_unsupported": "emulate"})), missing_on("cpu"))
-    assert (engaged.recipe.name, engaged.backend) == (name, "emulation")
-    assert f"`precision: {name}` needs a GPU" in engaged.reason
+        select_precision(*asked(recipe_with(name)), missing_on("cpu"))
+    active = select_precision(*asked(recipe_with(name, {"on_unsupported": "emulate"})), missing_on("cpu"))
+    assert (active.precision.name, active.backend) == (name, "emulation")
+    assert f"`precision: {name}` needs a GPU" in active.reason
 
 
 def test_the_refusal_names_device_remedies_and_what_does_run_there() -> None:
     with pytest.raises(InputError) as error:
-        engage(*asked(recipe_with("nvfp4")), H200)
+        select_precision(*asked(recipe_with("nvfp4")), H200)
     assert str(error.value) == (
         "`precision: nvfp4` needs a GPU of compute capability 10.0 or higher (B200, GB200); this is an NVIDIA H200. "
         "Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, `fp8_config.on_unsupported: fallback` to "
         "train in delayed, or a `precision` that runs here: fp32, bf16, delayed, current, block"
     )
     with pytest.raises(InputError, match=r"`precision: block` needs CUDA 12.9 or newer, and this torch is built for 12.8"):
-        engage(*asked(recipe_with("block")), OLD_CUDA)
+        select_precision(*asked(recipe_with("block")), OLD_CUDA)
 
 
 @pytest.mark.parametrize(
@@ -102,40 +102,42 @@ def test_the_refusal_names_device_remedies_and_what_does_run_there() -> None:
 def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf16(
     name: str, missing: Missing, effective: str, backend: str
 ) -> None:
-    engaged = engage(*asked(recipe_with(name, {"on_unsupported": "fallback", "scope": "linear+head"})), missing)
-    assert (engaged.requested, engaged.recipe.name, engaged.backend) == (name, effective, backend)
-    assert (engaged.reason is None) == (name == effective)
-    assert engaged.settings.scope == "linear+head"
+    active = select_precision(*asked(recipe_with(name, {"on_unsupported": "fallback", "scope": "linear+head"})), missing)
+    assert (active.requested, active.precision.name, active.backend) == (name, effective, backend)
+    assert (active.reason is None) == (name == effective)
+    assert active.settings.scope == "linear+head"
 
 
 def test_what_is_fallen_back_to_has_its_own_defaults_and_no_option_of_the_other() -> None:
     recipe = recipe_with("block", {"on_unsupported": "fallback", "fp8_format": "E4M3", "use_f32_scales": True})
-    settings = engage(recipe.precision, recipe.fp8_config, OLD_CUDA).settings
+    settings = select_precision(recipe.precision, recipe.fp8_config, OLD_CUDA).settings
     assert settings.options_set == LowPrecisionSettings().resolved("delayed").options_set
 
 
 def test_scales_rounded_down_exist_in_emulation_only() -> None:
     floor = {"scale_rounding": "floor"}
     with pytest.raises(InputError, match=r"`precision: mxfp8` needs emulation for `fp8_config.scale_rounding: floor`; the hardw"):
-        engage(*asked(recipe_with("mxfp8", floor)), B200)
-    assert engage(*asked(recipe_with("mxfp8", floor | {"on_unsupported": "emulate"})), B200).backend == "emulation"
-    assert engage(*asked(recipe_with("mxfp8", floor | {"backend": "emulation"})), B200).settings.scale_rounding == "floor"
+        select_precision(*asked(recipe_with("mxfp8", floor)), B200)
+    assert select_precision(*asked(recipe_with("mxfp8", floor | {"on_unsupported": "emulate"})), B200).backend == "emulation"
+    assert (
+        select_precision(*asked(recipe_with("mxfp8", floor | {"backend": "emulation"})), B200).settings.scale_rounding == "floor"
+    )
 
 
 # What a precision cannot take
 
 
-def check(precision: str, *, length: int = 128, layers: int = 4, loss: str = "chunked", **fp8_config: Any) -> Engaged:
+def check(precision: str, *, length: int = 128, layers: int = 4, loss: str = "chunked", **fp8_config: Any) -> ActivePrecision:
     values = {"data": {"packs": "packs", "length": length}, "loss": {"kind": loss}}
     recipe = recipe_with(precision, fp8_config | {"backend": "emulation"}, **values)
-    engaged = engage(recipe.precision, recipe.fp8_config, missing_on("cpu"))
-    check_fit(engaged, recipe, layers)
-    return engaged
+    active = select_precision(recipe.precision, recipe.fp8_config, missing_on("cpu"))
+    check_fit(active, recipe, layers)
+    return active
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_packs_are_a_multiple_of_what_the_recipe_takes_tokens_in(name: str) -> None:
-    multiple = RECIPES[name].multiple_of
+    multiple = PRECISIONS[name].multiple_of
     check(name, length=multiple)
     check(name, length=7 * multiple)
     with pytest.raises(
