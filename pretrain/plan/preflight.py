@@ -25,7 +25,7 @@ from pretrain.plan.checks import check_fit, check_model, check_settings
 from pretrain.plan.data import Data, check_data, check_samples, check_tokenizer, load_tokenizer, open_data
 from pretrain.plan.layer_memory import layers_of
 from pretrain.plan.plan import Plan
-from pretrain.precision.device import missing_on
+from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config

@@ -1,4 +1,4 @@
-"""FP8 with one scale for the whole tensor: TE's `current` and `delayed` recipes.
+"""FP8 with one scale for the whole tensor: current and delayed scaling.
 
 Both multiply by a scale that takes the tensor's largest magnitude, its amax, to the format's maximum, and saturate what still
 lies beyond. They differ in whose amax: current scaling reads the tensor twice, delayed scaling takes the largest of the steps
@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pretrain.precision.quantizers.grid import FP32_MANTISSA_BITS, Grid, round_to_grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import Grid, Quantized
+from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
 
 FP32_MAX = torch.finfo(torch.float32).max
 AmaxAlgorithm = Literal["max", "most_recent"]

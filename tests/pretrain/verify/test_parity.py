@@ -21,7 +21,8 @@ from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.huggingface import PackedLanguageModel
 from pretrain.optimizer.build import build_optimizer
-from pretrain.precision.registry import PRECISIONS, Tolerance
+from pretrain.precision.definition import Tolerance
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify.parity import Parity, check_parity, compare, training_without_dropout
 from pretrain.verify.plain_model import Pass, plain_model, plain_pass
