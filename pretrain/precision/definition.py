@@ -26,8 +26,7 @@ from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pretrain.precision.product import Role
-
+Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
 # The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
 Along = Literal["features", "rows"]
 
@@ -54,6 +53,16 @@ class Option:
     def choices(self) -> tuple[Any, ...] | None:
         """The values to choose from; None where the kind has too many to list."""
         return self.allowed or (get_args(self.kind) if get_origin(self.kind) is Literal else None)
+
+
+# Keys that several precisions take. `QuantizedPrecision` knows what they ask for.
+FP8_FORMAT = Option(Literal["HYBRID", "E4M3"], "HYBRID", "HYBRID: gradients in E5M2, the rest in E4M3")
+FAST_ACCUMULATION = Option(bool, True, "forward products add up in fewer bits than FP32; on hardware, emulation has FP32")
+SCALE_ROUNDING = Option(
+    Literal["rceil", "floor"], "rceil", "of block scales; floor: OCP's rule, in emulation only; the hardware rounds up"
+)
+DISABLE_RHT = Option(bool, False, "no random Hadamard transform of what the weight gradient multiplies")
+DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to nearest")
 
 
 @dataclass(frozen=True)
@@ -147,8 +156,6 @@ class QuantizedPrecision(Precision):
     format_name = "FP8"  # for messages
     underflow_limit = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
 
-    # ── Operands ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def grid(self, settings: OptionValues, role: Role) -> Grid:
         """The number format of an operand's codes. HYBRID gives gradients range in place of precision."""
         return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else E4M3
@@ -162,8 +169,21 @@ class QuantizedPrecision(Precision):
         raise NotImplementedError
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
-        """What is done to x^T before it is quantized along rows, where that is done apart."""
-        return None
+        """What is done to x^T before it is quantized along rows: to both operands of the weight gradient, or to none."""
+        from pretrain.precision.quantizers import hadamard
+
+        return hadamard.transform if settings.disable_rht is False and role != "weight" else None
+
+    def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
+        """What draws the random numbers that x is rounded by; None where it is rounded to nearest.
+
+        Stochastic rounding keeps a sum of gradients right on average. To activations and weights it would add noise in every
+        forward, and no average over steps takes that out again.
+        """
+        from pretrain.precision.quantizers import rounding
+
+        stochastic = settings.disable_stochastic_rounding is False and role == "grad_output"
+        return rounding.uniform_like if stochastic else lambda x: None
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
         """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors.
@@ -185,8 +205,6 @@ class QuantizedPrecision(Precision):
         """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
         return self.grid(settings, role).mantissa_bits + 1
 
-    # ── Transformer Engine ────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def needs_emulation(self, settings: OptionValues) -> str | None:
         """Which option only the emulation has, worded to follow "needs"; None: the hardware has all that is set."""
         return None
@@ -196,11 +214,20 @@ class QuantizedPrecision(Precision):
         the attributes that its constructor does not set as asked."""
         raise NotImplementedError
 
+    @staticmethod
+    def te_quantization(te: Any, **chosen: bool) -> Any:
+        """Transformer Engine's QParams with nothing on but what is `chosen`."""
+        off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
+        return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
+
+    def te_fp8_quantization(self, te: Any, *, power_of_two: bool) -> dict[str, Any]:
+        """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
+        quantization = self.te_quantization(te, power_2_scale=power_of_two)
+        return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         """How te_observation.operand_kind names the operands that a GEMM may get."""
         raise NotImplementedError
-
-    # ── What is wrong when values are lost ────────────────────────────────────────────────────────────────────────────────────
 
     def conditions(self, settings: OptionValues) -> tuple[Condition, ...]:
         """What can go wrong with its operands, each with the remedy that `settings` leave."""
@@ -225,23 +252,8 @@ class QuantizedPrecision(Precision):
 
     def against_saturation(self, settings: OptionValues) -> tuple[float, str] | None:
         """The share of values cut off that is too much, and what to change; None where scales come from the very values that
-        they scale, and nothing is cut."""
-        return None
-
-
-FP8_FORMAT = Option(Literal["HYBRID", "E4M3"], "HYBRID", "HYBRID: gradients in E5M2, the rest in E4M3")
-
-
-def te_quantization(te: Any, **chosen: bool) -> Any:
-    """Transformer Engine's QParams with nothing on but what is `chosen`."""
-    off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
-    return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
-
-
-def te_fp8_quantization(te: Any, *, power_of_two: bool) -> dict[str, Any]:
-    """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
-    quantization = te_quantization(te, power_2_scale=power_of_two)
-    return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
+        they scale, and nothing is cut. OCP's rounding cuts the largest value of a block off by design: 0.5 to 0.9 % of all."""
+        return (0.03, "`fp8_config.scale_rounding: rceil` cuts nothing off") if settings.scale_rounding == "floor" else None
 
 
 def _dotted(version: tuple[int, int]) -> str:

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pretrain.precision.definition import (
-    FP8_FORMAT,
-    Hardware,
-    Option,
-    OptionValues,
-    Quantize,
-    QuantizedPrecision,
-    te_fp8_quantization,
-)
+from pretrain.precision.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Role
 from pretrain.precision.formats.current import FP8_TOLERANCE
-
-if TYPE_CHECKING:
-    from pretrain.precision.product import Role
 
 
 class Block(QuantizedPrecision):
@@ -62,7 +51,7 @@ class Block(QuantizedPrecision):
             "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
-        return te.Float8BlockScaling, arguments, te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
+        return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         blocks = "128x128" if role == "weight" else "1x128"

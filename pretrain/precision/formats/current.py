@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pretrain.precision.definition import (
+    FAST_ACCUMULATION,
     FP8_FORMAT,
     Hardware,
     Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
+    Role,
     Tolerance,
-    te_fp8_quantization,
 )
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pretrain.precision.product import Role
-    from pretrain.precision.quantizers.grid import Quantized
-
-FAST_ACCUMULATION = Option(bool, True, "forward products add up in fewer bits than FP32; on hardware, emulation has FP32")
 FP8_HARDWARE = Hardware((8, 9), "L40S, H100, H200, B200")
 # Measured at the start of 28 layers from scratch, where rounding adds up most (benchmarks/results/h200_parity_*.json): FP8 is at
 # worst 0.022 nats off, 4 % of the norm and at a cosine of 0.86. What is broken is far beyond.
@@ -51,12 +45,7 @@ class Current(QuantizedPrecision):
         from pretrain.precision.quantizers import tensor
 
         grid, power_of_two = self.grid(settings, role), settings.use_power_2_scales
-
-        def quantize(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
-            amax = tensor.absolute_maximum(x) if amax is None else amax.float()
-            return tensor.quantize(x, tensor.scale_from_amax(amax, grid.maximum, power_of_two=power_of_two), grid)
-
-        return quantize
+        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid, power_of_two=power_of_two)
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {
@@ -67,7 +56,7 @@ class Current(QuantizedPrecision):
             "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
-        return te.Float8CurrentScaling, arguments, te_fp8_quantization(te, power_of_two=settings.use_power_2_scales)
+        return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=settings.use_power_2_scales)
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         return {f"{self.grid(settings, role).name.lower()} tensor-scaled"}

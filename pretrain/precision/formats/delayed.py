@@ -7,14 +7,20 @@ The histories and their update are in `pretrain.precision.delayed_state`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from foundation.settings import Count, PositiveCount
-from pretrain.precision.definition import FP8_FORMAT, Option, OptionValues, Quantize, QuantizedPrecision, Tolerance
-from pretrain.precision.formats.current import FAST_ACCUMULATION, FP8_HARDWARE
-
-if TYPE_CHECKING:
-    from pretrain.precision.product import Role
+from pretrain.precision.definition import (
+    FAST_ACCUMULATION,
+    FP8_FORMAT,
+    Option,
+    OptionValues,
+    Quantize,
+    QuantizedPrecision,
+    Role,
+    Tolerance,
+)
+from pretrain.precision.formats.current import FP8_HARDWARE
 
 
 class Delayed(QuantizedPrecision):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
-from pretrain.precision.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision
-from pretrain.precision.formats.current import FP8_TOLERANCE
-
-if TYPE_CHECKING:
-    from pretrain.precision.product import Role
-
-SCALE_ROUNDING = Option(
-    Literal["rceil", "floor"], "rceil", "of block scales; floor: OCP's rule, in emulation only; the hardware rounds up"
+from pretrain.precision.definition import (
+    FP8_FORMAT,
+    SCALE_ROUNDING,
+    Hardware,
+    Option,
+    OptionValues,
+    Quantize,
+    QuantizedPrecision,
+    Role,
 )
+from pretrain.precision.formats.current import FP8_TOLERANCE
 
 
 class Mxfp8(QuantizedPrecision):
@@ -57,14 +59,6 @@ class Mxfp8(QuantizedPrecision):
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         return {f"mxfp8 {self.grid(settings, role).name.lower()}"}
-
-    def against_saturation(self, settings: OptionValues) -> tuple[float, str] | None:
-        return floored_scales(settings)
-
-
-def floored_scales(settings: OptionValues) -> tuple[float, str] | None:
-    """OCP's rounding cuts the largest value of a block off by design: 0.5 % of all values (Gaussian) to 0.9 %."""
-    return (0.03, "`fp8_config.scale_rounding: rceil` cuts nothing off") if settings.scale_rounding == "floor" else None
 
 
 PRECISION = Mxfp8()

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from pretrain.precision.definition import Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Tolerance, te_quantization
-from pretrain.precision.quantizers.grid import E2M1, E4M3, Grid, Quantized
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from pretrain.precision.product import Role
-
-DISABLE_RHT = Option(bool, False, "no random Hadamard transform of what the weight gradient multiplies")
-DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to nearest")
+from pretrain.precision.definition import (
+    DISABLE_RHT,
+    DISABLE_STOCHASTIC_ROUNDING,
+    Hardware,
+    Option,
+    OptionValues,
+    Quantize,
+    QuantizedPrecision,
+    Role,
+    Tolerance,
+)
+from pretrain.precision.quantizers.grid import E2M1, E4M3, Grid
 
 
 class Nvfp4(QuantizedPrecision):
@@ -46,24 +48,10 @@ class Nvfp4(QuantizedPrecision):
         return role == "weight" and not settings.disable_2d_quantization
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        """Stochastic rounding keeps a sum of gradients right on average. Activations and weights are rounded to nearest: there it
-        would add noise to every forward, and no average over steps takes that out again."""
-        import torch
-
         from pretrain.precision.quantizers import nvfp4
 
-        square, by_chance = self.serves_both(settings, role), role == "grad_output" and not settings.disable_stochastic_rounding
-
-        def quantize(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
-            uniform = torch.rand_like(x, dtype=torch.float32) if by_chance else None
-            return nvfp4.quantize(x, two_dimensional=square, amax=amax, uniform=uniform)
-
-        return quantize
-
-    def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
-        from pretrain.precision.quantizers import hadamard
-
-        return None if role == "weight" or settings.disable_rht else hadamard.transform
+        square, uniform = self.serves_both(settings, role), self.uniform(settings, role)
+        return lambda x, scale, amax: nvfp4.quantize(x, two_dimensional=square, uniform=uniform(x), amax=amax)
 
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         return E2M1.mantissa_bits + 1 + E4M3.mantissa_bits + 1  # of a product of the two
@@ -83,9 +71,9 @@ class Nvfp4(QuantizedPrecision):
         rotated = {"random_hadamard_transform": not settings.disable_rht}
         rounded = {"stochastic_rounding": not settings.disable_stochastic_rounding}
         quantization = {
-            "fp4_quant_fwd_inp": te_quantization(te, **rotated),
-            "fp4_quant_fwd_weight": te_quantization(te, fp4_2d_quantization=not settings.disable_2d_quantization),
-            "fp4_quant_bwd_grad": te_quantization(te, **rotated, **rounded),
+            "fp4_quant_fwd_inp": self.te_quantization(te, **rotated),
+            "fp4_quant_fwd_weight": self.te_quantization(te, fp4_2d_quantization=not settings.disable_2d_quantization),
+            "fp4_quant_bwd_grad": self.te_quantization(te, **rotated, **rounded),
         }
         return te.NVFP4BlockScaling, arguments, quantization
 

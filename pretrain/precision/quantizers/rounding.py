@@ -43,6 +43,11 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     return torch.copysign(rounded * quantum, x)
 
 
+def uniform_like(x: Tensor) -> Tensor:
+    """Random numbers for `round_stochastically`, from torch's generator of x's device."""
+    return torch.rand_like(x, dtype=torch.float32)
+
+
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
 
