@@ -22,8 +22,8 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import fsync_folder, fsync_tree, is_disk_full
-from foundation.integrity import FileRecord, check_hashes, check_sizes, hash_file, stamp_as_verified
+from foundation.files import fsync, fsync_tree, is_disk_full
+from foundation.integrity import FileRecord, check_files, hash_file, stamp_as_verified
 from packing.protocol import Pack, Split, as_token_ids, checked_index
 
 MANIFEST = "packs.json"
@@ -122,7 +122,7 @@ class PackWriter:
         shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
         stamp_as_verified(self.folder, shards)
         self.folder.rename(self.path.absolute())
-        fsync_folder(self.path.absolute().parent)
+        fsync(self.path.absolute().parent)
         return manifest
 
 
@@ -226,8 +226,7 @@ class ArrowPacks:
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = part["fingerprint"]
         self._records = _records(part["files"], f"{split}/")
-        check_sizes(self.path, self._records, _REMEDY)
-        check_hashes(self.path, self._records, _REMEDY)
+        check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]
         self._starts = np.concatenate([[0], np.cumsum([len(batch[0]) for batch in self._batches])]).tolist()
         if self._starts[-1] != part["packs"]:
@@ -247,8 +246,7 @@ class ArrowPacks:
     def verify(self) -> None:
         """As Packs.verify, with the files that travel beside the splits."""
         records = self._records + _records(self.manifest["files"])
-        check_sizes(self.path, records, _REMEDY)
-        check_hashes(self.path, records, _REMEDY, trust_stamp=False)
+        check_files(self.path, records, _REMEDY, trust_stamp=False)
 
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1

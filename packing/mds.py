@@ -28,7 +28,7 @@ import pyarrow as pa
 import zstandard
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_hashes, check_sizes, digests, hash_file
+from foundation.integrity import FileRecord, check_files, digests, hash_file
 from packing.protocol import Pack, as_token_ids, checked_index
 
 INDEX = "index.json"
@@ -221,9 +221,7 @@ class MDSReader:
     def verify(self, *, trust_stamp: bool = False) -> None:
         """Compare sizes and hashes of all files with the index; InputError names the first damaged."""
         for folder, shards in self._shards_of.items():
-            records = [shard.record for shard in shards]
-            check_sizes(folder, records, _REMEDY)
-            check_hashes(folder, records, _REMEDY, trust_stamp=trust_stamp)
+            check_files(folder, [shard.record for shard in shards], _REMEDY, trust_stamp=trust_stamp)
 
     def fingerprint(self) -> str:
         """sha256 hex over columns and content hashes in order: those in the index, which cost nothing, or else the files' sha256.

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import is_disk_full
-from foundation.lock import exclusive
+from foundation.files import FileLock, is_disk_full
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chunks import CHUNK_BYTES
@@ -47,9 +46,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
-    waiting = f"{packs} is being prepared by another process; waiting for it" if progress else None
     if not _prepared_already(settings):  # asked before any file is touched: packs may lie where nobody can write
-        with exclusive(packs.absolute().parent / f"{packs.name}.lock", waiting):
+        with _lock(packs, progress):
             if not _prepared_already(settings):
                 manifest = _prepare_anew(settings, partial, progress)
                 say(summary(manifest), progress)
@@ -58,6 +56,14 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     _note_changed_source(settings, progress)
     shutil.rmtree(partial, ignore_errors=True)  # left by a kill in the last moment
     return packs
+
+
+def _lock(packs: Path, progress: bool) -> FileLock:
+    path = packs.absolute().parent / f"{packs.name}.lock"
+    try:
+        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
 
 
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
@@ -157,8 +163,11 @@ def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: To
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
-    with TokenizerWorkers(worker, processes) as workers, log.writing(), Progress("tokenising", "tokens", progress) as line:
-        line.start_from(log.counts.tokens)
+    with (
+        TokenizerWorkers(worker, processes) as workers,
+        log.writing(),
+        Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
+    ):
         for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
             log.append(result)
             line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_hashes, digests
+from foundation.integrity import FileRecord, check_files, digests
 from packing.protocol import Pack, checked_index
 
 _SAMPLED_TOKENS = 2**20
@@ -76,7 +76,7 @@ class TokenBin:
             words = recorded.read_text(encoding="utf-8").split() or [""]
             record = FileRecord(self.path.name, self.path.stat().st_size, {"sha256": words[0].lower()})
             remedy = f"write it again, or remove {recorded.name} if that is out of date"
-            check_hashes(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
+            check_files(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
 
     def _window(self, index: int) -> np.ndarray:
         start = checked_index(index, len(self)) * self.length
