@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
-from pretrain.metrics.summary import WARM_UP_STEPS
+from pretrain.metrics.run_record import WARM_UP_STEPS
 
 GIB = 2**30
 
