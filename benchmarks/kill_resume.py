@@ -31,7 +31,7 @@ import yaml
 
 from benchmarks.machine import processor
 from foundation.integrity import find_damage
-from packing.store import Pack, PackWriter
+from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import step_folders
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.metrics.run_folder import describe_environment
