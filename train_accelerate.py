@@ -36,14 +36,12 @@ from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.compare.curves import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
-from pretrain.metrics.last_screen import last_screen
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
 from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_files import read_metrics, read_run
 from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, last_screen, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, gathered, largest_over_ranks, make_accelerator
@@ -133,7 +131,7 @@ def launch(arguments: argparse.Namespace) -> int:
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
     """The model in memory and audited, resumed where there is something to resume, and all that watches over it."""
     recipe, health = job.recipe, Health(job.recipe.health)
-    checkpoints = Checkpoints.of_process_group(folder.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     source = find_source(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already

@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.metrics.run_files import read_metrics, read_run
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
 from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.

@@ -18,7 +18,7 @@ from pretrain.compare.drawing import (
     window_of,
 )
 from pretrain.compare.panels import plot_comparison
-from pretrain.metrics.run_files import RunRecord
+from pretrain.metrics.run_record import RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.metrics.run_files import RunRecord
+from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import identity_of
 from pretrain.settings.recipe import Recipe
 

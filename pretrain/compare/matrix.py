@@ -36,8 +36,8 @@ from foundation.units import duration
 from pretrain.compare import report
 from pretrain.compare.cells import Cell, Matrix, load_matrix
 from pretrain.compare.tables import markdown
-from pretrain.metrics.run_files import MATRIX_FILE, read_metrics
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import MATRIX_FILE, read_metrics
 
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0

@@ -28,7 +28,7 @@ from pretrain.compare.drawing import (
 )
 from pretrain.compare.fairness import Paired, difference, late
 from pretrain.compare.variants import Variants
-from pretrain.metrics.run_files import RunRecord
+from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.registry import PRECISIONS
 
 if TYPE_CHECKING:

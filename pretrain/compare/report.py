@@ -23,8 +23,7 @@ from pretrain.compare.curves import plot_losses
 from pretrain.compare.fairness import LATE_SHARE, Paired, check_comparable, difference, late, unfairness
 from pretrain.compare.tables import UNKNOWN, markdown, shown
 from pretrain.compare.variants import Variants
-from pretrain.metrics.run_files import RunRecord, read_run
-from pretrain.metrics.summary import LAST_STEPS
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 ERRORS = (

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pretrain.compare.tables import UNKNOWN
-from pretrain.metrics.run_files import RunRecord
+from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import flatten
 

@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from pretrain.metrics.flops import Shape
-from pretrain.metrics.run_files import read_metrics
-from pretrain.metrics.summary import summary
+from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.model import attention
 from pretrain.model import huggingface as model

@@ -17,9 +17,9 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
+from packing.arrow import Pack
 from packing.batch import BatchStream, Microbatch, build_microbatch
 from packing.order import PackOrder
-from packing.protocol import Pack
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model import huggingface as model

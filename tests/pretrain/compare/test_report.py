@@ -23,7 +23,7 @@ from pretrain.compare.curves import plot_losses
 from pretrain.compare.drawing import COLOURS, moving_mean
 from pretrain.compare.fairness import Paired, batch_means_error, check_comparable, difference, late
 from pretrain.compare.report import comparison_table, grid_tables, main, summary_table, write
-from pretrain.metrics.run_files import RunRecord, read_metrics, read_run
+from pretrain.metrics.run_record import RunRecord, read_metrics, read_run
 from pretrain.settings.config import load_recipe, resolved
 
 RECIPE = {

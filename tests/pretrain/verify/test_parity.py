@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
-from packing.protocol import Pack
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
