@@ -28,12 +28,13 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.batch import BatchStream, StepBatches, evaluation_batches
 from packing.order import PackOrder
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import TrainState, seed_step
-from pretrain.compare.curves import plot_losses
+from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.last_screen import last_screen
@@ -57,7 +58,6 @@ from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import held_out_loss, sample
 from pretrain.run.microbatch import settle_microbatch
 from pretrain.run.resume import find_source, restore
-from pretrain.run.signals import StopRequest
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit

@@ -169,7 +169,7 @@ WITHOUT_TORCH = (
     "pretrain.compare.report",
     "pretrain.compare.matrix",
 )
-WITHOUT_TORCH += ("pretrain.compare.cells", "pretrain.precision.settings", "pretrain.precision.registry")
+WITHOUT_TORCH += ("pretrain.compare.matrix_file", "pretrain.precision.settings", "pretrain.precision.registry")
 
 
 def test_settings_reports_and_the_matrix_do_without_torch():
