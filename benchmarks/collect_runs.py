@@ -2,7 +2,8 @@
 
     python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/h200_comparison.json
 
-Run folders hold far more and are not kept. Tables and pictures come from `pretrain.compare.report`, and can be checked against this.
+Run folders hold far more and are not kept. Tables and pictures come from `python -m pretrain report`, and can be checked
+against this.
 """
 
 from __future__ import annotations

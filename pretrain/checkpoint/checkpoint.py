@@ -49,7 +49,7 @@ from pretrain.checkpoint.shards import (
     stored_bytes,
     write_tensors,
 )
-from pretrain.optimizer.exact_weights import local_part
+from pretrain.optimizer.adamw_update import local_part
 
 STATE = "state.json"
 _STEP = re.compile(r"step-(\d{8,})")

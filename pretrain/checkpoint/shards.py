@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from foundation.integrity import FileRecord
 from pretrain.checkpoint.manifest import Piece, TensorEntry
-from pretrain.optimizer.exact_weights import local_part
+from pretrain.optimizer.adamw_update import local_part
 
 PART_BYTES = 2 * 2**30  # a file ends after this many: enough files to keep the hashing threads busy, few enough to list
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
