@@ -12,6 +12,7 @@ from fractions import Fraction
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
+from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
 from pretrain.precision.selection import ActivePrecision
@@ -22,12 +23,15 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     """Steps of the horizon. Tokens and epochs round up to whole steps, so a run never sees less than was asked for.
 
     22,206 packs at 32 a step: 4 epochs are 2,775.75 steps and so 2,776. Epochs count as the decimal number that was written: in
-    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12.
+    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12. InputError for more steps than 64 bits can count.
     """
     if train.steps is not None:
         return train.steps
     tokens = train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
-    return math.ceil(Fraction(tokens) / tokens_per_step)
+    steps = math.ceil(Fraction(tokens) / tokens_per_step)
+    if steps > MOST:
+        raise InputError(f"`train.epochs: {train.epochs}` are more steps than can be counted; name fewer epochs")
+    return steps
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
