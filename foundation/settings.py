@@ -21,9 +21,12 @@ from foundation.errors import InputError
 
 
 class Settings(BaseModel):
-    """Base of every settings class: unknown keys are errors, and a built object does not change."""
+    """Base of every settings class: unknown keys are errors, numbers are finite, and a built object does not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+MOST = 2**63 - 1  # of a count: what fits into 64 bits with a sign, which tensors, files and other libraries hold
 
 
 def _count(value: object) -> object:
@@ -36,13 +39,15 @@ def _count(value: object) -> object:
         except ValueError:
             return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and value > MOST:
+        raise ValueError(f"too large; the most that a count can be is {MOST}")
     return value
 
 
 Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
-Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
