@@ -47,7 +47,7 @@ from pretrain.metrics.summary import is_evaluation
 from pretrain.metrics.trackers import Trackers, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, gathered, largest_over_ranks, make_accelerator
-from pretrain.model.step import forward_backward
+from pretrain.model.packed import forward_backward
 from pretrain.optimizer import build as optimizer
 from pretrain.optimizer import schedule
 from pretrain.optimizer.exact_adamw import frozen_share

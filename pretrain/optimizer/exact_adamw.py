@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from pretrain.model.gradients import gradient_of
+from pretrain.model.wrapping import gradient_of
 from pretrain.optimizer.adamw_update import Factors, Operands, update
 from pretrain.optimizer.exact_weights import convert, local_part, mode_of
 

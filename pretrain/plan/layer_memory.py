@@ -1,6 +1,6 @@
 """What one decoder layer takes of a device's memory: known for a fused layer, estimated for a compiled one.
 
-A fused layer keeps for backward what its autograd nodes save (pretrain.model.fused.functions), so many numbers a token:
+A fused layer keeps for backward what its autograd nodes save (pretrain.model.fused.layers), so many numbers a token:
 
     2 · hidden               in the compute dtype      the layer's input, and the attention's residual sum
     2 · hidden               as operands               what the two norms make of them; their statistics, 4 bytes each, beside
@@ -32,13 +32,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.conversion import decide
-from pretrain.model.fused.choice import not_fused_because
-from pretrain.model.fused.fuse import verdict
-from pretrain.model.fused.layers import Parts, parts_of
-from pretrain.model.fused.weights import StackedWeight
+from pretrain.model.fused.arithmetic import StackedWeight
+from pretrain.model.fused.layers import Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
@@ -80,7 +78,7 @@ def layers_of(
     compiled = compiled_layer(ModelFlops.of(model), active.precision.name, recipe.weights)
     found = []
     for name, layer in layers.items():
-        reason, low_precision = verdict(name, layer, decisions)
+        reason, low_precision = assess_layer(name, layer, decisions)
         precision = active.precision.name if low_precision or not active.precision.quantized else "bf16"
         is_fused = not (off or reason)
         found.append(fused_layer(layer, precision, recipe, device_type, attention) if is_fused else compiled)

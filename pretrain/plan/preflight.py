@@ -16,17 +16,17 @@ from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_files import read_metrics
 from pretrain.metrics.summary import summary
 from pretrain.metrics.trackers import resolve
-from pretrain.model import attention
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import check_shapes
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of
-from pretrain.model.fused.heads import Heads
 from pretrain.plan.checks import check_fit, check_model, check_settings
 from pretrain.plan.data import Data, check_data, check_samples, check_tokenizer, load_tokenizer, open_data
 from pretrain.plan.layer_memory import layers_of
 from pretrain.plan.plan import Plan
 from pretrain.precision.device import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
+from pretrain.precision.scope import check_shapes
 from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe

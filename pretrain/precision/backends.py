@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pretrain.precision.product import Backend
+from pretrain.precision.linear import Backend
 from pretrain.precision.selection import ActivePrecision
 
 

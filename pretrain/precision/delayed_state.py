@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pretrain.precision.linear import Role
 from pretrain.precision.operands import grid_of
-from pretrain.precision.product import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.selection import ActivePrecision
 

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pretrain.precision.product import Role
+from pretrain.precision.linear import Role
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.quantized import Quantized

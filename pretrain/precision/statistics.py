@@ -26,9 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.precision.context import PrecisionContext
+from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext, Role
 from pretrain.precision.operands import quantize_operand
-from pretrain.precision.product import Backend, LinearProduct, Role
 from pretrain.precision.quantizers.grid import Grid
 from pretrain.precision.quantizers.quantized import Quantized
 from pretrain.precision.selection import ActivePrecision

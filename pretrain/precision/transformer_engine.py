@@ -21,10 +21,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pretrain.precision.product import NormFunction, ObservedProduct
+from pretrain.precision.linear import NormFunction
+from pretrain.precision.observation import GemmObserver, Note
 from pretrain.precision.registry import Precision
 from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.te_recipes import te_recipe
 
 OLDEST = (2, 20)  # the first whose recipes have every field that te_recipes sets
@@ -89,8 +89,9 @@ class TransformerEngineProduct:
         return y
 
     @property
-    def fuses_head(self) -> bool:
-        """Where one scale a tensor and operands along the inner dimension are what FP8 products take; without a bias."""
+    def supports_fused_loss(self) -> bool:
+        """Whether the softmax of the LM head can write its gradient as this product's operand: where FP8 products take one scale
+        a tensor and operands along the inner dimension, and without a bias."""
         recipe = self.backend.recipe
         per_tensor = recipe.delayed() or recipe.float8_current_scaling()
         return per_tensor and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
@@ -193,13 +194,13 @@ class TransformerEngineBackend:
         return f"Transformer Engine {_version()}, {type(self.recipe).__name__}"
 
     @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        """While entered, fills what it yields with the GEMMs of each product, by name: operands as the kernel gets them."""
-        observer = GemmObserver(self.te)
+    def observing(self, note: Note) -> Iterator[None]:
+        """While entered, reports the GEMMs of each product to `note`: operands as the kernel gets them."""
+        observer = GemmObserver(self.te, note)
         with observer.installed():
             self.observer = observer
             try:
-                yield observer.seen
+                yield
             finally:
                 self.observer = None
 

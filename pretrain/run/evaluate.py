@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch
-from pretrain.model.huggingface import inputs_of
+from pretrain.model.packed import inputs_of
 from pretrain.plan.data import encoded_prompt
 
 

@@ -18,7 +18,7 @@ from pretrain.metrics.health import Health
 from pretrain.optimizer import build as optimizer
 from pretrain.optimizer.exact_weights import Weights, convert, describe_conversion, local_part
 from pretrain.plan.preflight import Job
-from pretrain.precision.product import PREFIX
+from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import Assembly
 

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from benchmarks.kill_resume import differences
 from pretrain.model import huggingface as model
-from pretrain.model.fused.functions import NormMLPAdd
-from pretrain.model.fused.plain import TorchStackedProduct
+from pretrain.model.fused.layers import NormMLPAdd
+from pretrain.model.fused.torch_arithmetic import TorchStackedProduct
 from pretrain.optimizer.exact_adamw import ExactAdamW
 from tests.launcher.test_weights import masters
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrain.precision.linear import Role
 from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantize_operand, quantizer, serves_both
-from pretrain.precision.product import Role
 from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.quantized import Quantized

@@ -1,4 +1,4 @@
-"""The arithmetic of fused layers in plain torch: any device, any dtype, nothing quantized.
+"""The arithmetic of fused layers by torch's own operations: any device, any dtype, nothing quantized.
 
 It is what a CPU trains with, and what the arithmetic on Transformer Engine is compared with.
 """
@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from pretrain.model.fused.arithmetic import Activation, Norm, Witness
-from pretrain.model.fused.weights import StackedWeight
+from pretrain.model.fused.arithmetic import Activation, Norm, StackedWeight
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observation import dtype_name
 
 
 class TorchStackedProduct:
-    """y = x w^T + b by torch's own products; a `Product`."""
+    """y = x w^T + b by torch's own products; a `StackedProduct`."""
 
     def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: TorchArithmetic) -> None:
         self.name = name
@@ -36,20 +36,20 @@ class TorchStackedProduct:
         return x
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self._matrix(anew=self._arithmetic.first_microbatch)
-        self._arithmetic.note(self, "forward", x, weight)
+        weight = self._matrix(refresh=self._arithmetic.context.first_microbatch)
+        self._note("forward", x, weight)
         return F.linear(x, weight, self.weights.bias(x.dtype))
 
     def gradient_operand(self, dy: Tensor) -> Tensor:
         return dy
 
     def input_gradient(self, dy: Tensor) -> Tensor:
-        weight = self._matrix(anew=False)
-        self._arithmetic.note(self, "dgrad", dy, weight)
+        weight = self._matrix(refresh=False)
+        self._note("dgrad", dy, weight)
         return dy @ weight
 
     def weight_gradients(self, dy: Tensor, x: Tensor) -> list[Tensor | None]:
-        self._arithmetic.note(self, "wgrad", dy, x)
+        self._note("wgrad", dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(dy.t() @ x)
@@ -60,31 +60,30 @@ class TorchStackedProduct:
             main_gradient += left.t() @ right
         return [None] * len(self.weights.weights)
 
-    def _matrix(self, *, anew: bool) -> Tensor:
-        if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
-            return self.weights.matrix(self._arithmetic.dtype)
-        return self.weights.kept_matrix(self._arithmetic.dtype, anew=anew)
+    def _matrix(self, *, refresh: bool) -> Tensor:
+        dtype = self._arithmetic.context.compute_dtype
+        if not self._arithmetic.differentiable:  # an evaluation's casts are not kept
+            return self.weights.matrix(dtype)
+        return self.weights.cached_matrix(dtype, refresh=refresh)
+
+    def _note(self, gemm: str, left: Tensor, right: Tensor) -> None:
+        self._arithmetic.context.note(self.members, gemm, left, right, lambda operand: dtype_name(operand.dtype))
 
 
-class TorchArithmetic(Witness):
-    """Norms and activations in FP32, rounded once to `dtype`; an `Arithmetic`."""
+class TorchArithmetic:
+    """Norms and activations in FP32, rounded once to the context's compute dtype; an `Arithmetic`."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.first_microbatch = True
+    def __init__(self, context: PrecisionContext) -> None:
+        self.context = context
         self.differentiable = True
 
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
     ) -> TorchStackedProduct:
-        """Raises ValueError for `low_precision`, which has no plain form."""
+        """Raises ValueError for `low_precision`, which torch's products have not."""
         if low_precision:
-            raise ValueError(f"{name} in low precision is no plain product")
+            raise ValueError(f"{name}: torch has no product in low precision")
         return TorchStackedProduct(name, members, weights, self)
-
-    def kind(self, operand: Tensor) -> str:
-        return dtype_name(operand.dtype)
 
     def norm(self, x: Tensor, norm: Norm, product: TorchStackedProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
         weight, *bias = self._parameters_of(norm)
@@ -143,12 +142,12 @@ class TorchArithmetic(Witness):
 
     def _parameters_of(self, norm: Norm) -> list[Tensor]:
         """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
-        return [parameter.detach().to(self.dtype).float() for parameter in norm.parameters]
+        return [parameter.detach().to(self.context.compute_dtype).float() for parameter in norm.parameters]
 
-    def opens_forward(self) -> bool:
+    def is_first_in_forward(self) -> bool:
         return False
 
-    def close_backward(self) -> None:
+    def finish_backward(self) -> None:
         pass
 
     def save(self, ctx: FunctionCtx, *operands: Tensor | None) -> None:
