@@ -31,7 +31,6 @@ from pretrain.model.attention import cudnn
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
-from pretrain.model.fused.torch_arithmetic import TorchArithmetic
 from pretrain.precision import transformer_engine
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
@@ -55,7 +54,7 @@ def choose_arithmetic(
     if reason := not_fused_because(setting, active, device_type, dtype):
         return None, reason
     if active.backend == "torch" and _no_faster(device_type, dtype):
-        return TorchArithmetic(context), ""
+        return Arithmetic(context), ""
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context), ""

@@ -25,8 +25,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
-from pretrain.model.fused.arithmetic import Activation, Norm, Operand, StackedWeight
-from pretrain.precision.linear import PrecisionContext, Role
+from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight, approximation
+from pretrain.precision.linear import Role
 from pretrain.precision.observation import operand_kind
 from pretrain.precision.te_recipes import split_accumulator
 
@@ -34,8 +34,8 @@ _BF16 = tex.DType.kBFloat16
 _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
 
 
-class TEStackedProduct:
-    """y = x w^T + b for stacked weights; a `StackedProduct`. `holder`: the te.Linear that has the quantizers, None in BF16."""
+class TEStackedProduct(StackedProduct):
+    """`holder`: the te.Linear that has the quantizers, None in BF16."""
 
     def __init__(
         self,
@@ -45,11 +45,8 @@ class TEStackedProduct:
         arithmetic: TransformerEngineArithmetic,
         holder: nn.Module | None,
     ) -> None:
-        self.name = name
-        self.members = members
-        self.weights = weights
+        super().__init__(name, members, weights, arithmetic)
         self.low_precision = False  # of the forward under way, and of its backward
-        self._arithmetic = arithmetic
         self._holder = holder
 
     # ── Forward ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,9 +134,7 @@ class TEStackedProduct:
     def _weight(self, *, refresh: bool) -> Operand:
         """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
         if not self.low_precision:
-            if not self._arithmetic.differentiable:  # an evaluation's casts are not kept
-                return self.weights.matrix(torch.bfloat16)
-            return self.weights.cached_matrix(torch.bfloat16, refresh=refresh)
+            return self._matrix(refresh=refresh)
         kept = self._holder._fp8_workspaces
         if not refresh and _WEIGHT in kept:
             return kept[_WEIGHT]
@@ -163,12 +158,8 @@ class TEStackedProduct:
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
 
-class TransformerEngineArithmetic:
-    """BF16 activations; products in BF16 or in the precision of the context's backend. An `Arithmetic`."""
-
-    def __init__(self, context: PrecisionContext) -> None:
-        self.context = context
-        self.differentiable = True
+class TransformerEngineArithmetic(Arithmetic):
+    """BF16 activations; products in BF16 or in the precision of the context's backend."""
 
     def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> TEStackedProduct:
         holder = None
@@ -202,7 +193,7 @@ class TransformerEngineArithmetic:
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             return swiglu(hidden, product.input_quantizer(columnwise=True))
-        activated = product.operand(F.gelu(hidden, approximate=_approximation(kind)))
+        activated = product.operand(F.gelu(hidden, approximate=approximation(kind)))
         return activated, activated
 
     def activate_backward(
@@ -215,7 +206,7 @@ class TransformerEngineArithmetic:
         above: TEStackedProduct,
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=_approximation(kind))
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximation(kind))
             return below.gradient_operand(d_hidden), kept, below.weights.bias_gradients(d_hidden)
         biases = []
         if below.watched or below.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
@@ -258,7 +249,3 @@ def _normalize(x: Tensor, norm: Norm, quantizer: Any | None) -> tuple[Operand, T
     parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
     forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
     return forward(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
-
-
-def _approximation(kind: Activation) -> str:
-    return "tanh" if kind == "gelu_tanh" else "none"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.fused import layers as choice
-from pretrain.model.fused.torch_arithmetic import TorchArithmetic
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.wrapping import fuse
 from pretrain.plan.layer_memory import LayerMemory, layers_of
 from pretrain.precision.linear import PrecisionContext
@@ -65,7 +65,7 @@ def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
     """Bytes a token that the graph of a model's first layer holds on a CPU, parameters and rotary tables not among them."""
     hf, batch = build(config, dtype), inputs(packs=2)
     decoder = model.decoder_layers(hf)
-    first = next(iter(fuse(decoder, {}, TorchArithmetic(PrecisionContext(None, dtype))).layers.values()))
+    first = next(iter(fuse(decoder, {}, Arithmetic(PrecisionContext(None, dtype))).layers.values()))
     storages: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import StackedProduct, StackedWeight
-from pretrain.model.fused.torch_arithmetic import TorchArithmetic
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
@@ -23,7 +22,7 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
     whole = PackedLanguageModel(build(config), "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
-    whole.fused = fuse(decoder_layers(whole.hf), {}, TorchArithmetic(whole.context))
+    whole.fused = fuse(decoder_layers(whole.hf), {}, Arithmetic(whole.context))
     assert not whole.fused.left_out
     return whole
 
@@ -31,7 +30,7 @@ def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Packed
 # ── Decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class AnyPrecision(TorchArithmetic):
+class AnyPrecision(Arithmetic):
     """Says in which precision each product was asked for, and computes it in none but its own."""
 
     def __init__(self) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import FusedLayers
-from pretrain.model.fused.torch_arithmetic import TorchArithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
@@ -24,7 +24,7 @@ from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 def packed(hf: PreTrainedModel, *, fused: bool, dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
     whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
     if fused:
-        whole.fused = fuse(decoder_layers(hf), {}, TorchArithmetic(whole.context))
+        whole.fused = fuse(decoder_layers(hf), {}, Arithmetic(whole.context))
         assert not whole.fused.left_out
     return whole
 
@@ -140,7 +140,7 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
 
 def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest() -> None:
     hf = build(ARCHITECTURES["qwen3"])
-    fused: FusedLayers = fuse(decoder_layers(hf), {}, TorchArithmetic(PrecisionContext(None, torch.bfloat16)))
+    fused: FusedLayers = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.bfloat16)))
     weights = fused.products[0].weights
     first = weights.cached_matrix(torch.bfloat16, refresh=True)
     assert weights.cached_matrix(torch.bfloat16, refresh=False) is first
@@ -191,7 +191,7 @@ def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dic
     ids = {} if kind == "gpt2" else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     hf = build(sizes | ids | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
-    fused = fuse(decoder_layers(hf), {}, TorchArithmetic(PrecisionContext(None, torch.float32)))
+    fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
     assert not fused.layers and set(fused.left_out.values()) == {reason}
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
     assert fused.describe() == f"0 of 2 layers; 2 not: {reason}"

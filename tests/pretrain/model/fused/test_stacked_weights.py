@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from pretrain.model.fused.arithmetic import StackedWeight
-from pretrain.model.fused.torch_arithmetic import TorchArithmetic
+from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
 from pretrain.model.wrapping import attach_main_gradients
 from pretrain.precision.linear import PrecisionContext
 
@@ -104,7 +103,7 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
     gradients = [weight.main_grad for weight in stack.weights]
     assert address(gradients) == address(stack.weights)
     assert stack.main_gradient.data_ptr() == gradients[0].data_ptr()
-    arithmetic = TorchArithmetic(PrecisionContext(None, torch.float32))
+    arithmetic = Arithmetic(PrecisionContext(None, torch.float32))
     product = arithmetic.product("all", tuple(f"linear {i}" for i in range(len(stack.linears))), stack)
     expected = torch.zeros(stack.out_features, stack.in_features)
     for tokens in microbatches:
@@ -121,7 +120,7 @@ def test_gradients_that_do_not_lie_together_are_returned_to_autograd(stack: Stac
     """As over several processes, and where nobody said which parameters are stacked."""
     if attached:
         attach_main_gradients(nn.ModuleList(stack.linears), torch.float32)
-    product = TorchArithmetic(PrecisionContext(None, torch.float32)).product("all", ("a linear",), stack)
+    product = Arithmetic(PrecisionContext(None, torch.float32)).product("all", ("a linear",), stack)
     x, dy = torch.randn(2, stack.in_features), torch.randn(2, stack.out_features)
     returned, wanted = product.weight_gradients(dy, x), stack.weight_gradients(dy.t() @ x)
     for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
