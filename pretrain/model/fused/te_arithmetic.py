@@ -57,7 +57,7 @@ class TEStackedProduct(StackedProduct):
             self._holder.prepare_forward(x)
             forward, backward = (self._holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
             for quantizer in (*forward[:2], backward[0]):
-                quantizer.internal = True  # plain storage in place of tensors that autograd could see
+                quantizer.internal = True  # bare storage in place of tensors that autograd could see
             for quantizer in (forward[0], backward[0]):
                 quantizer.optimize_for_gemm = True
 

@@ -93,7 +93,8 @@ class LossHead(nn.Linear):
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low_precision = self.low_precision if self.low_precision and self.low_precision.active else None
+        # Evaluation, outside of a low-precision forward, multiplies as every other head does.
+        low_precision = self.low_precision if self.low_precision and self.low_precision.context.low_precision else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -170,11 +171,6 @@ class LowPrecisionHead:
     name: str
     product: LinearProduct
     context: PrecisionContext
-
-    @property
-    def active(self) -> bool:
-        """Whether a low-precision forward is under way; evaluation multiplies as every other head does."""
-        return self.context.low_precision
 
     @property
     def supports_fused_loss(self) -> bool:
