@@ -20,6 +20,11 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
+from pretrain.optimizer import adamw
+from pretrain.plan.plan import render
+from pretrain.plan.preflight import planned_steps
+from pretrain.run.assembly import Run
+
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -43,11 +48,10 @@ from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
-from pretrain.model.step import forward_backward
-from pretrain.optimizer import adamw, schedule
-from pretrain.plan.plan import render
-from pretrain.plan.preflight import Job, planned_steps, prepare_job
-from pretrain.run.assembly import Run, assemble
+from pretrain.model.packed import forward_backward
+from pretrain.optimizer import schedule
+from pretrain.plan.preflight import Job, prepare_job
+from pretrain.run.assembly import assemble
 from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.microbatch import choose_microbatch

@@ -30,8 +30,9 @@ from torch import Tensor
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
 from pretrain.metrics.run_folder import describe_environment
-from pretrain.model import attention, attention_cudnn
-from pretrain.model.fused.heads import Heads
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention import cudnn
+from pretrain.model.attention.heads import Heads
 
 PACK, TOKENS = 4096, 32_768
 CHARACTERS_A_TOKEN = 4  # of Python code, in the vocabularies of today's models
@@ -52,7 +53,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is the kernels that are asked to be deterministic
-    if obstacle := attention_cudnn.obstacle(HEADS[0], PACK, torch.bfloat16):
+    if obstacle := cudnn.obstacle(HEADS[0], PACK, torch.bfloat16):
         raise SystemExit(f"cudnn {obstacle}")
     results = []
     for (kind, lengths), heads in itertools.product(documents().items(), HEADS):

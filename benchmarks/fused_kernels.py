@@ -29,12 +29,12 @@ from torch import Tensor
 from benchmarks.optimizer_step import copy_bandwidth, median_ms
 from packing.batch import IGNORE
 from pretrain.metrics.run_folder import describe_environment
+from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
-from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 from pretrain.model.fused.rotary_kernel import RotaryTiling
 from pretrain.model.loss import softmax_kernel
-from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
+from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
 
 BF16 = torch.bfloat16
 TOKENS = 32_768  # of a microbatch: 8 packs of 4,096

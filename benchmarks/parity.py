@@ -28,7 +28,7 @@ from pretrain.run.assembly import assemble
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify.parity import compare, fast_pass, valid_share
-from pretrain.verify.plain_model import Pass, plain_model, plain_pass
+from pretrain.verify.reference_model import Pass, reference_model, reference_pass
 
 
 def main() -> None:
@@ -47,8 +47,8 @@ def main() -> None:
     assembly = assemble(job, accelerator)
 
     def plain(dtype: torch.dtype) -> Pass:
-        reference = plain_model(assembly.hf, accelerator.device, dtype)
-        return plain_pass(reference, step.microbatches, step.valid_tokens, accelerator.device)
+        reference = reference_model(assembly.hf, accelerator.device, dtype)
+        return reference_pass(reference, step.microbatches, step.valid_tokens, accelerator.device)
 
     fast = fast_pass(assembly.model, assembly.hf, step, accelerator)
     reference, share = plain(torch.float32), valid_share(step, accelerator)

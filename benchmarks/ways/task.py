@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from packing.batch import Microbatch
-from pretrain.model import attention
 from pretrain.model import huggingface as model
+from pretrain.model.attention import backends as attention
+from pretrain.model.packed import inputs_of
 from pretrain.settings.recipe import Recipe
 
 
@@ -68,7 +69,7 @@ class Task:
 
     def inputs(self, batch: Microbatch) -> dict[str, Any]:
         """What the Hugging Face model's forward takes: ids, positions, labels, and where documents begin and end."""
-        inputs = model.inputs_of(batch, self.device)
+        inputs = inputs_of(batch, self.device)
         if self.attention == "packed_sdpa":
             inputs["document_mask"] = attention.document_mask(inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1])
         return inputs

@@ -1,9 +1,4 @@
-"""The Hugging Face model: from a hub, a folder or a config; made to take packed batches; exported again as it came.
-
-The model stays a transformers model with its own parameter names. Three things are put around its layers, each as a wrapper of
-the layer's forward, innermost first: working copies in the compute dtype, torch.compile, gradient checkpointing. So a recomputed
-layer sees the working copies that its forward saw, whatever transformers' own checkpointing does in the installed version.
-"""
+"""The Hugging Face model: built from a hub, a folder or a config, and exported again as it came."""
 
 from __future__ import annotations
 
@@ -11,8 +6,7 @@ import difflib
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +14,15 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree
-from packing.batch import Microbatch
 from packing.settings import HUB_NAME
-from pretrain.model import attention
-from pretrain.model.fused.fuse import FusedLayers
-from pretrain.model.fused.layers import FusedLayer
-from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
-from pretrain.model.working_copies import casting_output, casting_parameters
-from pretrain.precision.context import PrecisionContext
-from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
@@ -165,128 +151,9 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return masters
 
 
-class PackedLanguageModel(nn.Module):
-    """A causal language model that maps a packed microbatch to its summed loss.
-
-    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards, in the LM head's class and in the modules
-    that compute in low precision. `precision`: the context they share, None where the whole model computes in its dtype.
-    `fused`: the layers that compute as a few large products, None without any.
-    """
-
-    def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings) -> None:
-        super().__init__()
-        self.hf = hf
-        self.backend = backend
-        self.precision: PrecisionContext | None = None
-        self.fused: FusedLayers | None = None
-        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Summed cross-entropy (FP32 scalar) over the labels that are not -100.
-
-        `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
-        the documents, then T. `max_seqlen`: the pack length.
-        """
-        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if self.backend == "packed_sdpa":
-            documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
-        with self.precision.forward(training=self.training) if self.precision else nullcontext():
-            output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
-            with torch.profiler.record_function(LOSS_SCOPE):
-                return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
-
-    def begin_microbatch(self, *, first: bool) -> None:
-        """Before each microbatch; in the `first` of a step, what is made of the weights is made anew."""
-        for shared in (self.precision, self.fused.arithmetic if self.fused else None):
-            if shared is not None:
-                shared.first_microbatch = first
-
-    # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
-    def get_input_embeddings(self) -> nn.Module:
-        return self.hf.get_input_embeddings()
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.hf.get_output_embeddings()
-
-
-def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
-    """What `PackedLanguageModel` takes, on `device`; the copies do not wait.
-
-    The number of document offsets is the one shape that varies. Marked as dynamic, it recompiles nothing.
-    """
-    tensors = {
-        name: getattr(batch, name).to(device, non_blocking=True) for name in ("input_ids", "position_ids", "labels", "cu_seqlens")
-    }
-    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
-    return {**tensors, "max_seqlen": batch.max_seqlen}
-
-
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The transformer layers of `model`, by name, in order."""
     return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
-
-
-def wrap_layers(
-    hf: PreTrainedModel,
-    settings: ModelSettings,
-    *,
-    cast_to: torch.dtype | None,
-    compile_layers: bool,
-    precision: PrecisionContext | None = None,
-) -> None:
-    """Put working copies, compilation and gradient checkpointing around the forward of the model's units.
-
-    `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
-    embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself. `precision`: the
-    context that a recomputed layer must be recomputed in.
-    """
-    recompute = settings.gradient_checkpointing
-    every = {"none": None, "full": 1}[recompute] if isinstance(recompute, str) else recompute.every
-    for unit in _units(hf.base_model):
-        if isinstance(unit, nn.Embedding):
-            if cast_to is not None:
-                unit.forward = casting_output(unit.forward, cast_to)
-            continue
-        if isinstance(unit.forward, FusedLayer):  # it casts for itself, and what it calls is not for the compiler
-            if cast_to is not None:
-                unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
-            continue
-        # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
-        # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
-        # rounding of its weight out.
-        in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
-        casts_outside = in_pieces or not isinstance(unit, GradientCheckpointingLayer)
-        if compile_layers and casts_outside:
-            unit.forward = torch.compile(unit.forward, dynamic=False, fullgraph=not in_pieces)
-        if cast_to is not None:
-            unit.forward = casting_parameters(unit, unit.forward, cast_to)
-        if compile_layers and not casts_outside:
-            # Static shapes, except the number of documents, which the batch marks as dynamic: one graph serves all steps and
-            # layers.
-            unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
-    for index, layer in enumerate(decoder_layers(hf).values()):
-        if every is not None and index % every == 0:
-            layer.forward = _checkpointed(layer, precision)
-
-
-def _units(module: nn.Module) -> Iterator[nn.Module]:
-    if isinstance(module, GradientCheckpointingLayer | nn.Embedding) or module._parameters:
-        yield module
-    else:
-        for child in module.children():
-            yield from _units(child)
-
-
-def _checkpointed(layer: nn.Module, precision: PrecisionContext | None) -> Any:
-    forward = layer.forward
-    recompute = precision.checkpoint if precision else partial(checkpoint, use_reentrant=False)
-
-    def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
-        if not (layer.training and torch.is_grad_enabled()):
-            return forward(*args, **kwargs)
-        return recompute(partial(forward, **kwargs), *args)
-
-    return forward_recomputed_in_backward
 
 
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:

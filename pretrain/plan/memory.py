@@ -49,16 +49,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.conversion import decide
-from pretrain.model.fused.choice import not_fused_because
-from pretrain.model.fused.fuse import verdict
-from pretrain.model.fused.layers import Parts, parts_of
-from pretrain.model.fused.weights import StackedWeight
+from pretrain.model.fused.arithmetic import StackedWeight
+from pretrain.model.fused.layers import Parts, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.definition import Precision
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
+from pretrain.precision.scope import decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
+from tests.benchmarks.test_throughput import verdict
 
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8

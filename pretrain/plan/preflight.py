@@ -17,11 +17,10 @@ from packing.order import PackOrder
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
-from pretrain.model import attention
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import check_shapes
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of
-from pretrain.model.fused.heads import Heads
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
@@ -36,6 +35,7 @@ from pretrain.plan.tokenizer import (
 )
 from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
+from pretrain.precision.scope import check_shapes
 from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe

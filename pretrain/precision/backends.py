@@ -7,7 +7,7 @@ import torch
 from pretrain.precision import transformer_engine
 from pretrain.precision.definition import QuantizedPrecision
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.product import Backend
+from pretrain.precision.linear import Backend
 from pretrain.precision.selection import ActivePrecision, Missing
 
 

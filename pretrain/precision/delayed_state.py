@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.precision.product import Role
+from pretrain.precision.linear import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.selection import ActivePrecision
 

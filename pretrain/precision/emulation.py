@@ -26,9 +26,8 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pretrain.precision.definition import Along
 from pretrain.precision.delayed_state import DelayedState
-from pretrain.precision.linear import plain_norm
-from pretrain.precision.observation import BITS, significant_bits
-from pretrain.precision.product import NormFunction, ObservedProduct, Role
+from pretrain.precision.linear import NormFunction, Role, norm_in_fp32
+from pretrain.precision.observation import BITS, Note, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.selection import ActivePrecision
@@ -59,7 +58,7 @@ class EmulationBackend:
         self.device = device
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self.recomputing = False
-        self.seen: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
+        self.note: Note | None = None  # while somebody observes
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
@@ -73,7 +72,7 @@ class EmulationBackend:
         """(x [..., size], weight, bias or None) -> the norm, statistics and affine in FP32, rounded once to x's dtype."""
 
         def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return plain_norm(kind, x, weight, bias, eps)
+            return norm_in_fp32(kind, x, weight, bias, eps)
 
         return _compiled(norm, self.device)
 
@@ -105,14 +104,14 @@ class EmulationBackend:
             product.forget_weight()
 
     @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        """While entered, fills what it yields with the products of each linear, by name. An operand is known by the significant
-        bits that its values have, of a sample of its rows; to count them is to wait for the device."""
-        self.seen = {}
+    def observing(self, note: Note) -> Iterator[None]:
+        """While entered, reports every product to `note`. An operand is known by the significant bits that its values have, of a
+        sample of its rows; to count them is to wait for the device."""
+        self.note = note
         try:
-            yield self.seen
+            yield
         finally:
-            self.seen = None
+            self.note = None
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
@@ -196,10 +195,8 @@ class EmulatedProduct:
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
         """`multiply`, for `gemm`: forward, dgrad or wgrad."""
-        if self._backend.seen is not None:
-            samples = (operand.values[:: max(len(operand.values) // SAMPLED_ROWS, 1)] for operand in (left, right))
-            kinds = (f"{significant_bits(sample)} significant bits" for sample in samples)
-            self._backend.seen.setdefault(self.name, []).append(ObservedProduct(gemm, *kinds))
+        if self._backend.note is not None:
+            self._backend.note((self.name,), gemm, left, right, _bits_of_sample)
         return multiply(left, right, dtype, bias)
 
     @torch.no_grad()
@@ -246,6 +243,10 @@ class _Products(torch.autograd.Function):
             grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype)
         grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None
+
+
+def _bits_of_sample(operand: Operand) -> str:
+    return f"{significant_bits(operand.values[:: max(len(operand.values) // SAMPLED_ROWS, 1)])} significant bits"
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

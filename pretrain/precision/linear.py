@@ -1,22 +1,199 @@
-"""Linears and norms whose arithmetic a low-precision backend does: inside a low-precision forward, and nowhere else.
+"""Linears and norms that compute in low precision, and the context that all of a model's share.
 
-The modules here own nothing new. They hold the very Parameters of the modules they stand in for, under the same names, so that
-tying, checkpoints, sharding and export see the model that transformers built; what multiplies them is a `Product`, made by a
+The modules own nothing new. They hold the very Parameters of the modules they stand in for, under the same names, so that tying,
+checkpoints, sharding and export see the model that transformers built. What multiplies them is a `LinearProduct`, made by a
 `Backend` (Transformer Engine, or the emulation). torch.compile steps over them: a graph ends before each low-precision product
 and another begins after it.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from pretrain.precision.context import PrecisionContext
-from pretrain.precision.product import LinearProduct, NormFunction
+from pretrain.precision.observation import Note, ObservedProduct
+
+Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
+PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
+NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class LinearProduct(Protocol):
+    """y = x w^T + b with operands in low precision, in forward and in backward."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out], all BF16 -> [tokens, out] BF16, differentiable in each.
+
+        `first_microbatch` quantizes the weight and keeps the result; later microbatches of a step use what was kept.
+        """
+
+
+class Backend(Protocol):
+    """What computes one model's low-precision products; made once a model."""
+
+    name: Literal["transformer_engine", "emulation"]
+
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
+        """The product of the linear called `name`, with a state of its own where the precision keeps one."""
+
+    def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
+        """(x, weight, bias or None) -> the norm of x over its last dimension."""
+
+    def forward(self) -> AbstractContextManager[Any]:
+        """Entered around each low-precision forward of the whole model."""
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
+        """Run `function` now and again in backward, in the same precision and with the same scales."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
+
+    def reset(self) -> None:
+        """Forget history and cached weights, as before the first forward."""
+
+    def observing(self, note: Note) -> AbstractContextManager[Any]:
+        """While entered, calls `note` for each product that is multiplied, in forward and backward."""
+
+    def describe(self) -> str:
+        """Library and version, for the audit."""
+
+
+Observer = Callable[[str, Role, Tensor, LinearProduct], None]
+
+
+@dataclass
+class PrecisionContext:
+    """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
+    who is watching. Every model has one; `backend` is None where nothing is quantized.
+
+    Training forwards enter it; evaluation does not, unless the user asks for it (`evaluates_low`), so a held-out loss tells runs
+    apart by what their weights have learnt. A layer that is recomputed in backward enters it again: what leaves the context
+    between the two passes would be recomputed in another precision, without any sign of it.
+
+    `compute_dtype`: of activations. `observers` are called with each operand of each low-precision product, as it stands before
+    it is quantized: (module name, role, tensor [tokens or out, features], product). `calls_outside` counts, by module name, the
+    calls of low-precision linears outside of a low-precision forward: in evaluation all of them, in training none.
+    """
+
+    backend: Backend | None
+    compute_dtype: torch.dtype
+    evaluates_low: bool = False
+    low_precision: bool = False
+    first_microbatch: bool = True
+    observers: list[Observer] = field(default_factory=list)
+    calls_outside: Counter[str] = field(default_factory=Counter)
+    _observed: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
+
+    @contextmanager
+    def forward(self, *, training: bool) -> Iterator[None]:
+        """Around a forward of the whole model."""
+        if self.backend is None or not (training or self.evaluates_low):
+            yield
+            return
+        with self.backend.forward(), self._in_low_precision():
+            yield
+
+    def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run `function` now, and again in backward, in this context both times."""
+        if self.backend is None:
+            return checkpoint(function, *args, use_reentrant=False, **kwargs)
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return nullcontext(), self._in_low_precision()
+
+        return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
+
+    def multiply(
+        self, name: str, product: LinearProduct, x: Tensor, weight: Tensor, bias: Tensor | None, *, later_call: bool = False
+    ) -> Tensor:
+        """x [tokens, in] times weight [out, in], in the low precision; operands in another dtype than BF16 are cast here.
+
+        `later_call`: the module has been called in this forward before (the LM head takes its tokens in chunks), with this
+        weight.
+        """
+        x, weight = x.to(self.compute_dtype), weight.to(self.compute_dtype)
+        bias = None if bias is None else bias.to(self.compute_dtype)
+        y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
+        if self.observers:
+            self.show(name, "input", x, product)
+            self.show(name, "weight", weight, product)
+            if y.requires_grad:
+                y.register_hook(partial(self.show, name, "grad_output", product=product))
+        return y
+
+    # ── Who is watching ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def show(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
+        """An operand of `product`, before it is quantized, to all observers."""
+        for observer in self.observers:
+            observer(name, role, tensor.detach(), product)
+
+    def note(self, names: Sequence[str], gemm: str, left: Any, right: Any, kind: Callable[[Any], str]) -> None:
+        """Whatever multiplies reports here: `gemm` (forward, dgrad or wgrad) of the linears called `names`, and its operands as
+        the kernel gets them. `kind` says what an operand is called in the audit; it is asked only while somebody observes."""
+        if self._observed is not None:
+            product = ObservedProduct(gemm, kind(left), kind(right))
+            for name in names:
+                self._observed.setdefault(name, []).append(product)
+
+    @contextmanager
+    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
+        """While entered, fills what it yields with the products of each linear, by name, in the order they run."""
+        self._observed = {}
+        try:
+            with self.backend.observing(self.note) if self.backend else nullcontext():
+                yield self._observed
+        finally:
+            self._observed = None
+
+    # ── State between two forwards ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> dict[str, Tensor]:
+        """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
+        return self.backend.state() if self.backend else {}
+
+    @contextmanager
+    def preserving_state(self) -> Iterator[None]:
+        """Around passes that are not training's: history and scales are afterwards what they were before.
+
+        Whatever else the backend holds is forgotten. A pass that ran out of memory leaves behind what its backward would have
+        taken up, such as the scales put aside for recomputing a layer, and the next backward would take them for its own.
+        """
+        before = {name: tensor.clone() for name, tensor in self.state().items()}
+        try:
+            yield
+        finally:
+            if self.backend is not None:
+                self.backend.reset()
+            for name, tensor in self.state().items():
+                tensor.copy_(before[name])
+
+    def forget_overflow(self) -> None:
+        """Take what is not finite out of delayed scaling's histories, after a step that was skipped for it.
+
+        A scale stays as it is while its history holds an infinity, which a history of 1,024 does for 1,024 microbatches.
+        """
+        for name, tensor in self.state().items():
+            if name.endswith("/amax_history"):
+                tensor.nan_to_num_(nan=0.0, posinf=0.0)
+
+    @contextmanager
+    def _in_low_precision(self) -> Iterator[None]:
+        before, self.low_precision = self.low_precision, True
+        try:
+            yield
+        finally:
+            self.low_precision = before
 
 
 class LowPrecisionLinear(nn.Module):
@@ -43,7 +220,7 @@ class LowPrecisionLinear(nn.Module):
         """[..., in] -> [..., out]."""
         weight = self.weight.t() if self.transposed else self.weight
         if not self.context.low_precision:
-            self.context.plain_calls[self.name] += 1
+            self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
         return y.view(*x.shape[:-1], -1)
@@ -53,7 +230,7 @@ class LowPrecisionLinear(nn.Module):
 
 
 class LowPrecisionNorm(nn.Module):
-    """Stands in for an RMSNorm or a LayerNorm; in evaluation it computes the same in plain torch, all of it in FP32."""
+    """Stands in for an RMSNorm or a LayerNorm; in evaluation it computes the same in torch, all of it in FP32."""
 
     def __init__(self, norm: nn.Module, eps: float, function: NormFunction, context: PrecisionContext) -> None:
         super().__init__()
@@ -71,7 +248,7 @@ class LowPrecisionNorm(nn.Module):
             self.calls += 1
             dtype = self.context.compute_dtype
             return self.function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
-        return plain_norm(self.kind, x, self.weight, self.bias, self.eps)
+        return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {tuple(self.weight.shape)}, eps={self.eps}"
@@ -86,7 +263,7 @@ def norm_kind(module: nn.Module) -> Literal["rms", "layer"] | None:
     return "rms" if type(module).__name__.endswith("RMSNorm") else None
 
 
-def plain_norm(kind: Literal["rms", "layer"], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+def norm_in_fp32(kind: Literal["rms", "layer"], x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """The norm of x over its last dimension, all of it in FP32 and rounded once, to x's dtype."""
     if kind == "rms":
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)

@@ -1,17 +1,38 @@
-"""What the matrix products of a model really multiplied, seen from underneath: the operands as they reach the product.
+"""What the matrix products of a model really multiplied, seen from underneath: the operands as they reach the kernel.
 
 Settings, class names and flags say what was meant. A module may carry the right name and multiply in BF16 all the same, so
-nothing here asks a module anything: PyTorch's own products are caught on their way to the kernel, and a low-precision backend
-shows the operands it hands to its kernels (`observed_products`). An emulated operand is an ordinary BF16 tensor; what gives it
-away is that its values have no more significant bits than the format it stands for.
+nothing here asks a module anything. Every product of te.Linear goes through one function of Transformer Engine, and the classes
+and dtypes of what arrives there are what the tensor cores get. An emulated operand is an ordinary BF16 tensor; what gives it away
+is that its values have no more significant bits than the format it stands for.
 """
 
 from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included
+
+# The memory layout names the product: forward x w^T, gradient of the input g w, gradient of the weight g^T x.
+_GEMMS = {"TN": "forward", "NN": "dgrad", "NT": "wgrad"}
+
+# (names of the linears, gemm, left operand, right operand, what an operand is called): see PrecisionContext.note.
+Note = Callable[[Sequence[str], str, Any, Any, Callable[[Any], str]], None]
+
+
+class ObservedProduct(NamedTuple):
+    """One product of a linear: `gemm` is forward, dgrad or wgrad; `left` and `right` say what its operands were."""
+
+    gemm: str
+    left: str
+    right: str
 
 
 def significant_bits(tensor: Tensor) -> int:
@@ -22,6 +43,76 @@ def significant_bits(tensor: Tensor) -> int:
         if not (mantissa & ((1 << (24 - bits)) - 1)).any():
             return bits
     return 24
+
+
+class GemmObserver:
+    """Notes the GEMMs of each te.Linear product in the order they run; a recomputed forward is noted twice.
+
+    The kernel's arguments do not say which product a GEMM belongs to. In forward it is the product that is being called; in
+    backward it is the one whose node the autograd engine runs. Recomputation nests forwards in such a node, hence a stack.
+    """
+
+    def __init__(self, te: ModuleType, note: Note) -> None:
+        self._te = te
+        self._note = note
+        self._running: list[str] = []
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """While entered, every GEMM of te.Linear is seen."""
+        module = importlib.import_module("transformer_engine.pytorch.module.linear")
+        multiply = module.general_gemm
+
+        def observed(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
+            self._record(kwargs.get("layout", "TN"), left, right)
+            return multiply(left, right, *args, **kwargs)
+
+        module.general_gemm = observed
+        try:
+            yield
+        finally:
+            module.general_gemm = multiply
+
+    @contextmanager
+    def forward_of(self, name: str) -> Iterator[None]:
+        """Around the call of a product."""
+        self._running.append(name)
+        try:
+            yield
+        finally:
+            self._running.pop()
+
+    def watch_backward(self, name: str, output: Tensor) -> None:
+        """Attribute to `name` what the node that made `output` multiplies in backward."""
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(lambda _: self._running.append(name))
+            output.grad_fn.register_hook(lambda *_: self._end())
+
+    def _end(self) -> None:  # returns nothing: what a hook returns would replace the gradients
+        self._running.pop()
+
+    def _record(self, layout: str, left: Any, right: Any) -> None:
+        # cuBLAS counts columns first, so Transformer Engine names the operands the other way round: the weight before the input.
+        if self._running:
+            self._note(self._running[-1:], _GEMMS[layout], right, left, partial(operand_kind, self._te))
+
+
+def operand_kind(te: ModuleType, operand: Any) -> str:
+    """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
+    if isinstance(operand, te.Float8TensorStorage):
+        return f"{_format(te, operand._fp8_dtype)} tensor-scaled"
+    if isinstance(operand, te.Float8BlockwiseQTensorStorage):
+        return f"{_format(te, operand._fp8_dtype)} {'128x128' if operand._is_2D_scaled else '1x128'} blocks"
+    if isinstance(operand, te.MXFP8TensorStorage):
+        return f"mxfp8 {_format(te, operand._fp8_dtype)}"
+    if isinstance(operand, te.NVFP4TensorStorage):
+        return "nvfp4 e2m1"
+    return dtype_name(operand.dtype) if isinstance(operand, torch.Tensor) else type(operand).__name__
+
+
+def _format(te: ModuleType, dtype: Any) -> str:
+    """kFloat8E4M3 -> e4m3."""
+    return te.DType.cast(dtype).name[-4:].lower()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

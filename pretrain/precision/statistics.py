@@ -25,9 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.precision.context import PrecisionContext
 from pretrain.precision.definition import QuantizedPrecision
-from pretrain.precision.product import Backend, LinearProduct, Role
+from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext, Role
 from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.selection import ActivePrecision
 

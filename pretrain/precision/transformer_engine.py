@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from foundation.errors import InputError
 from pretrain.precision.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.product import NormFunction, ObservedProduct
+from pretrain.precision.linear import NormFunction
+from pretrain.precision.observation import GemmObserver, Note
 from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.te_observation import GemmObserver
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # Transformer Engine's name of a direction's state -> ours, in checkpoints.
@@ -123,8 +123,9 @@ class TransformerEngineProduct:
         return y
 
     @property
-    def fuses_head(self) -> bool:
-        """Where one scale a tensor and operands along the inner dimension are what FP8 products take; without a bias."""
+    def supports_fused_loss(self) -> bool:
+        """Whether the softmax of the LM head can write its gradient as this product's operand: where FP8 products take one scale
+        a tensor and operands along the inner dimension, and without a bias."""
         fuses_head = self.backend.precision.fuses_head
         return fuses_head and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
 
@@ -227,13 +228,13 @@ class TransformerEngineBackend:
         return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
 
     @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        """While entered, fills what it yields with the GEMMs of each product, by name: operands as the kernel gets them."""
-        observer = GemmObserver(self.te)
+    def observing(self, note: Note) -> Iterator[None]:
+        """While entered, reports the GEMMs of each product to `note`: operands as the kernel gets them."""
+        observer = GemmObserver(self.te, note)
         with observer.installed():
             self.observer = observer
             try:
-                yield observer.seen
+                yield
             finally:
                 self.observer = None
 

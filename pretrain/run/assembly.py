@@ -25,7 +25,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +49,17 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import Trackers
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import Decision, convert, decide, low_precision_weights
 from pretrain.model.distributed import prepare, sharded_like, unwrapped
-from pretrain.model.fused.choice import choose_arithmetic
-from pretrain.model.fused.fuse import FusedLayers, fuse
-from pretrain.model.gradients import attach_main_gradients
+from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import attach_main_gradients, convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.backends import make_backend
-from pretrain.precision.context import PrecisionContext
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
@@ -74,7 +74,7 @@ class Assembly:
     """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
     the topology, and `tensors` as checkpoints hold it.
 
-    `precision`: the context of its low-precision modules, None without them. `audit`: what audit.json says; `check_parity` and
+    `precision`: the context that its products share. `audit`: what audit.json says; `check_parity` and
     `confirming_audit` add what they find, and nobody else writes to it.
     """
 
@@ -82,7 +82,7 @@ class Assembly:
     model: nn.Module
     optimizer: ExactAdamW
     active: ActivePrecision
-    precision: PrecisionContext | None
+    precision: PrecisionContext
     audit: dict[str, Any]
 
     @property
@@ -96,7 +96,7 @@ class Assembly:
     @property
     def precision_tensors(self) -> dict[str, Tensor]:
         """History and scales of delayed scaling; other precisions keep nothing between two steps."""
-        return self.precision.backend.state() if self.precision else {}
+        return self.precision.state()
 
     @property
     def state_tensors(self) -> dict[str, Tensor]:
@@ -105,20 +105,18 @@ class Assembly:
 
     def preserving_precision(self) -> AbstractContextManager[None]:
         """Around forwards that are not training's: they leave no trace in history and scales."""
-        return self.precision.preserving_state() if self.precision else nullcontext()
+        return self.precision.preserving_state()
 
     def forget_overflow(self) -> None:
         """After a step that was skipped: what overflowed in it holds back no later scale."""
-        if self.precision:
-            self.precision.forget_overflow()
+        self.precision.forget_overflow()
 
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
         fastest = peak(device_name, self.active.precision.peak)
         if self.active.backend != "transformer_engine" or fastest is None:
             return None
-        fused = unwrapped(self.model).fused
-        weights = low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0)
+        weights = low_precision_weights(unwrapped(self.model))
         return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
 
     def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
@@ -136,7 +134,7 @@ class Assembly:
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
-        if self.precision is None or every is None:
+        if self.precision.backend is None or every is None:
             return None
         return PrecisionWatch(self.precision, self.active, every, folder, resumed_step=step, main_process=main_process)
 
@@ -150,10 +148,10 @@ class Assembly:
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
         """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
-        if self.precision is None:
+        if self.precision.backend is None:
             yield
             return
-        with audit.confirming(self.precision, self.active, self.audit["products"], unwrapped(self.model).fused):
+        with audit.confirming(unwrapped(self.model), self.active, self.audit["products"]):
             yield
         self.audit["confirmed_in_step"] = step
 
@@ -184,25 +182,20 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
-    packed = model.PackedLanguageModel(hf, backend, recipe.loss)
+    context = make_context(job, device)
+    packed = PackedLanguageModel(hf, backend, recipe.loss, context)
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
-    precision = None
-    if decisions:
-        evaluates_low = job.active.settings.use_autocast_during_eval
-        precision = PrecisionContext(make_backend(job.active, device), job.compute_dtype, evaluates_low=evaluates_low)
-    packed.precision = precision
-    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, job.compute_dtype, precision)
+    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
-    if precision:
-        inside = tuple(f"{name}." for name in fused.layers) if fused else ()
-        convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, precision)
+    inside = tuple(f"{name}." for name in fused.layers) if fused else ()
+    convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, context)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
-    model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled, precision=precision)
+    wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
     kept_in = recipe.gradients_kept_in(accelerator.num_processes)
@@ -222,23 +215,29 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "backend": job.active.backend,
         "computes": job.precision.description,
         "compute_dtype": job.precision.compute_dtype,
-        "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
+        "computed_by": context.backend.describe() if context.backend else f"torch {torch.__version__}",
         "weights": recipe.weights,
         "gradients": kept_in,
         "attention": {"kind": backend, "reason": job.attention.reason},
         "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
-        "compiled": what_is_compiled(compiled, precision, fused),
+        "compiled": what_is_compiled(compiled, context, fused),
         "products": products,
     }
-    return Assembly(hf, prepared, adamw, job.active, precision, found)
+    return Assembly(hf, prepared, adamw, job.active, context, found)
+
+
+def make_context(job: Job, device: torch.device) -> PrecisionContext:
+    """What the products of the model share."""
+    backend = make_backend(job.active, device) if job.active.precision.quantized else None
+    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
 
 
 def rehearse(
     job: Job,
     accelerator: Accelerator,
     prepared: nn.Module,
-    packed: model.PackedLanguageModel,
+    packed: PackedLanguageModel,
     adamw: ExactAdamW,
     decisions: Mapping[str, Decision],
 ) -> list[audit.Entry]:
@@ -251,19 +250,19 @@ def rehearse(
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
     prepared.train()
-    run = prepared if packed.precision or packed.fused else packed  # where gradients are looked at, all ranks take part
+    run = prepared if packed.context.backend or packed.fused else packed  # where gradients are looked at, all ranks take part
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
-        return run(**model.inputs_of(batch, accelerator.device)) * scale
+        return run(**inputs_of(batch, accelerator.device)) * scale
 
-    entries = audit.observe(packed.hf, lambda: loss_of(0), job.active, decisions, packed.precision, packed.fused)
-    if packed.precision and packed.precision.backend.state():
+    entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):
                 loss_of(pack).backward()
     if isinstance(prepared, DistributedDataParallel):
-        with packed.precision.preserving_state() if packed.precision else nullcontext():
+        with packed.context.preserving_state():
             lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
     clear_gradients(adamw, prepared)
     return entries
@@ -278,11 +277,11 @@ def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.
     """
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):
-            ddp(**model.inputs_of(batch, ddp.device)).backward()
+            ddp(**inputs_of(batch, ddp.device)).backward()
     clear_gradients(adamw, ddp)
 
 
-def what_is_compiled(compiled: bool, precision: PrecisionContext | None, fused: FusedLayers | None) -> str:
+def what_is_compiled(compiled: bool, context: PrecisionContext, fused: FusedLayers | None) -> str:
     if not compiled or (fused and not fused.left_out):
         return "nothing"
-    return "each layer, between its low-precision products" if precision else "each layer"
+    return "each layer, between its low-precision products" if context.backend else "each layer"

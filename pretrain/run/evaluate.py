@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from packing.batch import Microbatch, evaluation_batches
 from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
-from pretrain.model.huggingface import inputs_of
+from pretrain.model.packed import inputs_of
 from pretrain.plan.tokenizer import encoded_prompt
 from pretrain.run.assembly import Run
 

@@ -18,8 +18,8 @@ from torch import nn
 from foundation.errors import InputError
 from packing.batch import Microbatch
 from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapped
-from pretrain.model.gradients import clear_main_gradients
-from pretrain.model.huggingface import inputs_of
+from pretrain.model.packed import inputs_of
+from pretrain.model.wrapping import clear_main_gradients
 from pretrain.plan.preflight import Job
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
@@ -46,8 +46,8 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
 
 def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
     """Whether ranks exchange something within a forward and backward: shards of weights, or the amaxes of delayed scaling."""
-    precision = getattr(unwrapped(model), "precision", None)
-    return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and precision is not None and bool(precision.backend.state()))
+    context = getattr(unwrapped(model), "context", None)
+    return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and context is not None and bool(context.state()))
 
 
 def largest_that_fits(

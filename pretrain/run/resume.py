@@ -18,7 +18,7 @@ from pretrain.metrics.health import Health
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
 from pretrain.plan.preflight import Job
-from pretrain.precision.product import PREFIX
+from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import Assembly
 

@@ -10,24 +10,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from foundation.errors import InputError
-from pretrain.model.conversion import LINEARS, Decision
-from pretrain.model.fused.fuse import FusedLayers
-from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
-from pretrain.precision.context import PrecisionContext
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import was_reached
+from pretrain.precision.definition import Role
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
-from pretrain.precision.observation import dtype_name
-from pretrain.precision.product import ObservedProduct, Role
+from pretrain.precision.observation import ObservedProduct, dtype_name
 from pretrain.precision.registry import UNQUANTIZED
+from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.selection import ActivePrecision
-from pretrain.verify.observation import DtypesOfLinears, matrices_of
 
 # The left and the right operand of a linear's products: x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {
@@ -37,58 +38,54 @@ OPERANDS: dict[str, tuple[Role, Role]] = {
 }
 
 Entry = dict[str, Any]
-Observed = Mapping[str, Sequence[ObservedProduct]]
 
 
 def observe(
-    hf: nn.Module,
+    packed: PackedLanguageModel,
     run: Callable[[], Tensor],
     active: ActivePrecision,
     decisions: Mapping[str, Decision] | None = None,
-    context: PrecisionContext | None = None,
-    fused: FusedLayers | None = None,
 ) -> list[Entry]:
-    """One entry for each linear, low-precision norm and other module with matrices of `hf`: what was asked of it, what it did,
-    and in which dtype it is stored.
+    """One entry for each linear, low-precision norm and other module with matrices: what was asked of it, what it did, and in
+    which dtype it is stored.
 
     `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
     multiplies in low precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to
-    do. `fused`: the layers whose linears are parts of larger products; they are asked for the operands of those. Raises
-    InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is trained was
-    not reached.
+    do. Raises InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is
+    trained was not reached.
     """
+    hf, context, fused = packed.hf, packed.context, packed.fused
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
     others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
     stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
-    observed: Observed = {}
-    with torch.compiler.set_stance("force_eager"), DtypesOfLinears(linears | others) as dtypes, _within(fused) as inside:
-        if context is not None:
-            context.plain_calls.clear()
-        if context is None and fused is None:
+    context.calls_outside.clear()
+    with (
+        torch.compiler.set_stance("force_eager"),
+        DtypesOfLinears(linears | others) as dtypes,
+        context.observed_products() as observed,
+    ):
+        if context.backend is None and fused is None:
             with torch.no_grad():
                 run()
-        else:  # whoever multiplies in products of ours differentiates them too, and both are to be seen
-            with context.backend.observed_products() if context else nullcontext({}) as observed:
-                run().backward()
+        else:  # products of ours have a backward of ours too, and both are to be seen
+            run().backward()
             _check_reached(hf)
-    observed |= inside
     members = fused.members if fused else {}
-    outside = context.plain_calls if context else {}
     _check_tied(hf)
 
     entries = []
     for name, module in linears.items():
         decision = (decisions or {}).get(name, Decision(name, active.precision.name))
         low_precision = active.precision.quantized and decision.requested == active.precision.name
-        plain = _plain_dtypes(dtypes.seen.get(name), inside.get(name))
+        multiplied = _dtypes(dtypes.seen.get(name), observed.get(name))
         entries.append(
             {
                 "name": name,
                 "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
                 "requested": decision.requested,
-                "effective": _effective(observed.get(name, ()), plain, outside.get(name, 0), active)
+                "effective": _effective(observed.get(name, ()), multiplied, context.calls_outside[name], active)
                 if low_precision
-                else _plain_name(plain),
+                else _name_of(multiplied),
                 "products": _shown(observed.get(name, ())) if low_precision else {},
                 "backend": active.backend if low_precision else "torch",
                 "stored": stored[name],
@@ -99,34 +96,30 @@ def observe(
     entries += [_norm_entry(name, module, active) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
     _refuse(entries, active)
     dtypes_seen = {name: " x ".join(sorted(dtypes.seen.get(name, {"not run"}))) for name in others}
-    return entries + [_other_entry(n, m, _plain_name(dtypes_seen[n]), stored[n], active) for n, m in others.items()]
+    return entries + [_other_entry(n, m, _name_of(dtypes_seen[n]), stored[n], active) for n, m in others.items()]
 
 
 @contextmanager
-def confirming(
-    context: PrecisionContext, active: ActivePrecision, products: Sequence[Entry], fused: FusedLayers | None = None
-) -> Iterator[None]:
+def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry]) -> Iterator[None]:
     """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
 
     There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. `products`: the
     entries that `observe` returned. Raises InputError where they are not confirmed.
     """
-    context.plain_calls.clear()
-    with context.backend.observed_products() as observed, _within(fused) as inside:
+    context = packed.context
+    context.calls_outside.clear()
+    with context.observed_products() as observed:
         yield
-    observed |= inside
     checked = []
     for entry in (entry for entry in products if entry["products"]):
         name = entry["name"]
-        effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], active)
+        effective = _effective(observed.get(name, ()), "not run", context.calls_outside[name], active)
         checked.append(entry | {"effective": effective})
     _refuse(checked, active)
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """InputError for a parameter that no group of the optimizer has: one that was made anew after the optimizer, and stands
-    still.
-    """
+    """InputError for a parameter that no group of the optimizer has: one that was made after the optimizer, and stands still."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and id(parameter) not in trained]
     if lost:
@@ -152,27 +145,21 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
-def _within(fused: FusedLayers | None) -> AbstractContextManager[dict[str, list[ObservedProduct]]]:
-    """Collects what the products of fused layers multiply."""
-    return fused.observed_products() if fused else nullcontext({})
-
-
-def _plain_dtypes(seen: Collection[str] | None, within_fused: Sequence[ObservedProduct] | None) -> str:
-    """The dtypes that a linear's products multiplied, by its own or as part of a fused one."""
-    if within_fused:
-        seen = {operand for product in within_fused for operand in (product.left, product.right)}
+def _dtypes(seen: Collection[str] | None, observed: Sequence[ObservedProduct] | None) -> str:
+    """The dtypes that a linear's products multiplied, by its own or as part of a fused one, whose operands are `observed`."""
+    if observed:
+        seen = {operand for product in observed for operand in (product.left, product.right)}
     return " x ".join(sorted(seen)) if seen else "not run"
 
 
-def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, active: ActivePrecision) -> str:
-    """The precision's name if every product that ran multiplied operands of its formats, and all three ran; else what ran
-    instead.
+def _effective(observed: Sequence[ObservedProduct], dtypes: str, outside: int, active: ActivePrecision) -> str:
+    """The precision's name if every product that ran multiplied operands of its formats, and all three ran; else what ran.
 
-    `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
+    `dtypes`: those seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
     layer that is recomputed after it was left.
     """
     if not observed:
-        return _plain_name(plain)
+        return _name_of(dtypes)
     if outside:
         return f"{outside} calls outside the low-precision context"
     wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
@@ -202,7 +189,7 @@ def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
     return {product.gemm: f"{product.left} x {product.right}" for product in observed}
 
 
-def _plain_name(dtypes: str) -> str:
+def _name_of(dtypes: str) -> str:
     """Observed dtypes under the name of the precision that they are, where they are one."""
     return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
 
@@ -258,3 +245,64 @@ def _check_tied(hf: nn.Module) -> None:
     tied = getattr(hf.config.get_text_config(), "tie_word_embeddings", False)
     if tied and isinstance(head, LossHead) and head.weight is not embedding.weight:
         raise InputError("model: its configuration ties the LM head to the embedding, and they have become two parameters")
+
+
+# ── What torch's own products multiply ─────────────────────────────────────────────────────────────────────────────────────────
+
+# Products, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
+_FACTORS = {
+    torch.ops.aten.mm: slice(0, 2),
+    torch.ops.aten.bmm: slice(0, 2),
+    torch.ops.aten.linear: slice(0, 2),
+    torch.ops.aten.addmm: slice(1, 3),
+    torch.ops.aten.baddbmm: slice(1, 3),
+    torch.ops.aten._grouped_mm: slice(0, 2),
+}
+
+
+class DtypesOfLinears(TorchDispatchMode):
+    """While entered, collects in `seen` the dtypes of the operands of each of `linears` that runs, by its name: of linears, and
+    of other modules that hold matrices, such as stacked experts.
+
+    Products inside of a linear's forward count as its own, so a cast that somebody put into a forward is seen as well.
+    """
+
+    def __init__(self, linears: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.seen: dict[str, set[str]] = {}
+        self._running: list[str] = []
+        self._linears = linears
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> DtypesOfLinears:
+        for name, module in self._linears.items():
+            self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
+            self._hooks.append(module.register_forward_hook(self._end))
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*raised)
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._running.append(name)
+        # The LM head casts its weight to its input's dtype inside its own forward; every other linear takes it as it finds it.
+        operands = args[:1] if isinstance(module, LossHead) else (*args[:1], *matrices_of(module))
+        floats = (each for each in operands if isinstance(each, Tensor) and each.is_floating_point())
+        self.seen.setdefault(name, set()).update(dtype_name(each.dtype) for each in floats)
+
+    def _end(self, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
+        self._running.pop()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if self._running and (factors := _FACTORS.get(function.overloadpacket)):
+            self.seen[self._running[-1]].update(dtype_name(factor.dtype) for factor in args[factors])
+        return function(*args, **(kwargs or {}))
+
+
+def matrices_of(module: nn.Module) -> list[Tensor]:
+    """The parameters of `module` itself, not of what it consists of, that have two dimensions or more."""
+    return [parameter for parameter in module._parameters.values() if parameter is not None and parameter.dim() > 1]

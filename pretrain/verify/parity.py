@@ -29,11 +29,11 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.gradients import gradient_of
-from pretrain.model.step import forward_backward
+from pretrain.model.packed import forward_backward
+from pretrain.model.wrapping import gradient_of
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision.definition import Tolerance
-from pretrain.verify.plain_model import Pass, plain_model, plain_pass, whole
+from pretrain.verify.reference_model import Pass, reference_model, reference_pass, whole
 
 # Of each rank. The first microbatch quantizes the weights and the second takes the first one's copies, so two are the fewest that
 # show both; more would only cost time, of which the plain side needs far more than the fast one.
@@ -183,8 +183,8 @@ def check_parity(
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
             with preserving or nullcontext():
                 fast = fast_pass(model, hf, step, accelerator)
-            plain = plain_pass(plain_model(hf, device), step.microbatches, step.valid_tokens, device)
-        return compare(fast, over_ranks(plain, accelerator), tolerance, valid_share(step, accelerator))
+            reference = reference_pass(reference_model(hf, device), step.microbatches, step.valid_tokens, device)
+        return compare(fast, over_ranks(reference, accelerator), tolerance, valid_share(step, accelerator))
     except torch.OutOfMemoryError:
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run (8 bytes a parameter, and eager "

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain.model import attention, attention_cudnn
-from pretrain.model.fused.heads import Heads
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention import cudnn
+from pretrain.model.attention.heads import Heads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -77,15 +78,15 @@ def test_cudnns_two_calls_give_what_its_operator_gives_and_keep_only_what_is_ask
     kernel_of("cudnn", SHAPES[0])
     states = [s[0].transpose(0, 1) for s in random_states(SHAPES[0])]  # not contiguous
     where = (offsets(DOCUMENTS["mixed"], 3), LENGTH, 0.11)
-    output, saved = attention_cudnn.cudnn_forward(*states, *where, keep=True)
-    bare, nothing = attention_cudnn.cudnn_forward(*states, *where, keep=False)
+    output, saved = cudnn.cudnn_forward(*states, *where, keep=True)
+    bare, nothing = cudnn.cudnn_forward(*states, *where, keep=False)
     assert torch.equal(output, bare) and nothing == ()
     assert [(tuple(s.shape), s.dtype) for s in saved] == [((LENGTH * PACKS, 16, 1), torch.float32), ((2,), torch.int64)]
     d_output = torch.randn_like(output)
-    gradients = attention_cudnn.cudnn_backward(d_output, *states, output, saved, *where)
+    gradients = cudnn.cudnn_backward(d_output, *states, output, saved, *where)
 
     leaves = [s.detach().requires_grad_() for s in states]
-    theirs = attention_cudnn.cudnn_attention(*leaves, *where)
+    theirs = cudnn.cudnn_attention(*leaves, *where)
     assert torch.equal(theirs, output)
     for mine, by_operator in zip(gradients, torch.autograd.grad(theirs, leaves, d_output), strict=True):
         assert mine.is_contiguous()
@@ -96,7 +97,7 @@ def test_the_cudnn_operators_shapes_are_those_that_the_compiler_is_told() -> Non
     kernel_of("cudnn", SHAPES[2])
     states = [s[0].transpose(0, 1).contiguous().requires_grad_() for s in random_states(SHAPES[2])]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(attention_cudnn._attend, (*states, offsets([512] * 3, 2), LENGTH, 0.11), test_utils=checks)
+    torch.library.opcheck(cudnn._attend, (*states, offsets([512] * 3, 2), LENGTH, 0.11), test_utils=checks)
 
 
 @pytest.mark.parametrize("kind", ["cudnn", "varlen"])
@@ -200,7 +201,7 @@ def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16(kind: str) -> N
 
 def test_auto_takes_cudnn_where_it_runs_varlen_elsewhere_and_sdpa_for_fp32() -> None:
     choice = attention.choose("auto", "cuda", SHAPES[0], torch.bfloat16, LENGTH)
-    obstacle = attention_cudnn.obstacle(SHAPES[0], LENGTH, torch.bfloat16)
+    obstacle = cudnn.obstacle(SHAPES[0], LENGTH, torch.bfloat16)
     assert choice.name == ("packed_varlen" if obstacle else "packed_cudnn") and (obstacle or "H200") in choice.reason
     choice = attention.choose("auto", "cuda", SHAPES[0], torch.float32, LENGTH)
     assert choice.name == "packed_sdpa" and "precision: bf16" in choice.reason
@@ -208,5 +209,5 @@ def test_auto_takes_cudnn_where_it_runs_varlen_elsewhere_and_sdpa_for_fp32() -> 
 
 def test_what_transformer_engine_refuses_is_refused_before_training_with_its_reason() -> None:
     kernel_of("cudnn", SHAPES[0])
-    message = attention_cudnn.obstacle(Heads(2, 2, 264), LENGTH, torch.bfloat16)  # wider than any backward
+    message = cudnn.obstacle(Heads(2, 2, 264), LENGTH, torch.bfloat16)  # wider than any backward
     assert message is not None and message.startswith("is refused by Transformer Engine: ")

@@ -11,11 +11,13 @@ from torch import Tensor
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import convert, decide
-from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import convert
 from pretrain.precision.backends import make_backend
-from pretrain.precision.context import PrecisionContext
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -46,7 +48,7 @@ def train(recipe: str, backend: str, microbatches: list[dict]) -> Trained:
     config = model.load_config(SETTINGS)
     hf = model.build(SETTINGS, config, weights=torch.bfloat16, seed=1, device=DEVICE, backend=attention)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
-    context = packed.precision = PrecisionContext(make_backend(active, DEVICE), torch.bfloat16)
+    context = packed.context = PrecisionContext(make_backend(active, DEVICE), torch.bfloat16)
     convert(hf, decide(hf, list(decoder_layers(hf).values()), active), context)
     losses = []
     for _ in range(STEPS):

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from pretrain.precision.definition import Along
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
-from pretrain.precision.product import Role
+from pretrain.precision.linear import Role
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings

@@ -14,14 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import convert, decide
-from pretrain.model.fused.choice import choose_arithmetic
-from pretrain.model.fused.fuse import fuse
-from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
-from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
+from pretrain.model.fused.layers import choose_arithmetic
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import attach_main_gradients, clear_main_gradients, convert, fuse, gradient_of, wrap_layers
 from pretrain.precision.backends import make_backend
-from pretrain.precision.context import PrecisionContext
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -59,21 +59,20 @@ def assemble(
     active = ActivePrecision(recipe, PRECISIONS[recipe], backend, LowPrecisionSettings().resolved(recipe))
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    context = None
-    if decisions:
-        context = packed.precision = PrecisionContext(make_backend(active, torch.device("cuda")), torch.bfloat16)
+    made = make_backend(active, torch.device("cuda")) if decisions else None
+    context = packed.context = PrecisionContext(made, torch.bfloat16)
     if fused:
-        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", torch.bfloat16, context)
+        arithmetic, why_not = choose_arithmetic("auto", active, "cuda", context)
         assert arithmetic, why_not
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
-    elif context:
+    else:
         convert(hf, decisions, context)
     if main:
         attach_main_gradients(packed, main, packed.fused.stacks if fused else ())
     settings = ModelSettings(config=config, gradient_checkpointing="full" if recompute else "none")
     cast_to = torch.bfloat16 if weights == torch.float32 else None
-    model.wrap_layers(hf, settings, cast_to=cast_to, compile_layers=False, precision=context)
+    wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
     return packed
 
 
@@ -182,7 +181,7 @@ def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int
 
     packed = assemble(larger(name), recipe, fused=True, main=main)
     active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    with packed.fused.observed_products() as seen:
+    with packed.context.observed_products() as seen:
         train(packed, steps=1)
     assert len(seen) == linears
     for products in seen.values():
@@ -193,13 +192,13 @@ def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_trace(recipe: str) -> None:
     packed = assemble(larger("qwen3"), recipe, fused=True)
-    packed.precision.evaluates_low = True
+    packed.context.evaluates_low = True
     train(packed)
-    before = {name: tensor.clone() for name, tensor in packed.precision.backend.state().items()}
+    before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
     batch = inputs(packs=4, seed=0, device="cuda", length=LENGTH)
     with torch.no_grad():
         evaluated = packed.eval()(**batch).item()
-    for name, tensor in packed.precision.backend.state().items():
+    for name, tensor in packed.context.state().items():
         assert torch.equal(tensor, before[name]), name
     packed.begin_microbatch(first=True)  # evaluation has quantized the weights with the scales of now
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)
@@ -208,7 +207,7 @@ def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_t
 def test_statistics_are_shown_every_operand() -> None:
     packed = assemble(larger("qwen3"), "delayed", fused=True)
     seen: dict[tuple[str, str], tuple[int, ...]] = {}
-    packed.precision.observers.append(lambda name, role, tensor, product: seen.update({(name, role): tuple(tensor.shape)}))
+    packed.context.observers.append(lambda name, role, tensor, product: seen.update({(name, role): tuple(tensor.shape)}))
     train(packed, steps=1)
     assert {name for name, _ in seen} == {product.name for product in packed.fused.products}
     for product in packed.fused.products:

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.model.loss.chunked import add_product_, products_sum_in_fp32
-from pretrain.model.loss.head import IGNORE, LossHead
+from pretrain.model.loss.head import IGNORE, LossHead, add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

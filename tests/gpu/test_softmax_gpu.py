@@ -19,8 +19,7 @@ pytest.importorskip("triton")
 
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.head import IGNORE
-from pretrain.model.loss.softmax_fp8_kernel import quantized_softmax_gradient
-from pretrain.model.loss.softmax_kernel import FASTEST, SoftmaxTiling
+from pretrain.model.loss.softmax_kernel import FASTEST, SoftmaxTiling, quantized_softmax_gradient
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
 

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pretrain.model.loss.head import IGNORE, LossHead
-from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
-from pretrain.precision.context import PrecisionContext
-from pretrain.precision.linear import LowPrecisionLinear
-from pretrain.precision.product import LinearProduct, Role
+from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
+from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext, Role
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -24,10 +21,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
 
 
-class DifferentiatedHead(LowPrecisionHeadProduct):
+class DifferentiatedHead(LowPrecisionHead):
     """Takes the path of every other product."""
 
-    fuses = False
+    supports_fused_loss = False
 
 
 class Model:
@@ -47,8 +44,8 @@ class Model:
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
         self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK))
-        product = LowPrecisionHeadProduct("head", self.backend.product("head", HIDDEN, VOCABULARY, bias=False), self.context)
-        if fused and not product.fuses:
+        product = LowPrecisionHead("head", self.backend.product("head", HIDDEN, VOCABULARY, bias=False), self.context)
+        if fused and not product.supports_fused_loss:
             pytest.skip("products of this GPU read operands as they lie")
         self.head.low_precision = product if fused else DifferentiatedHead(**vars(product))
 
@@ -115,7 +112,7 @@ def test_a_second_run_has_the_same_bits(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
     model = Model(recipe, fused=True)
-    with model.backend.observed_products() as seen:
+    with model.context.observed_products() as seen:
         model.microbatch(0, first=True)
     gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
     chunk = [("forward", e4m3, e4m3), ("dgrad", gradient, e4m3), ("wgrad", gradient, e4m3)]
@@ -190,7 +187,7 @@ def test_peak_memory_is_the_logits_twice_the_sum_and_the_weight_in_fp8_without_a
     context = PrecisionContext(backend, torch.bfloat16)
     linear = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=torch.bfloat16)
     head = LossHead.replacing(linear, LossSettings(chunk=chunk))
-    head.low_precision = LowPrecisionHeadProduct("head", backend.product("head", hidden, vocabulary, bias=False), context)
+    head.low_precision = LowPrecisionHead("head", backend.product("head", hidden, vocabulary, bias=False), context)
     linear.weight.main_grad = torch.zeros(vocabulary, hidden, device="cuda")
     states = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(vocabulary, (tokens,), device="cuda")

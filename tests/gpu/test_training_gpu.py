@@ -23,8 +23,8 @@ from packing.order import PackOrder
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model import huggingface as model
-from pretrain.model.huggingface import PackedLanguageModel
-from pretrain.model.step import forward_backward
+from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
+from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
@@ -55,7 +55,7 @@ def build(*, compile_layers: bool) -> PackedLanguageModel:
     config = model.load_config(SETTINGS)
     hf = model.build(SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen")
     packed = PackedLanguageModel(hf, "packed_varlen", LossSettings(chunk=512))
-    model.wrap_layers(hf, SETTINGS, cast_to=torch.bfloat16, compile_layers=compile_layers)
+    wrap_layers(packed, SETTINGS, cast_to=torch.bfloat16, compile_layers=compile_layers)
     return packed
 
 
@@ -95,7 +95,7 @@ def plain_loss(plain: PreTrainedModel, packs: list[Pack]) -> torch.Tensor:
 
 def test_packed_compiled_bf16_agrees_with_plain_fp32_on_separate_documents(compiled: PackedLanguageModel) -> None:
     packs = [pack_of(documents, seed=documents) for documents in (1, 7, 20)]
-    loss = compiled(**model.inputs_of(microbatch_of(*packs), DEVICE))
+    loss = compiled(**inputs_of(microbatch_of(*packs), DEVICE))
     loss.backward()
     plain = AutoModelForCausalLM.from_config(compiled.hf.config, attn_implementation="eager", dtype=torch.float32).to(DEVICE)
     plain.load_state_dict(compiled.hf.state_dict())
@@ -112,16 +112,16 @@ def test_nothing_is_compiled_after_the_second_batch_however_many_documents_come(
     counters.clear()
     graphs = []
     for documents in (3, 40, 1, 90, 17, 200):
-        compiled(**model.inputs_of(microbatch_of(pack_of(documents, seed=documents)), DEVICE)).backward()
+        compiled(**inputs_of(microbatch_of(pack_of(documents, seed=documents)), DEVICE)).backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs[1:] == [graphs[1]] * 5
 
 
 def test_the_audit_sees_bf16_in_every_linear_from_fp32_weights(compiled: PackedLanguageModel) -> None:
-    inputs = model.inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE)
+    inputs = inputs_of(microbatch_of(pack_of(5, seed=5)), DEVICE)
     active = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
-    entries = audit.observe(compiled.hf, lambda: compiled(**inputs), active)
+    entries = audit.observe(compiled, lambda: compiled(**inputs), active)
     assert len(entries) == 2 * 7 + 1
     assert {(entry["stored"], entry["effective"]) for entry in entries} == {("float32", "bf16")}
 
@@ -153,7 +153,7 @@ def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
     )  # 1,024 packs hold 0.5 GiB in each norm's input alone
     assert found == 4
     assert all(not parameter.grad.any() for parameter in packed.parameters())
-    packed(**model.inputs_of(trial(4), DEVICE)).backward()  # what was found runs, with nothing left over from what failed
+    packed(**inputs_of(trial(4), DEVICE)).backward()  # what was found runs, with nothing left over from what failed
 
 
 def test_a_model_for_which_there_is_no_memory_is_refused(

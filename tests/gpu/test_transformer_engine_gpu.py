@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import LowPrecisionLinear
-from pretrain.precision.product import Backend, LinearProduct
+from pretrain.precision.linear import Backend, LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -319,7 +317,7 @@ EXPECTED = {
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: bool) -> None:
     layers = Layers(recipe)
-    with layers.backend.observed_products() as seen:
+    with PrecisionContext(layers.backend, torch.bfloat16).observed_products() as seen:
         layers.step(0, checkpointed=checkpointed)
     layers.step(1, checkpointed=checkpointed)  # nobody is watching any more
     forward, dgrad = (tuple(kinds) for kinds in EXPECTED[recipe])

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from benchmarks.kill_resume import differences
 from pretrain.model import huggingface as model
-from pretrain.model.fused.functions import NormMLPAdd
-from pretrain.model.fused.plain import TorchStackedProduct
+from pretrain.model.fused.arithmetic import StackedProduct
+from pretrain.model.fused.layers import NormMLPAdd
 from pretrain.optimizer.adamw import ExactAdamW
 from tests.launcher.test_weights import masters
 
@@ -274,7 +274,7 @@ def test_a_cpu_fuses_nothing_by_itself(launch: Callable) -> None:
     assert audit_of(run)["fused"] == "nothing: it gains nothing on a CPU; model.fused: on does it all the same"
 
 
-def in_fp32(product: TorchStackedProduct, x: Tensor) -> Tensor:
+def in_fp32(product: StackedProduct, x: Tensor) -> Tensor:
     weight = product.weights.matrix(torch.float32)
     product._arithmetic.note(product, "forward", x.float(), weight)
     return (x.float() @ weight.t()).to(x.dtype)
@@ -283,7 +283,7 @@ def in_fp32(product: TorchStackedProduct, x: Tensor) -> Tensor:
 def test_a_product_that_multiplies_in_another_dtype_is_refused(
     start_here: Callable, recipe_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TorchStackedProduct, "forward", in_fp32)
+    monkeypatch.setattr(StackedProduct, "forward", in_fp32)
     said = start_here(recipe_for(tmp_path / "run"), tmp_path, "precision=bf16")
     assert said.status == 2 and "14 of 15 modules did not run in it as they should" in said.output
     assert "model.layers.0.self_attn.q_proj (bfloat16 x float32)" in said.output  # forward in one, backward in the other

@@ -13,9 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from packing.arrow import Pack
-from pretrain.model import attention, attention_cudnn
 from pretrain.model import huggingface as model
-from pretrain.model.huggingface import PackedLanguageModel
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention import cudnn
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 VOCABULARY = 61
@@ -55,7 +57,7 @@ def build_model() -> Callable[..., PackedLanguageModel]:
         config = model.load_config(settings)
         hf = model.build(settings, config, weights=weights, seed=seed, device=torch.device("cpu"), backend="packed_sdpa")
         packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
-        model.wrap_layers(hf, settings, cast_to=cast_to, compile_layers=False)
+        wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
         return packed
 
     return build
@@ -127,5 +129,5 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         dk, dv = (gradient.unflatten(1, (groups, -1)).sum(2) for gradient in (dk, dv))
         return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
 
-    monkeypatch.setattr(attention_cudnn, "cudnn_forward", forward)
-    monkeypatch.setattr(attention_cudnn, "cudnn_backward", backward)
+    monkeypatch.setattr(cudnn, "cudnn_forward", forward)
+    monkeypatch.setattr(cudnn, "cudnn_backward", backward)

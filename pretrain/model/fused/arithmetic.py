@@ -1,55 +1,132 @@
-"""What the pieces of a fused layer compute with: products and norms in one precision, on one kind of device.
+"""What the pieces of a fused layer compute with: the stacked weights of a product, the products, norms and activations.
+
+The arithmetic here is by torch's own operations: any device, any dtype, nothing quantized. A CPU trains with it, and it is the
+reference of the arithmetic on Transformer Engine, which is its subclass (pretrain.model.fused.te_arithmetic).
 
 An operand is a tensor as a product takes it: quantized, or as it was. What makes it is told which product it is for, so that a
 norm or an activation can write it in the format of that product's input and nothing is read and written once more to round it.
+
+Queries, keys and values are one product of the same input, as gate and up are, and one large product is faster than three. Their
+parameters are laid into one storage, one after the other, so the stacked matrix is a view and costs nothing. Whoever looks at a
+parameter sees its own shape and name: optimizer, checkpoints and export know nothing of the stack. FSDP2 shards parameters one by
+one and gathers them apart; there the matrix is put together when it is used. The same happens where a model was copied or
+converted after its layers were fused: right, and slower.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from transformers.pytorch_utils import Conv1D
 
-from pretrain.model.fused.weights import StackedWeight
-from pretrain.precision.product import ObservedProduct
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import dtype_name
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
 Operand = Any  # a Tensor, or a quantized tensor of Transformer Engine
 
 
-class StackedProduct(Protocol):
-    """y = x w^T + b for the stacked weights of some linears, forward and backward, each a call of its own."""
+class StackedWeight:
+    """The weights [out_i, in] of `linears` as one matrix [sum of out_i, in], and their biases as one vector.
 
-    name: str  # of its history and scales in a checkpoint
-    members: tuple[str, ...]  # the linears that it stands in for, by Hugging Face name
-    weights: StackedWeight
+    `linears` are nn.Linear, or one transformers Conv1D, whose weight [in, out] is then `transposed`. Parameters are looked up
+    at each use, as FSDP2 exchanges them.
+    """
 
-    def begin(self, x: Tensor) -> None:
-        """Before the first use in a forward over `x` [tokens, ...]."""
+    def __init__(self, linears: Sequence[nn.Module]) -> None:
+        self.linears = tuple(linears)
+        self.transposed = isinstance(linears[0], Conv1D)
+        self._copy: Tensor | None = None  # in the compute dtype, where the parameters have another
 
-    def end(self) -> None:
-        """After the last use in a forward."""
+    @property
+    def weights(self) -> list[Tensor]:
+        return [linear.weight for linear in self.linears]
 
-    def operand(self, x: Tensor) -> Operand:
-        """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
+    @property
+    def biases(self) -> list[Tensor]:
+        """Empty, or one a linear: no architecture here has a bias in one of them alone."""
+        return [linear.bias for linear in self.linears if linear.bias is not None]
 
-    def forward(self, x: Operand) -> Tensor:
-        """-> [tokens, out]."""
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [*self.weights, *self.biases]
 
-    def gradient_operand(self, dy: Tensor) -> Operand:
-        """dy [tokens, out] as the product's output gradient."""
+    @property
+    def out_features(self) -> int:
+        return sum(weight.shape[1 if self.transposed else 0] for weight in self.weights)
 
-    def input_gradient(self, dy: Operand) -> Tensor:
-        """-> [tokens, in]."""
+    @property
+    def in_features(self) -> int:
+        return self.weights[0].shape[0 if self.transposed else 1]
 
-    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """One a weight; None where it has been added to the main gradient."""
+    @torch.no_grad()
+    def lay_together(self) -> None:
+        """Move the parameters into one storage, in order; they keep their identity, shape and values."""
+        for parameters in (self.weights, self.biases):
+            if len(parameters) > 1:
+                storage = torch.cat([parameter.data for parameter in parameters])
+                for parameter, part in zip(parameters, storage.split([len(p) for p in parameters]), strict=True):
+                    parameter.data = part
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """[out, in] in `dtype`, without a graph: a view of the parameters wherever they allow it."""
+        return self._stacked([weight.detach() for weight in self.weights], dtype)
+
+    def cached_matrix(self, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+        """`matrix`; where that is a cast, the last one made unless `refresh`, so that the microbatches of a step share it."""
+        if self.weights[0].dtype == dtype:
+            return self.matrix(dtype)
+        if refresh or self._copy is None:
+            self._copy = self.matrix(dtype)
+        return self._copy
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """[out] in `dtype`, without a graph; None where the linears have none."""
+        return self._stacked([bias.detach() for bias in self.biases], dtype) if self.biases else None
+
+    @property
+    def main_gradient(self) -> Tensor | None:
+        """The buffer that the weights' gradients add up in, laid out as the weights are; None where autograd collects them."""
+        gradients = [getattr(weight, "main_grad", None) for weight in self.weights]
+        return None if gradients[0] is None else _rows_of_one(gradients)
+
+    def weight_gradients(self, stacked: Tensor) -> list[Tensor]:
+        """The gradient of `matrix` [out, in] as that of each parameter, in its layout; views."""
+        if self.transposed:
+            return [stacked.t()]
+        return list(stacked.split([len(weight) for weight in self.weights]))
+
+    def bias_gradients(self, dy: Tensor) -> list[Tensor]:
+        """Of each bias, from dy [tokens, out]; summed in FP32. Empty where the linears have none."""
+        if not self.biases:
+            return []
+        return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
+
+    def _stacked(self, parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+        if self.transposed and parts[0].dim() == 2:
+            return parts[0].t().to(dtype).contiguous()
+        whole = _rows_of_one(parts)
+        return (torch.cat(parts) if whole is None else whole).to(dtype)
+
+
+def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Tensors that lie one after the other in one storage as one tensor, stacked along their first dimension; else None."""
+    first = parts[0]
+    for one, next_one in pairwise(parts):
+        adjacent = next_one.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
+        if not adjacent or one.untyped_storage().data_ptr() != next_one.untyped_storage().data_ptr():
+            return None
+    if not all(part.is_contiguous() for part in parts):
+        return None
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
 @dataclass(frozen=True)
@@ -66,71 +143,165 @@ class Norm:
         return [self.module.weight] if bias is None else [self.module.weight, bias]
 
 
-class Arithmetic(Protocol):
-    """One model's."""
+class StackedProduct:
+    """y = x w^T + b for the stacked weights of some linears, forward and backward, each a call of its own."""
 
-    dtype: torch.dtype  # of activations
-    first_microbatch: bool  # of a step: casts and quantized copies of the weights are made anew
-    differentiable: bool  # the forward under way will be differentiated
+    def __init__(self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: Arithmetic) -> None:
+        self.name = name  # of its history and scales in a checkpoint
+        self.members = members  # the linears that it stands in for, by Hugging Face name
+        self.weights = weights
+        self._arithmetic = arithmetic
 
-    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> StackedProduct:
-        """Of the linears `members`; `low_precision`: in the run's recipe, where it has one."""
+    def begin(self, x: Tensor) -> None:
+        """Before the first use in a forward over `x` [tokens, ...]."""
+
+    def end(self) -> None:
+        """After the last use in a forward."""
+
+    def operand(self, x: Tensor) -> Operand:
+        """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
+        return x
+
+    def forward(self, x: Operand) -> Tensor:
+        """-> [tokens, out]."""
+        weight = self._matrix(refresh=self._arithmetic.context.first_microbatch)
+        self._note("forward", x, weight)
+        return F.linear(x, weight, self.weights.bias(x.dtype))
+
+    def gradient_operand(self, dy: Tensor) -> Operand:
+        """dy [tokens, out] as the product's output gradient."""
+        return dy
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        """-> [tokens, in]."""
+        weight = self._matrix(refresh=False)
+        self._note("dgrad", dy, weight)
+        return dy @ weight
+
+    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        """One a weight; None where it has been added to the main gradient."""
+        self._note("wgrad", dy, x)
+        main_gradient = self.weights.main_gradient
+        if main_gradient is None:
+            return self.weights.weight_gradients(dy.t() @ x)
+        left, right = (x, dy) if self.weights.transposed else (dy, x)
+        if left.dtype == main_gradient.dtype:
+            main_gradient.addmm_(left.t(), right)
+        else:
+            main_gradient += left.t() @ right
+        return [None] * len(self.weights.weights)
+
+    def _matrix(self, *, refresh: bool) -> Tensor:
+        dtype = self._arithmetic.context.compute_dtype
+        if not self._arithmetic.differentiable:  # an evaluation's casts are not kept
+            return self.weights.matrix(dtype)
+        return self.weights.cached_matrix(dtype, refresh=refresh)
+
+    def _note(self, gemm: str, left: Tensor, right: Tensor) -> None:
+        self._arithmetic.context.note(self.members, gemm, left, right, lambda operand: dtype_name(operand.dtype))
+
+
+class Arithmetic:
+    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype.
+
+    In the first microbatch of a step it casts (or quantizes) the weights; the others share what was made there. The context tells
+    the microbatch, and is told of every product and its operands.
+    """
+
+    def __init__(self, context: PrecisionContext) -> None:
+        self.context = context
+        self.differentiable = True  # the forward under way will be differentiated
+
+    def product(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+    ) -> StackedProduct:
+        """Of the linears `members`; `low_precision`: in the run's low precision, which torch's products have not (ValueError)."""
+        if low_precision:
+            raise ValueError(f"{name}: torch has no product in low precision")
+        return StackedProduct(name, members, weights, self)
 
     def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
         """x [tokens, hidden] normalised, as the input of `product`, and the statistics that backward needs."""
+        weight, *bias = self._parameters_of(norm)
+        wide = x.float()
+        if norm.kind == "layer":
+            y, mean, rstd = torch.native_layer_norm(wide, [x.shape[-1]], weight, bias[0] if bias else None, norm.eps)
+            return y.to(x.dtype), (mean, rstd)
+        rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+        return ((wide * rstd).to(x.dtype) * weight).to(x.dtype), (rstd,)
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
     ) -> tuple[Tensor, list[Tensor]]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and those of the norm's parameters."""
+        weight, *bias = self._parameters_of(norm)
+        dy, wide = dy.float(), x.float()
+        if norm.kind == "layer":
+            mean, rstd = statistics
+            mask = [True, True, bool(bias)]
+            dx, *gradients = torch.ops.aten.native_layer_norm_backward(
+                dy, wide, [x.shape[-1]], mean, rstd, weight, bias[0] if bias else None, mask
+            )
+        else:
+            (rstd,) = statistics
+            normed = wide * rstd
+            gradients = [(dy * normed).sum(0)]
+            dy = dy * weight
+            dx = (dy - normed * (dy * normed).mean(-1, keepdim=True)) * rstd
+        dx = dx if residual is None else dx + residual
+        return dx.to(x.dtype), gradients[: len(norm.parameters)]
 
-    def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand]:
+    def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up] (swiglu) or [tokens, width] as the input of `product`, and what
         `activate_backward` is to be given of that."""
+        return _activated(hidden, kind), None
 
     def activate_backward(
         self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: StackedProduct, above: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         """The gradient of `hidden` as the output gradient of `below`, the activated values as the weight gradient of `above`
         takes them, and the gradients of the biases of `below`."""
+        if kind != "swiglu":
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximation(kind))
+            activated = _activated(hidden, kind)
+        else:
+            gate, up = hidden.float().chunk(2, dim=-1)
+            sigmoid = gate.sigmoid()
+            silu = gate * sigmoid
+            dy = d_activated.float()
+            d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
+            d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
+            activated = (silu * up).to(hidden.dtype)
+        return d_hidden, activated, below.weights.bias_gradients(d_hidden)
 
-    def opens_forward(self) -> bool:
+    def _parameters_of(self, norm: Norm) -> list[Tensor]:
+        """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
+        return [parameter.detach().to(self.context.compute_dtype).float() for parameter in norm.parameters]
+
+    def is_first_in_forward(self) -> bool:
         """Whether the piece that asks is the first of a low-precision forward, whose backward is therefore the last."""
+        return False
 
-    def close_backward(self) -> None:
+    def finish_backward(self) -> None:
         """After that backward."""
 
-    def save(self, ctx: FunctionCtx, *operands: Operand) -> None:
+    def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. In a forward that
         will not be differentiated nothing need be kept."""
+        ctx.save_for_backward(*operands)
 
-    def saved(self, ctx: FunctionCtx) -> list[Operand]:
+    def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
         """What `save` was given, in order."""
-
-    def observed_products(self) -> Any:
-        """Collects, while entered, what the products multiply, by the names of their members."""
+        return list(ctx.saved_tensors)
 
 
-class Witness(ABC):
-    """Of an arithmetic: notes the operands of its matrix products while somebody looks."""
+def _activated(hidden: Tensor, kind: Activation) -> Tensor:
+    if kind == "swiglu":
+        gate, up = hidden.float().chunk(2, dim=-1)
+        return (F.silu(gate) * up).to(hidden.dtype)
+    return F.gelu(hidden, approximate=approximation(kind))
 
-    def __init__(self) -> None:
-        self._seen: dict[str, list[ObservedProduct]] | None = None
 
-    def note(self, product: StackedProduct, gemm: str, left: Operand, right: Operand) -> None:
-        """`gemm`: forward, dgrad or wgrad, of operands as they are handed to the kernel."""
-        if self._seen is not None:
-            for member in product.members:
-                self._seen.setdefault(member, []).append(ObservedProduct(gemm, self.kind(left), self.kind(right)))
-
-    @abstractmethod
-    def kind(self, operand: Operand) -> str:
-        """What an operand is called in the audit."""
-
-    @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        self._seen = {}
-        try:
-            yield self._seen
-        finally:
-            self._seen = None
+def approximation(kind: Activation) -> str:
+    """Of a GELU, as torch names it."""
+    return "tanh" if kind == "gelu_tanh" else "none"

@@ -1,17 +1,24 @@
-"""Which decoder layers can be fused, and the forward that takes their place.
+"""Fused decoder layers: which can be fused, what they compute with on a device, and the forward that takes their place.
 
 A layer is fused where it is exactly one of the classes known here: a subclass may compute something else. Its modules and
 parameters stay where they are; only its `forward` is another, and without packed documents, as in generation, it is the old one.
+
+Each piece of a fused layer does in one autograd node what autograd would otherwise do in many. What is gained: a norm's output is
+written once, in the format of the product that reads it; the residual's gradient is added where the norm's is computed; weight
+gradients go straight to where a step's gradients add up; queries and keys, cheap to make again from what their product left, are
+not kept for backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -19,14 +26,66 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct
-from pretrain.model.fused.functions import NormMLPAdd, NormProduct, ProductAdd, RotatedAttention, Rotation
-from pretrain.model.fused.heads import Heads
-from pretrain.model.fused.weights import StackedWeight
+from foundation.errors import InputError
+from pretrain.model.attention import cudnn
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
+from pretrain.model.fused.rotary import rotate, rotate_backward
+from pretrain.precision import transformer_engine
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.scope import LINEARS, Decision
+from pretrain.precision.selection import ActivePrecision
 
+Setting = Literal["auto", "on", "off"]
+Gradients = tuple[Tensor | None, ...]
 # transformers' names of the activations -> ours, for gated layers and for GPT-2's.
 _GATED: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
-_PLAIN: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+# ── What fused layers compute with ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choose_arithmetic(
+    setting: Setting, active: ActivePrecision, device_type: str, context: PrecisionContext
+) -> tuple[Arithmetic | None, str]:
+    """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
+    dtype = context.compute_dtype
+    if reason := not_fused_because(setting, active, device_type, dtype):
+        return None, reason
+    if active.backend == "torch" and _no_faster(device_type, dtype):
+        return Arithmetic(context), ""
+    from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
+
+    return TransformerEngineArithmetic(context), ""
+
+
+def not_fused_because(setting: Setting, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
+    if setting == "off":
+        return "nothing: model.fused is off"
+    if active.backend == "emulation":
+        if setting == "on":
+            raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
+        return "nothing: emulated products are computed one by one"
+    if setting == "on" or active.backend == "transformer_engine":
+        return None
+    slow = _no_faster(device_type, dtype)
+    return f"nothing: {slow}; model.fused: on does it all the same" if slow else None
+
+
+def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
+    """Why fused layers gain nothing where nothing is quantized. On a CPU the demo's model trains 5 to 6 % slower so
+    (benchmarks/results/cpu_fused.json)."""
+    if device_type == "cpu":
+        return "it gains nothing on a CPU"
+    if dtype != torch.bfloat16:
+        return "on a GPU it gains in BF16 and below"
+    lacking = transformer_engine.missing()
+    return f"it needs {lacking}" if lacking else None
+
+
+# ── Which layers can be fused ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -46,7 +105,18 @@ class Parts:
     rotary: bool
 
 
-def unfit(layer: nn.Module) -> str | None:
+def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, bool]:
+    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and whether all of it is in low precision.
+
+    `decisions`: what each linear is to compute in, empty where nothing is quantized.
+    """
+    inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
+    low = {decisions[linear].reason is None for linear in inner} if decisions else {False}
+    mixed = "its linears compute in different precisions" if len(low) > 1 else None
+    return _unsupported(layer) or mixed, low == {True}
+
+
+def _unsupported(layer: nn.Module) -> str | None:
     """Why `layer` cannot be fused; None if it can."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
         return "has hooks, which no module of a fused layer would run"
@@ -55,14 +125,14 @@ def unfit(layer: nn.Module) -> str | None:
             return "attends in a way of its own"
         if any(m.p for m in layer.modules() if isinstance(m, nn.Dropout)):
             return "has dropout"
-        return None if layer.attn.config.activation_function in _PLAIN else "has an activation that is not fused"
+        return None if layer.attn.config.activation_function in _UNGATED else "has an activation that is not fused"
     if type(layer) not in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer):
         return f"no fused form of {type(layer).__name__}"
     return None if layer.self_attn.config.hidden_act in _GATED else "has an activation that is not fused"
 
 
 def parts_of(layer: nn.Module) -> Parts:
-    """The parts of a layer that is not `unfit`."""
+    """The parts of a layer that can be fused."""
     if type(layer) is GPT2Block:
         attention, mlp = layer.attn, layer.mlp
         return Parts(
@@ -73,7 +143,7 @@ def parts_of(layer: nn.Module) -> Parts:
             output={"attn.c_proj": attention.c_proj},
             mlp_norm=Norm(layer.ln_2, "layer", layer.ln_2.eps),
             below={"mlp.c_fc": mlp.c_fc},
-            activation=_PLAIN[attention.config.activation_function],
+            activation=_UNGATED[attention.config.activation_function],
             above={"mlp.c_proj": mlp.c_proj},
             heads=Heads(attention.num_heads, attention.num_heads, attention.head_dim),
             rotary=False,
@@ -96,11 +166,49 @@ def parts_of(layer: nn.Module) -> Parts:
     )
 
 
+# ── The forward of a layer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class FusedLayers:
+    """Those of one model, by name. `left_out`: for each layer that stayed as it was, why."""
+
+    layers: Mapping[str, FusedLayer]
+    left_out: Mapping[str, str]
+    arithmetic: Arithmetic
+
+    @property
+    def products(self) -> list[StackedProduct]:
+        return [product for layer in self.layers.values() for product in layer.products]
+
+    @property
+    def members(self) -> dict[str, StackedProduct]:
+        """The linears that no module computes any more, and the products that do."""
+        return {member: product for product in self.products for member in product.members}
+
+    @property
+    def low_precision_weights(self) -> int:
+        """How many weights are multiplied in low precision."""
+        low = [layer for layer in self.layers.values() if layer.low_precision]
+        return sum(weight.numel() for layer in low for product in layer.products for weight in product.weights.weights)
+
+    @property
+    def stacks(self) -> list[list[nn.Parameter]]:
+        """Parameters that are the rows of one matrix, whose gradients must be those of another."""
+        return [product.weights.weights for product in self.products]
+
+    def describe(self) -> str:
+        """For the audit: "28 of 28 layers"."""
+        reasons = Counter(self.left_out.values())
+        why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{why}"
+
+
 class FusedLayer:
     """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
 
     def __init__(self, layer: nn.Module, name: str, arithmetic: Arithmetic, *, low_precision: bool) -> None:
-        """`layer`, called `name` in its model, in the recipe's low precision or else in the arithmetic's own dtype."""
+        """`layer`, called `name` in its model, in low precision or else in the context's compute dtype."""
         parts = parts_of(layer)
         self.parts = parts
         self.low_precision = low_precision
@@ -176,3 +284,191 @@ class FusedLayer:
             options["document_mask"] = document_mask
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
         return function(attention, q, k, v, None, **options)[0].squeeze(0).flatten(1)
+
+
+# ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Parameters are arguments only so that autograd, and through it DistributedDataParallel and FSDP2, knows of them: the products
+# look them up themselves.
+
+
+class NormProduct(torch.autograd.Function):
+    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual.
+
+    Handing x on is what lets backward have both of its gradients at once, and add them in the norm's own kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, arithmetic: Arithmetic, norm: Norm, product: StackedProduct, x: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        product.begin(x)
+        ctx.is_first_in_forward = arithmetic.is_first_in_forward()
+        normed, statistics = arithmetic.norm(x, norm, product)
+        y = product.forward(normed)
+        product.end()
+        ctx.pieces = (arithmetic, norm, product)
+        ctx.set_materialize_grads(False)
+        arithmetic.save(ctx, x, normed, *statistics)
+        return y, x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor, residual: Tensor | None) -> Gradients:
+        arithmetic, norm, product = ctx.pieces
+        x, normed, *statistics = arithmetic.saved(ctx)
+        bias_gradients = product.weights.bias_gradients(dy)
+        dy = product.gradient_operand(dy)
+        d_normed = product.input_gradient(dy)
+        weight_gradients = product.weight_gradients(dy, normed)
+        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
+        if ctx.is_first_in_forward:
+            arithmetic.finish_backward()
+        return None, None, None, dx, *norm_gradients, *weight_gradients, *bias_gradients
+
+
+class ProductAdd(torch.autograd.Function):
+    """x [tokens, in], residual [tokens, out] -> residual + x w^T + b."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        product.begin(x)
+        operand = product.operand(x)
+        y = product.forward(operand)
+        product.end()
+        ctx.pieces = (arithmetic, product)
+        arithmetic.save(ctx, operand)
+        return y.add_(residual)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
+        arithmetic, product = ctx.pieces
+        (operand,) = arithmetic.saved(ctx)
+        bias_gradients = product.weights.bias_gradients(dy)
+        quantized = product.gradient_operand(dy)
+        dx = product.input_gradient(quantized)
+        return None, None, dx, dy, *product.weight_gradients(quantized, operand), *bias_gradients
+
+
+class NormMLPAdd(torch.autograd.Function):
+    """x [tokens, hidden] -> x + activation(norm(x) below^T + b) above^T + c."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        arithmetic: Arithmetic,
+        norm: Norm,
+        below: StackedProduct,
+        activation: Activation,
+        above: StackedProduct,
+        x: Tensor,
+        *parameters: Tensor,
+    ) -> Tensor:
+        below.begin(x)
+        normed, statistics = arithmetic.norm(x, norm, below)
+        hidden = below.forward(normed)
+        below.end()
+        above.begin(hidden)
+        activated, kept = arithmetic.activate(hidden, activation, above)
+        y = above.forward(activated)
+        above.end()
+        ctx.pieces = (arithmetic, norm, below, activation, above)
+        arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
+        return y.add_(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
+        arithmetic, norm, below, activation, above = ctx.pieces
+        x, normed, hidden, kept, *statistics = arithmetic.saved(ctx)
+        above_bias = above.weights.bias_gradients(dy)
+        quantized = above.gradient_operand(dy)
+        d_activated = above.input_gradient(quantized)
+        d_hidden, activated, below_bias = arithmetic.activate_backward(d_activated, hidden, activation, kept, below, above)
+        del d_activated, hidden, kept
+        above_weights = above.weight_gradients(quantized, activated)
+        del quantized, activated
+        d_normed = below.input_gradient(d_hidden)
+        below_weights = below.weight_gradients(d_hidden, normed)
+        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
+        return (None,) * 5 + (dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+
+
+class Rotation(torch.autograd.Function):
+    """The rows of qkv [tokens, (query + 2 kv) x dim] -> q [tokens, query, dim], k and v [tokens, kv, dim]: normed where the model
+    norms them, turned by their positions."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, eps: float, *norms: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.heads, ctx.eps = heads, eps
+        ctx.save_for_backward(cos, sin, *((qkv, *norms) if norms else ()))
+        return rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dq: Tensor, dk: Tensor, dv: Tensor) -> Gradients:
+        cos, sin, *rest = ctx.saved_tensors
+        qkv, *norms = rest or (None,)
+        head_norms = _head_norms(norms, ctx.eps, dq.dtype)
+        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
+        return dqkv, None, None, None, None, *(norm_gradients[: len(norms)])
+
+
+class RotatedAttention(torch.autograd.Function):
+    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim].
+
+    Where heads are normed, backward needs qkv, and queries, keys and values are made again from it, in a hundredth of a step's
+    time: kept beside it, they would be 8 of the 65 KB that a token leaves in a layer of Qwen3-1.7B. Elsewhere they are kept in
+    its place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: Heads,
+        eps: float,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        scale: float,
+        *norms: Tensor,
+    ) -> Tensor:
+        q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
+        keep = any(ctx.needs_input_grad)
+        output, kept = cudnn.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=keep)
+        ctx.heads, ctx.eps, ctx.norms = heads, eps, len(norms)
+        ctx.max_seqlen, ctx.scale = max_seqlen, scale
+        ctx.save_for_backward(cos, sin, cu_seqlens, output, *kept, *((qkv, *norms) if norms else (q, k, v)))
+        return output.view(len(qkv), -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_output: Tensor) -> Gradients:
+        cos, sin, cu_seqlens, output, statistics, random_state, *rest = ctx.saved_tensors
+        if ctx.norms:
+            qkv, *norms = rest
+            head_norms = _head_norms(norms, ctx.eps, qkv.dtype)
+            q, k, v = rotate(qkv, cos, sin, ctx.heads, head_norms)
+        else:
+            qkv, head_norms, (q, k, v) = None, None, rest
+        dq, dk, dv = cudnn.cudnn_backward(
+            d_output.view(output.shape), q, k, v, output, (statistics, random_state), cu_seqlens, ctx.max_seqlen, ctx.scale
+        )
+        del q, k, v, rest
+        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
+        return dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
+
+
+def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
+    """In the dtype of activations, as the unfused layer's working copies are: FP32 weights compute what exact BF16 ones do.
+
+    Cast in here and not before: autograd would round the gradients to that dtype on their way back.
+    """
+    return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None

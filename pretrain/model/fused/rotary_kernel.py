@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.model.fused.heads import HeadNorms, Heads
+from pretrain.model.attention.heads import HeadNorms, Heads
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Imported only where Transformer Engine can be.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,19 +25,17 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
-from pretrain.model.fused.arithmetic import Activation, Norm, Operand, Witness
-from pretrain.model.fused.weights import StackedWeight
-from pretrain.precision.context import PrecisionContext
-from pretrain.precision.product import Role
-from pretrain.precision.te_observation import operand_kind
-from pretrain.precision.transformer_engine import TransformerEngineBackend, split_accumulator
+from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight, approximation
+from pretrain.precision.linear import Role
+from pretrain.precision.observation import operand_kind
+from pretrain.precision.transformer_engine import split_accumulator
 
 _BF16 = tex.DType.kBFloat16
 _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
 
 
-class TEStackedProduct:
-    """y = x w^T + b for stacked weights; a `Product`. `holder`: the te.Linear that has the quantizers, None in BF16."""
+class TEStackedProduct(StackedProduct):
+    """`holder`: the te.Linear that has the quantizers, None in BF16."""
 
     def __init__(
         self,
@@ -46,23 +45,19 @@ class TEStackedProduct:
         arithmetic: TransformerEngineArithmetic,
         holder: nn.Module | None,
     ) -> None:
-        self.name = name
-        self.members = members
-        self.weights = weights
+        super().__init__(name, members, weights, arithmetic)
         self.low_precision = False  # of the forward under way, and of its backward
-        self._arithmetic = arithmetic
         self._holder = holder
 
     # ── Forward ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, x: Tensor) -> None:
-        context = self._arithmetic.context
-        self.low_precision = self._holder is not None and context is not None and context.low_precision
+        self.low_precision = self._holder is not None and self._arithmetic.context.low_precision
         if self.low_precision:
             self._holder.prepare_forward(x)
             forward, backward = (self._holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
             for quantizer in (*forward[:2], backward[0]):
-                quantizer.internal = True  # plain storage in place of tensors that autograd could see
+                quantizer.internal = True  # bare storage in place of tensors that autograd could see
             for quantizer in (forward[0], backward[0]):
                 quantizer.optimize_for_gemm = True
 
@@ -84,8 +79,8 @@ class TEStackedProduct:
         return x if quantizer is None else quantizer(x)
 
     def forward(self, x: Operand) -> Tensor:
-        weight = self._weight(anew=self._arithmetic.first_microbatch or not self._arithmetic.differentiable)
-        self._arithmetic.note(self, "forward", x, weight)
+        weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
+        self._note("forward", x, weight)
         return self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
 
     # ── Backward ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -104,14 +99,14 @@ class TEStackedProduct:
         return dy.contiguous() if quantizer is None else quantizer(dy.contiguous())
 
     def input_gradient(self, dy: Operand) -> Tensor:
-        weight = self._weight(anew=False)
+        weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        self._arithmetic.note(self, "dgrad", dy, weight)
+        self._note("dgrad", dy, weight)
         return self._multiply("dgrad", weight, dy, layout="NN", grad=True)
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        self._arithmetic.note(self, "wgrad", dy, x)
+        self._note("wgrad", dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(self._multiply("wgrad", x, dy, layout="NT", grad=True))
@@ -127,21 +122,21 @@ class TEStackedProduct:
     def show(self, role: Role, tensor: Tensor) -> None:
         """To whoever looks at operands: the statistics of a step."""
         if self.low_precision:
-            for observer in self._arithmetic.context.observers:
-                observer(self.name, role, tensor.detach(), self)
+            self._arithmetic.context.show(self.name, role, tensor, self)
+
+    def _note(self, gemm: str, left: Operand, right: Operand) -> None:
+        self._arithmetic.context.note(self.members, gemm, left, right, partial(operand_kind, te))
 
     @property
     def watched(self) -> bool:
         return self.low_precision and bool(self._arithmetic.context.observers)
 
-    def _weight(self, *, anew: bool) -> Operand:
+    def _weight(self, *, refresh: bool) -> Operand:
         """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
         if not self.low_precision:
-            if not self._arithmetic.differentiable:  # an evaluation's casts go as they come
-                return self.weights.matrix(torch.bfloat16)
-            return self.weights.kept_matrix(torch.bfloat16, anew=anew)
+            return self._matrix(refresh=refresh)
         kept = self._holder._fp8_workspaces
-        if not anew and _WEIGHT in kept:
+        if not refresh and _WEIGHT in kept:
             return kept[_WEIGHT]
         weight, differentiable = self.weights.matrix(torch.bfloat16), self._arithmetic.differentiable
         self.show("weight", weight)
@@ -159,34 +154,18 @@ class TEStackedProduct:
         self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> Any:
         """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
-        split = self.low_precision and split_accumulator(self._arithmetic.te_recipe, gemm)
+        split = self.low_precision and split_accumulator(self._arithmetic.context.backend.te_recipe, gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
 
-class TransformerEngineArithmetic(Witness):
-    """BF16 activations; products in BF16 or in the recipe of `backend`. An `Arithmetic`."""
-
-    dtype = torch.bfloat16
-
-    def __init__(self, backend: TransformerEngineBackend | None, context: PrecisionContext | None) -> None:
-        super().__init__()
-        self.context = context
-        self.first_microbatch = True
-        self.differentiable = True
-        self._backend = backend
+class TransformerEngineArithmetic(Arithmetic):
+    """BF16 activations; products in BF16 or in the precision of the context's backend."""
 
     def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> TEStackedProduct:
         holder = None
         if low_precision:
-            holder = self._backend.product(name, weights.in_features, weights.out_features, bias=False).linear
+            holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return TEStackedProduct(name, members, weights, self, holder)
-
-    @property
-    def te_recipe(self) -> Any:
-        return self._backend.te_recipe
-
-    def kind(self, operand: Operand) -> str:
-        return operand_kind(te, operand)
 
     # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -214,7 +193,7 @@ class TransformerEngineArithmetic(Witness):
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             return swiglu(hidden, product.input_quantizer(columnwise=True))
-        activated = product.operand(F.gelu(hidden, approximate=_approximation(kind)))
+        activated = product.operand(F.gelu(hidden, approximate=approximation(kind)))
         return activated, activated
 
     def activate_backward(
@@ -227,7 +206,7 @@ class TransformerEngineArithmetic(Witness):
         above: TEStackedProduct,
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=_approximation(kind))
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximation(kind))
             return below.gradient_operand(d_hidden), kept, below.weights.bias_gradients(d_hidden)
         biases = []
         if below.watched or below.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
@@ -239,7 +218,7 @@ class TransformerEngineArithmetic(Witness):
 
     # ── Around a forward and its backward ─────────────────────────────────────────────────────────────────────────────────────
 
-    def opens_forward(self) -> bool:
+    def is_first_in_forward(self) -> bool:
         if not FP8GlobalStateManager.is_fp8_enabled():
             return False
         state = FP8GlobalStateManager.quantization_state
@@ -248,7 +227,7 @@ class TransformerEngineArithmetic(Witness):
             state.is_first_fp8_module = before
         return first
 
-    def close_backward(self) -> None:
+    def finish_backward(self) -> None:
         """Delayed scaling moves its backward histories on: all gradients of this microbatch have been seen."""
         FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
@@ -270,7 +249,3 @@ def _normalize(x: Tensor, norm: Norm, quantizer: Any | None) -> tuple[Operand, T
     parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
     forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
     return forward(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
-
-
-def _approximation(kind: Activation) -> str:
-    return "tanh" if kind == "gelu_tanh" else "none"

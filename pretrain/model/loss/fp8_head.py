@@ -1,7 +1,7 @@
 """The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk: a `ChunkLoss`.
 
 te.Linear knows nothing of what becomes of its logits. Given their gradient in BF16 it quantizes and transposes it, and returns
-the weight's gradient anew for each chunk, to be added to the last one's. Here the softmax writes the gradient as FP8 operands,
+the weight's gradient for each chunk apart, to be added to the last one's. Here the softmax writes the gradient as FP8 operands,
 and the product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
 histories, its copy of the quantized weight, its GEMM, called where the audit looks on.
 
@@ -12,7 +12,7 @@ to Hopper. Blackwell's take any layout; nothing is measured there, and the head 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -22,13 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from packing.batch import IGNORE
-from pretrain.model.loss.chunked import ChunkLoss, HeadGradients
-from pretrain.model.loss.softmax import softmax_gradient_
-from pretrain.model.loss.softmax_fp8_kernel import QuantizedGradient, quantized_softmax_gradient
-from pretrain.precision.product import Show
+from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
+from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
+from pretrain.precision.linear import Role
 from pretrain.precision.transformer_engine import TransformerEngineBackend, TransformerEngineProduct, split_accumulator
 
 _BF16 = torch.bfloat16
+Show = Callable[[Role, Tensor], None]  # a tensor to whoever is watching
 _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
@@ -74,12 +74,12 @@ def _quantized_weight(module: ModuleType, linear: nn.Module, weight: Tensor, *, 
     quantizer = linear.quantizers["scaling_fwd"][module.FP8FwdTensorIdx.GEMM1_WEIGHT]
     quantizer.set_usage(rowwise=True, columnwise=True)
     kept = linear._fp8_workspaces.get("weight")
-    anew = first_microbatch or kept is None
+    refresh = first_microbatch or kept is None
     quantized, made = module.quantize_weight(
-        tensor=weight.detach().to(_BF16) if anew else None,  # FP32 weights are cast when they are quantized and never again
+        tensor=weight.detach().to(_BF16) if refresh else None,  # FP32 weights are cast when they are quantized and never again
         quantizer=quantizer,
         workspace=kept,
-        update_workspace=anew,
+        update_workspace=refresh,
         workspace_dtype=_BF16,
         cache=True,
     )

@@ -5,9 +5,18 @@ The head computes the loss itself, and evaluation takes the same path: what fits
 Every loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over
 all microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict.
 
-* `chunked`: ours, any device (pretrain.model.loss.chunked). Softmax in FP32; the head's weight gradient is summed over chunks in FP32.
+* `chunked`: ours, any device. Softmax in FP32; the head's weight gradient is summed over chunks in FP32.
 * `cce`: the cut-cross-entropy package, CUDA only. Less memory still; it may skip gradient blocks too small to count.
 * `reference`: torch's cross_entropy on all logits in FP32. For comparison.
+
+The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, and a usual loss keeps two or three copies of
+them. The chunked loss takes the tokens a chunk at a time, and no more than one chunk's logits exist at once. It computes the
+gradients on the way forward, while those logits exist: three products a chunk, as many as any way of computing them, where
+recomputing the logits in backward would take four. What is kept for backward is the size of the hidden states and of the weight,
+whatever the vocabulary and the number of tokens.
+
+A chunk is computed by a `ChunkLoss`. There are three: torch's products; a low-precision product that is differentiated like any
+other; and one that has the softmax write its gradient in the format of the next products (pretrain.model.loss.fp8_head).
 """
 
 from __future__ import annotations
@@ -15,17 +24,22 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.batch import IGNORE
-from pretrain.model.loss.chunked import LowPrecisionHead, chunked_cross_entropy, in_dtype, products_sum_in_fp32
+from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
+from pretrain.precision.linear import LinearProduct, PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
@@ -79,7 +93,8 @@ class LossHead(nn.Linear):
         """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low_precision = self.low_precision if self.low_precision and self.low_precision.active else None
+        # Evaluation, outside of a low-precision forward, multiplies as every other head does.
+        low_precision = self.low_precision if self.low_precision and self.low_precision.context.low_precision else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -100,7 +115,7 @@ class LossHead(nn.Linear):
             return {"kind": "reference", "softmax": "fp32", "logits": "all at once"}
         softmax = "Triton kernel" if self.weight.is_cuda else "torch"
         summed = "each chunk's product added"
-        if self.low_precision is not None and self.low_precision.fuses:
+        if self.low_precision is not None and self.low_precision.supports_fused_loss:
             softmax, summed = "Triton kernels that write the gradient as fp8 operands", "summed by the fp8 products"
         elif self.low_precision is None and self.weight.is_cuda and products_sum_in_fp32():
             summed = "summed by the products"
@@ -144,3 +159,215 @@ def cut_cross_entropy_options() -> dict[str, bool]:
     parameters = inspect.signature(_cce()).parameters
     fp32 = {name: True for name in ("accum_e_fp32", "accum_c_fp32") if name in parameters}
     return fp32 or {name: True for name in ("use_kahan",) if name in parameters}
+
+
+# ── The head in low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class LowPrecisionHead:
+    """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
+
+    name: str
+    product: LinearProduct
+    context: PrecisionContext
+
+    @property
+    def supports_fused_loss(self) -> bool:
+        """Whether the softmax can write its gradient as this product's operand; every product can `multiply`."""
+        return getattr(self.product, "supports_fused_loss", False)
+
+    def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool = False) -> Tensor:
+        """x [n, hidden] -> logits [n, vocabulary], differentiable; `later_call`: not the first chunk of this forward."""
+        return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
+
+    def fused_loss(self, weight: Tensor) -> AbstractContextManager[ChunkLoss]:
+        """Entered around the chunks of one training forward; without a graph of its own. Its observers see what those of
+        `multiply` see."""
+        from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
+
+        context, product = self.context, self.product
+        show = functools.partial(context.show, self.name, product=product) if context.observers else None
+        return fused_head(product, weight, first_microbatch=context.first_microbatch, show=show)
+
+
+# ── The loss in chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk: int,
+    low_precision: LowPrecisionHead | None = None,
+) -> Tensor:
+    """Hidden states [T, hidden], weight [vocabulary, hidden], labels [T] -> the sum of losses, FP32.
+
+    Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none.
+    """
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
+        return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk, low_precision)
+    losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+    multiply = low_precision.multiply if low_precision else _torch_product
+    working = in_dtype(hidden.dtype, weight, bias)
+    for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
+        losses[rows] = token_losses(multiply(hidden[rows], *working, rows.start > 0), labels[rows])
+    return _sum(losses)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The loss and, with it, its gradients; backward only scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        low_precision: LowPrecisionHead | None,
+    ) -> Tensor:
+        gradients = HeadGradients.allocate(hidden, weight, bias, ctx.needs_input_grad[:3])
+        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        with _chunk_loss(hidden.dtype, weight, bias, low_precision) as chunk_loss:
+            for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
+                losses[rows] = chunk_loss(hidden[rows], labels[rows], gradients.of(rows), first=rows.start == 0)
+        ctx.gradients, ctx.weight = gradients, weight
+        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        return _sum(losses)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the chunked loss was differentiated twice, but the first backward scales its gradients in place")
+        gradients, ctx.gradients = ctx.gradients, None
+        main = getattr(ctx.weight, "main_grad", None)
+        if main is not None and gradients.weight is not None:
+            main.addcmul_(gradients.weight, scale.reshape(1))  # reads both once; the scale stays on the device
+            gradients.weight = None
+        found = (gradients.hidden, gradients.weight, gradients.bias)
+        scaled = (None if g is None else _scale(g, scale, dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
+        return *scaled, None, None, None
+
+
+def _chunk_loss(
+    dtype: torch.dtype, weight: Tensor, bias: Tensor | None, low_precision: LowPrecisionHead | None
+) -> AbstractContextManager[ChunkLoss]:
+    if low_precision and low_precision.supports_fused_loss:
+        return low_precision.fused_loss(weight)
+    working = in_dtype(dtype, weight, bias)
+    if low_precision:
+        return nullcontext(functools.partial(_differentiated_chunk, low_precision.multiply, *working))
+    return nullcontext(functools.partial(_torch_chunk, *working))
+
+
+def _torch_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool) -> Tensor:
+    return F.linear(hidden, weight, bias)
+
+
+def _torch_chunk(
+    weight: Tensor, bias: Tensor | None, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    losses = softmax_gradient_(logits, labels)
+    if gradients.hidden is not None:
+        torch.mm(logits, weight, out=gradients.hidden)
+    if gradients.weight is not None:
+        add_product_(gradients.weight, logits.t(), hidden, overwrite=first)
+    if gradients.bias is not None:
+        gradients.bias += logits.sum(dim=0, dtype=torch.float32)
+    return losses
+
+
+def _differentiated_chunk(
+    multiply: Callable[..., Tensor],
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    labels: Tensor,
+    gradients: HeadGradients,
+    *,
+    first: bool,
+) -> Tensor:
+    """By a product that brings its own backward.
+
+    It keeps its quantized operands and nothing of the logits, so these may be overwritten: as `data`, whose versions autograd
+    does not count. Transformer Engine returns a view, and a view that has been written to cannot be differentiated.
+    """
+    leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
+    with torch.enable_grad():
+        logits = multiply(*leaves, not first)
+    losses = softmax_gradient_(logits.data, labels)
+    found = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf is not None], logits.data)
+    if gradients.hidden is not None:
+        gradients.hidden.copy_(found[0])
+    if gradients.weight is not None:
+        gradients.weight.copy_(found[1]) if first else gradients.weight.add_(found[1])
+    if gradients.bias is not None:
+        gradients.bias += found[2]
+    return losses
+
+
+def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
+    """Rows of at most `chunk` tokens, as even as they divide, so that no product is a small one.
+
+    Low-precision products take tokens in blocks of 16 to 128, of which a whole microbatch is a multiple; so are then its chunks.
+    """
+    size = math.ceil(tokens / math.ceil(tokens / chunk))
+    if low_precision:
+        block = math.gcd(tokens, 128)
+        size = math.ceil(size / block) * block
+    return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    """total += left @ right in FP32, in one product where it can write FP32 from BF16 factors.
+
+    `overwrite` leaves out what `total` held, even NaN.
+    """
+    beta = 0 if overwrite else 1
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda and products_sum_in_fp32():
+        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
+    elif overwrite:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
+@functools.cache
+def products_sum_in_fp32() -> bool:
+    """Whether this torch and GPU add a product of BF16 matrices to an FP32 one, and write one over what was there: tried, as no
+    version number tells."""
+    total = torch.full((16, 16), math.nan, device="cuda")
+    factor = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        for beta in (0, 1):
+            torch.addmm(total, factor, factor, beta=beta, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return bool((total == 32).all())
+
+
+def in_dtype(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The head in the dtype of its products: one copy a call where the parameters are FP32 and the products BF16."""
+    return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient x scale in `dtype`, in place where that is its own.
+
+    A scale of one dimension keeps the product in FP32; a scale of none would first be rounded to the gradient's BF16, and with
+    it every gradient of the step, by the same factor.
+    """
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, scale.reshape(1), out=out)
+
+
+def _sum(losses: Tensor) -> Tensor:
+    """In FP64: a hundred thousand FP32 losses are summed in no time, and their order no longer shows."""
+    return losses.sum(dtype=torch.float64).float()

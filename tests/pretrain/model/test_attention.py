@@ -14,8 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model import attention, attention_cudnn
-from pretrain.model.fused.heads import Heads
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention import cudnn
+from pretrain.model.attention.heads import Heads
 from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 97, 24
@@ -148,14 +149,14 @@ def test_layers_compile_whole_and_never_again_when_the_number_of_documents_chang
 def test_the_cudnn_operator_keeps_what_an_operator_promises(cudnn_on_a_cpu: None) -> None:
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     arguments = (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3)
-    torch.library.opcheck(attention_cudnn._attend, arguments)
+    torch.library.opcheck(cudnn._attend, arguments)
 
 
 def test_nothing_is_differentiated_where_nothing_asks_for_it(cudnn_on_a_cpu: None) -> None:
     q, k, v = (torch.randn(5, 2, 8) for _ in range(3))
     offsets = torch.tensor([0, 5], dtype=torch.int32)
-    assert not attention_cudnn.cudnn_attention(q, k, v, offsets, 5, 0.3).requires_grad
-    output = attention_cudnn.cudnn_attention(q.requires_grad_(), k, v, offsets, 5, 0.3)
+    assert not cudnn.cudnn_attention(q, k, v, offsets, 5, 0.3).requires_grad
+    output = cudnn.cudnn_attention(q.requires_grad_(), k, v, offsets, 5, 0.3)
     (gradient,) = torch.autograd.grad(output.sum(), q)
     assert gradient.shape == q.shape and k.grad is None
 
@@ -193,7 +194,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
-    monkeypatch.setattr(attention_cudnn, "_refusal", lambda *asked: None)
+    monkeypatch.setattr(cudnn, "_refusal", lambda *asked: None)
     return monkeypatch
 
 
@@ -222,7 +223,7 @@ def test_what_stands_in_cudnns_way_is_named_and_auto_goes_on_to_varlen(on_an_h20
         assert choice.name == "packed_varlen" and choice.reason.startswith("fastest that runs here; cudnn ")
 
     asked_of: list[Any] = []
-    on_an_h200.setattr(attention_cudnn, "_refusal", lambda *asked: asked_of.append(asked) or "head_dim_qk is odd")
+    on_an_h200.setattr(cudnn, "_refusal", lambda *asked: asked_of.append(asked) or "head_dim_qk is odd")
     refused_with("is refused by Transformer Engine: head_dim_qk is odd")
     assert set(asked_of) == {(HEADS_OF_QWEN3, 4096, torch.bfloat16)}
     on_an_h200.setattr(transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")

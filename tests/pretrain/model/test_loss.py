@@ -13,8 +13,7 @@ from transformers import AutoConfig
 
 from foundation.errors import InputError
 from pretrain.model.loss import head as loss
-from pretrain.model.loss.chunked import add_product_, chunks
-from pretrain.model.loss.head import IGNORE, LossHead
+from pretrain.model.loss.head import IGNORE, LossHead, add_product_, chunks
 from pretrain.settings.recipe import LossSettings
 
 

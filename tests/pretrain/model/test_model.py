@@ -15,6 +15,8 @@ from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU = torch.device("cpu")
@@ -67,11 +69,11 @@ def packed_model(
     cast_to: torch.dtype | None = None,
     compile_layers: bool = False,
     seed: int = 1,
-) -> model.PackedLanguageModel:
+) -> PackedLanguageModel:
     config = model.load_config(chosen)
     hf = model.build(chosen, config, weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
-    packed = model.PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
-    model.wrap_layers(hf, chosen, cast_to=cast_to, compile_layers=compile_layers)
+    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
+    wrap_layers(packed, chosen, cast_to=cast_to, compile_layers=compile_layers)
     return packed
 
 
@@ -87,9 +89,7 @@ def two_packs() -> tuple[list[np.ndarray], dict]:
         )
         for pack in documents
     ]
-    return [document for pack in documents for document in pack], model.inputs_of(
-        build_microbatch(packs, mask_boundaries=True), CPU
-    )
+    return [document for pack in documents for document in pack], inputs_of(build_microbatch(packs, mask_boundaries=True), CPU)
 
 
 def plain_loss(hf: torch.nn.Module, documents: list[np.ndarray]) -> torch.Tensor:
@@ -150,7 +150,7 @@ def test_compiled_layers_agree_and_do_not_recompile_when_the_number_of_documents
     for count in (2, 30, 17):
         lengths = np.diff([0, *sorted(rng.choice(np.arange(1, 64), count - 1, replace=False)), 64]).astype(np.int32)
         pack = Pack(rng.integers(0, VOCABULARY, 64).astype(np.uint32), lengths)
-        inputs = model.inputs_of(build_microbatch([pack], mask_boundaries=True), CPU)
+        inputs = inputs_of(build_microbatch([pack], mask_boundaries=True), CPU)
         torch.testing.assert_close(compiled(**inputs), eager(**inputs), rtol=1e-5, atol=1e-4)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0

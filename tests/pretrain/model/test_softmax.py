@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.model.loss.head import IGNORE
-from pretrain.model.loss.softmax import softmax_gradient_, token_losses
+from pretrain.model.loss.head import IGNORE, softmax_gradient_, token_losses
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model.distributed import largest_over_ranks
-from pretrain.model.step import forward_backward
+from pretrain.model.packed import forward_backward
 
 LENGTH = 12
 

@@ -19,11 +19,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pretrain.model.loss import fp8_head as te_head
-from pretrain.model.loss.chunked import chunked_cross_entropy
-from pretrain.model.loss.head import IGNORE
-from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
-from pretrain.model.loss.softmax import softmax_gradient_
-from pretrain.model.loss.softmax_fp8_kernel import QuantizedGradient
+from pretrain.model.loss.head import IGNORE, LowPrecisionHead, chunked_cross_entropy, softmax_gradient_
+from pretrain.model.loss.softmax_kernel import QuantizedGradient
+from pretrain.precision.linear import PrecisionContext
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 96, 16, 48, 32
 MODULE = "transformer_engine.pytorch.module.linear"
@@ -132,11 +130,11 @@ class Head:
             for gemm, split in (("fprop", False), ("dgrad", True), ("wgrad", True)):
                 setattr(self.te_recipe, f"fp8_gemm_{gemm}", SimpleNamespace(use_split_accumulator=split))
         self.first_module = first_module
-        self.context = SimpleNamespace(first_microbatch=True, observers=[], low_precision=True)
-        self.low_precision = LowPrecisionHeadProduct("head", self, self.context)
+        self.context = PrecisionContext(None, torch.bfloat16, low_precision=True)
+        self.low_precision = LowPrecisionHead("head", self, self.context)
 
     @property
-    def fuses_head(self) -> bool:
+    def supports_fused_loss(self) -> bool:
         return True
 
     @property

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pretrain.model import attention
 from pretrain.model import huggingface as model
-from pretrain.model.fused import choice
-from pretrain.model.fused.fuse import fuse
-from pretrain.model.fused.plain import TorchArithmetic
+from pretrain.model.attention import backends as attention
+from pretrain.model.fused import layers as choice
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.wrapping import fuse
 from pretrain.plan.memory import LayerMemory, layers_of
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Recipe
@@ -64,7 +65,7 @@ def bytes_held(config: dict[str, Any], dtype: torch.dtype) -> float:
     """Bytes a token that the graph of a model's first layer holds on a CPU, parameters and rotary tables not among them."""
     hf, batch = build(config, dtype), inputs(packs=2)
     decoder = model.decoder_layers(hf)
-    first = next(iter(fuse(decoder, {}, TorchArithmetic(dtype)).layers.values()))
+    first = next(iter(fuse(decoder, {}, Arithmetic(PrecisionContext(None, dtype))).layers.values()))
     storages: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
-from pretrain.model.fused import choice
+from pretrain.model.fused import layers as choice
 from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision

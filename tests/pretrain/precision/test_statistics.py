@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pretrain.precision import statistics
-from pretrain.precision.context import PrecisionContext
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import LowPrecisionLinear
+from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision

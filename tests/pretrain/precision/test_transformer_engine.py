@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import InputError
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import GemmObserver
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
-from pretrain.precision.te_observation import GemmObserver
 from pretrain.precision.transformer_engine import _lent, build_te_recipe, unavailable_because
 
 CLASSES = {
@@ -253,12 +254,17 @@ def general_gemm(left: Tensor, right: Tensor, layout: str = "TN", grad: bool = F
 
 
 @pytest.fixture
-def observer(monkeypatch: pytest.MonkeyPatch) -> GemmObserver:
+def context() -> PrecisionContext:
+    return PrecisionContext(None, torch.float32)
+
+
+@pytest.fixture
+def observer(context: PrecisionContext, monkeypatch: pytest.MonkeyPatch) -> GemmObserver:
     module = ModuleType(MODULE)
     module.general_gemm = general_gemm
     monkeypatch.setitem(sys.modules, MODULE, module)
     storages = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage")
-    return GemmObserver(SimpleNamespace(**{name: type(name, (), {}) for name in storages}))
+    return GemmObserver(SimpleNamespace(**{name: type(name, (), {}) for name in storages}), context.note)
 
 
 def multiply(observer: GemmObserver, name: str, x: Tensor, weight: Tensor) -> Tensor:
@@ -273,7 +279,7 @@ FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_every_gemm_is_attributed_to_its_product_and_its_operands_named_in_the_order_of_the_formula(
-    observer: GemmObserver, recomputed: bool
+    context: PrecisionContext, observer: GemmObserver, recomputed: bool
 ) -> None:
     x = torch.randn(5, 4, requires_grad=True)
     weights = {name: torch.randn(4, 4, requires_grad=True) for name in ("first", "second", "third")}
@@ -284,11 +290,11 @@ def test_every_gemm_is_attributed_to_its_product_and_its_operands_named_in_the_o
         return x
 
     run = partial(checkpoint, use_reentrant=False, early_stop=False) if recomputed else (lambda function, *args: function(*args))
-    with observer.installed():
+    with context.observed_products() as seen, observer.installed():
         y = run(block, x, "first", "second") + run(block, x, "third")
         StandInLinear.apply(x, weights["first"])  # nobody's
         y.sum().backward()
-    assert observer.seen == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
+    assert seen == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
     assert sys.modules[MODULE].general_gemm is general_gemm
 
     exact = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}

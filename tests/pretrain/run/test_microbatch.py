@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from foundation.errors import InputError
 from packing.batch import Microbatch, build_microbatch
-from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.precision.context import PrecisionContext
+from pretrain.model.wrapping import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -134,7 +134,7 @@ def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory
 ) -> None:
     packed = build_model()
     active = ActivePrecision(precision, PRECISIONS[precision], "emulation", LowPrecisionSettings().resolved(precision))
-    packed.precision = PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
-    packed.precision.backend.product("linear", 16, 16, bias=False)
+    packed.context = PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
+    packed.context.backend.product("linear", 16, 16, bias=False)
     monkeypatch.setattr(type(accelerator), "num_processes", processes)
     assert trials_are_collective(packed, accelerator) == expected

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from packing.batch import build_microbatch
-from pretrain.model.huggingface import PackedLanguageModel, inputs_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -28,7 +28,7 @@ def inputs(random_packs: Callable) -> dict:
 
 
 def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[audit.Entry]:
-    return audit.observe(packed.hf, lambda: packed(**inputs), active)
+    return audit.observe(packed, lambda: packed(**inputs), active)
 
 
 @pytest.mark.parametrize("kind", LINEARS)

@@ -18,14 +18,14 @@ from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
-from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.model.huggingface import PackedLanguageModel
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import attach_main_gradients, was_reached, wrap_layers
 from pretrain.optimizer.adamw import build_optimizer
 from pretrain.precision.definition import Tolerance
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify.parity import Parity, check_parity, compare, training_without_dropout
-from pretrain.verify.plain_model import Pass, plain_model, plain_pass
+from pretrain.verify.reference_model import Pass, reference_model, reference_pass
 
 CPU = torch.device("cpu")
 VOCABULARY, LENGTH = 61, 16
@@ -56,7 +56,7 @@ def build(kind: str, *, cast_to: torch.dtype | None = None) -> PackedLanguageMod
     config = model.load_config(settings)
     hf = model.build(settings, config, weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=16))
-    model.wrap_layers(hf, settings, cast_to=cast_to, compile_layers=False)
+    wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
     return packed
 
 
@@ -89,7 +89,7 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     kind: str, plain_copy: Callable, plain_loss: Callable, random_packs: Callable
 ) -> None:
     packs, packed = random_packs(LENGTHS, LENGTH), build(kind)
-    found = plain_pass(plain_model(packed.hf, CPU), step_of(packs).microbatches, step_of(packs).valid_tokens, CPU)
+    found = reference_pass(reference_model(packed.hf, CPU), step_of(packs).microbatches, step_of(packs).valid_tokens, CPU)
     plain = plain_copy(packed)
     expected = plain_loss(plain, packs)
     expected.backward()
@@ -102,7 +102,7 @@ def test_the_plain_model_has_the_stored_weights_in_fp32_and_nothing_of_ours() ->
     packed = build("qwen3")
     model.round_weights(packed.hf, torch.bfloat16)
     packed.hf.model.norm.weight.requires_grad_(False)
-    plain = plain_model(packed.hf, CPU)
+    plain = reference_model(packed.hf, CPU)
     assert type(plain.lm_head) is nn.Linear and plain.lm_head.weight is plain.model.embed_tokens.weight
     assert plain.config._attn_implementation == "eager" and packed.hf.config._attn_implementation == "packed_sdpa"
     for (name, mine), (_, stored) in zip(plain.named_parameters(), packed.hf.named_parameters(), strict=True):

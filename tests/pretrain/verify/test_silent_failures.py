@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import LINEARS, Decision, check_shapes, convert, decide
-from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of
-from pretrain.precision.context import PrecisionContext
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import attach_main_gradients, convert, wrap_layers
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.product import ObservedProduct
+from pretrain.precision.linear import ObservedProduct, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
@@ -46,12 +46,12 @@ class Converted:
         settings = {"scope": "linear+head", **settings}
         self.active = ActivePrecision(recipe, PRECISIONS[recipe], "emulation", LowPrecisionSettings(**settings).resolved(recipe))
         self.packed, self.hf, self.inputs = packed.train(), packed.hf, inputs
-        self.context = packed.precision = PrecisionContext(EmulationBackend(self.active, CPU), torch.bfloat16)
+        self.context = packed.context = PrecisionContext(EmulationBackend(self.active, CPU), torch.bfloat16)
         self.decisions = decide(self.hf, list(decoder_layers(self.hf).values()), self.active)
         convert(self.hf, self.decisions, self.context)
 
     def audit(self) -> list[audit.Entry]:
-        return audit.observe(self.hf, lambda: self.packed(**self.inputs), self.active, self.decisions, self.context)
+        return audit.observe(self.packed, lambda: self.packed(**self.inputs), self.active, self.decisions)
 
     def refusal(self) -> str:
         with pytest.raises(InputError) as error:
@@ -84,7 +84,7 @@ def test_a_model_that_keeps_its_promise_passes(recipe: str, kind: str, converted
 
 def test_low_precision_that_never_engages_is_found(converted: Callable[..., Converted]) -> None:
     trained = converted()
-    trained.packed.precision = None  # as under a launcher whose wrapping never runs: the modules are there, the context is not
+    trained.context.forward = lambda **_: nullcontext()  # as under a launcher that never enters it: only the modules are there
     assert "15 of 15 modules did not run in it as they should: model.layers.0.self_attn.q_proj (bf16)" in trained.refusal()
 
 
@@ -132,7 +132,7 @@ def test_a_recompute_outside_the_context_is_found(build_model: Callable, inputs:
 def test_our_own_recompute_stays_inside(recipe: str, build_model: Callable, inputs: dict) -> None:
     trained = Converted(build_model(weights=torch.bfloat16, **WIDE), inputs, recipe)
     settings = model.ModelSettings(config={"model_type": "qwen3"}, gradient_checkpointing="full")
-    model.wrap_layers(trained.hf, settings, cast_to=None, compile_layers=False, precision=trained.context)
+    wrap_layers(trained.packed, settings, cast_to=None, compile_layers=False)
     assert {entry["effective"] for entry in trained.audit()} == {recipe}
 
 
@@ -168,11 +168,11 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
     trained = converted()
     products = trained.audit()
-    with audit.confirming(trained.context, trained.active, products):
+    with audit.confirming(trained.packed, trained.active, products):
         trained.packed(**trained.inputs).backward()
     with (
         pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
-        audit.confirming(trained.context, trained.active, products),
+        audit.confirming(trained.packed, trained.active, products),
     ):
         trained.context.forward = lambda **_: nullcontext()
         trained.packed(**trained.inputs).backward()

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.huggingface import inputs_of
+from pretrain.model.packed import inputs_of
 from pretrain.settings.recipe import ModelSettings
 
 LENGTH, VOCABULARY = 64, 97

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
-from pretrain.model.conversion import LINEARS, Decision
-from pretrain.model.fused.arithmetic import StackedProduct
-from pretrain.model.fused.fuse import fuse
-from pretrain.model.fused.plain import TorchArithmetic
-from pretrain.model.fused.weights import StackedWeight
-from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.scope import LINEARS, Decision
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 
 def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
-    whole = PackedLanguageModel(build(config), "packed_sdpa", LossSettings(chunk=64)).train()
-    whole.fused = fuse(decoder_layers(whole.hf), {}, TorchArithmetic(dtype))
+    whole = PackedLanguageModel(build(config), "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
+    whole.fused = fuse(decoder_layers(whole.hf), {}, Arithmetic(whole.context))
     assert not whole.fused.left_out
     return whole
 
@@ -31,11 +30,11 @@ def packed(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Packed
 # ── Decisions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class AnyPrecision(TorchArithmetic):
+class AnyPrecision(Arithmetic):
     """Says in which precision each product was asked for, and computes it in none but its own."""
 
     def __init__(self) -> None:
-        super().__init__(torch.float32)
+        super().__init__(PrecisionContext(None, torch.float32))
         self.asked: dict[str, bool] = {}
 
     def product(
@@ -100,7 +99,7 @@ def test_fp32_weights_compute_what_their_bf16_roundings_do_bit_for_bit(config: d
     for whole in (wide, rounded):
         attach_main_gradients(whole, torch.float32, whole.fused.stacks)
     settings = ModelSettings(config=config)
-    model.wrap_layers(wide.hf, settings, cast_to=torch.bfloat16, compile_layers=False)
+    wrap_layers(wide, settings, cast_to=torch.bfloat16, compile_layers=False)
     (losses, gradients), (others, other_gradients) = two_microbatches(wide), two_microbatches(rounded)
     assert losses == others
     for name, gradient in gradients.items():

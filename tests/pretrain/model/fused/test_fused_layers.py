@@ -11,18 +11,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.fuse import FusedLayers, fuse
-from pretrain.model.fused.plain import TorchArithmetic
-from pretrain.model.gradients import attach_main_gradients
-from pretrain.model.huggingface import PackedLanguageModel, decoder_layers
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
+from pretrain.precision.linear import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 
 def packed(hf: PreTrainedModel, *, fused: bool, dtype: torch.dtype = torch.float32) -> PackedLanguageModel:
-    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64)).train()
+    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
     if fused:
-        whole.fused = fuse(decoder_layers(hf), {}, TorchArithmetic(dtype))
+        whole.fused = fuse(decoder_layers(hf), {}, Arithmetic(whole.context))
         assert not whole.fused.left_out
     return whole
 
@@ -123,7 +125,7 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
     """Two microbatches, the second on the working copies of the first: the sum of both, in FP32."""
     whole, plain = packed(build(config), fused=True, dtype=dtype), packed(build(config), fused=False)
     attach_main_gradients(whole, torch.float32, whole.fused.stacks)
-    model.wrap_layers(whole.hf, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
+    wrap_layers(whole, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
     for seed in (0, 1):
         whole.begin_microbatch(first=seed == 0)
         plain(**inputs(seed=seed)).backward()
@@ -138,18 +140,18 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
 
 def test_working_copies_are_made_in_the_first_microbatch_and_shared_by_the_rest() -> None:
     hf = build(ARCHITECTURES["qwen3"])
-    fused: FusedLayers = fuse(decoder_layers(hf), {}, TorchArithmetic(torch.bfloat16))
+    fused: FusedLayers = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.bfloat16)))
     weights = fused.products[0].weights
-    first = weights.kept_matrix(torch.bfloat16, anew=True)
-    assert weights.kept_matrix(torch.bfloat16, anew=False) is first
-    assert weights.kept_matrix(torch.bfloat16, anew=True) is not first
-    assert weights.kept_matrix(torch.float32, anew=False).dtype == torch.float32
+    first = weights.cached_matrix(torch.bfloat16, refresh=True)
+    assert weights.cached_matrix(torch.bfloat16, refresh=False) is first
+    assert weights.cached_matrix(torch.bfloat16, refresh=True) is not first
+    assert weights.cached_matrix(torch.float32, refresh=False).dtype == torch.float32
 
 
 def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
     hf = build(ARCHITECTURES["qwen3"])
     whole = packed(hf, fused=True, dtype=torch.bfloat16)
-    model.wrap_layers(hf, ModelSettings(config=ARCHITECTURES["qwen3"]), cast_to=torch.bfloat16, compile_layers=False)
+    wrap_layers(whole, ModelSettings(config=ARCHITECTURES["qwen3"]), cast_to=torch.bfloat16, compile_layers=False)
     stacks = [product.weights for product in whole.fused.products]
     with torch.no_grad():
         before = whole(**inputs()).item()
@@ -164,7 +166,7 @@ def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
 
 def test_what_a_fused_product_multiplied_is_told_for_each_linear_in_it() -> None:
     whole = packed(build(ARCHITECTURES["llama"]), fused=True)
-    with whole.fused.observed_products() as seen:
+    with whole.context.observed_products() as seen:
         whole(**inputs()).backward()
     linears = {name for name, module in whole.hf.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"}
     assert seen.keys() == linears
@@ -189,7 +191,7 @@ def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(changes: dic
     ids = {} if kind == "gpt2" else dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
     hf = build(sizes | ids | changes)
     before = [layer.forward for layer in decoder_layers(hf).values()]
-    fused = fuse(decoder_layers(hf), {}, TorchArithmetic(torch.float32))
+    fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
     assert not fused.layers and set(fused.left_out.values()) == {reason}
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
     assert fused.describe() == f"0 of 2 layers; 2 not: {reason}"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pretrain.model.working_copies import casting_output, casting_parameters
+from pretrain.model.wrapping import casting_output, casting_parameters
 
 
 class Layer(nn.Module):

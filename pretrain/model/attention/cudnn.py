@@ -3,8 +3,8 @@
 On an H200, 32,768 tokens in 190 documents (16 query heads, 8 KV heads of 128) take 2.1 ms forward and backward, where torch's
 own variable-length kernel takes 2.9: 8 % of a whole FP8 training step.
 
-Of TE, only the two calls below its DotProductAttention are used. That module chooses among backends anew in every call, and would
-cut each compiled layer in pieces. Here, `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend,
+Of TE, only the two calls below its DotProductAttention are used. That module chooses among backends in every call, and would cut
+each compiled layer in pieces. Here, `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend,
 and `cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
 
 What is to know about the kernels:
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.model.fused.heads import Heads
+from pretrain.model.attention.heads import Heads
 from pretrain.precision import transformer_engine
 
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell; others have no variable-length kernel, or statistics of the old kind

@@ -1,4 +1,4 @@
-"""Which modules of a model compute in low precision: the scope, the layers kept out, the shapes a recipe cannot take.
+"""Which modules of a model compute in low precision: the scope, the layers kept out, the shapes a precision cannot take.
 
 Every linear is decided on by itself, and the decision has a reason, which the audit shows. A rule for a whole container would
 leave out the siblings of one odd shape, and nobody would notice.
@@ -6,7 +6,7 @@ leave out the siblings of one odd shape, and nobody would notice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from pretrain.model.loss.head import LossHead
-from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
-from pretrain.precision.context import PrecisionContext
-from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, norm_kind, plain_norm
+from pretrain.precision.linear import norm_in_fp32, norm_kind
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.selection import ActivePrecision
 
@@ -26,6 +23,15 @@ LINEARS = (nn.Linear, Conv1D)
 # How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 weights and inputs, rounded
 # twice.
 _SAME_NORM = 0.02
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one module is to compute in: `requested`, a precision's name; `reason`, why that is not the low precision."""
+
+    name: str
+    requested: str
+    reason: str | None = None
 
 
 def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
@@ -39,15 +45,6 @@ def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
             f"`precision: {name}` takes linears whose features are multiples of {multiple}, and {type(hf).__name__} has none; "
             "change its sizes in `model.config`, or set `precision: bf16`"
         )
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What one module is to compute in: `requested`, a recipe's name; `reason`, why that is not the low-precision recipe."""
-
-    name: str
-    requested: str
-    reason: str | None = None
 
 
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
@@ -72,55 +69,32 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
     return decisions
 
 
-def convert(hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext) -> None:
-    """Let every module that was decided for multiply in low precision; in place, and on the same Parameters."""
-    for name, module in list(hf.named_modules()):
-        if name not in decisions or decisions[name].reason is not None:
-            continue
-        if isinstance(module, LINEARS):
-            product = context.backend.product(name, *_shape(module), bias=module.bias is not None)
-            if isinstance(module, LossHead):
-                module.low_precision = LowPrecisionHeadProduct(name, product, context)
-            else:
-                hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
-        else:
-            function = context.backend.norm(norm_kind(module), module.weight.shape[0], _eps(module))
-            hf.set_submodule(name, LowPrecisionNorm(module, _eps(module), function, context))
-
-
-def low_precision_weights(hf: nn.Module) -> int:
-    """Weights that are multiplied in low precision, each with 6 FLOPs a token in forward and backward."""
-    linears = [m for m in hf.modules() if isinstance(m, LowPrecisionLinear)]
-    heads = [m for m in hf.modules() if isinstance(m, LossHead) and m.low_precision is not None]
-    return sum(module.weight.numel() for module in [*linears, *heads])
-
-
-def _shape(linear: nn.Module) -> tuple[int, int]:
+def features_of(linear: nn.Module) -> tuple[int, int]:
     """(in_features, out_features)."""
     return tuple(linear.weight.shape if isinstance(linear, Conv1D) else reversed(linear.weight.shape))
 
 
-def _misfit(linear: nn.Module, active: ActivePrecision) -> str | None:
-    """Why the recipe cannot take a linear of this shape. The emulation refuses what the hardware would, so as to show what it
-    does.
-    """
-    multiple = active.precision.multiple_of
-    odd = [size for size in _shape(linear) if size % multiple]
-    return f"{odd[0]} is not a multiple of {multiple}" if odd else None
-
-
-def _eps(norm: nn.Module) -> float | None:
+def eps_of(norm: nn.Module) -> float | None:
+    """Under whichever name the norm's class has it; None where it has none."""
     return next((getattr(norm, key) for key in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, key)), None)
+
+
+def _misfit(linear: nn.Module, active: ActivePrecision) -> str | None:
+    """Why the precision cannot take a linear of this shape. The emulation refuses what the hardware would, so as to show what it
+    does."""
+    multiple = active.precision.multiple_of
+    odd = [size for size in features_of(linear) if size % multiple]
+    return f"{odd[0]} is not a multiple of {multiple}" if odd else None
 
 
 @torch.no_grad()
 def _other_norm(norm: nn.Module) -> str | None:
     """Why `norm` is not what its class name says: tried, as some RMSNorms add one to their weight, or cast in another order."""
-    weight, bias, eps = norm.weight, getattr(norm, "bias", None), _eps(norm)
+    weight, bias, eps = norm.weight, getattr(norm, "bias", None), eps_of(norm)
     if eps is None or weight.dim() != 1:
         return f"{type(norm).__name__} is not a plain norm"
     probe: Tensor = torch.linspace(-2, 3, 4 * weight.shape[0], device=weight.device, dtype=weight.dtype).view(4, -1)
-    expected = plain_norm(norm_kind(norm), probe, weight, bias, eps).float()
+    expected = norm_in_fp32(norm_kind(norm), probe, weight, bias, eps).float()
     if (norm(probe).float() - expected).abs().max() > _SAME_NORM * expected.abs().max().clamp(min=1e-3):
         return f"{type(norm).__name__} computes something else"
     return None

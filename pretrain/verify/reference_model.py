@@ -34,7 +34,7 @@ class Pass:
     gradients: Mapping[str, Tensor | None]
 
 
-def plain_model(hf: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def reference_model(hf: PreTrainedModel, device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A new model of the class and configuration of `hf`, in evaluation mode, with its weights as they are stored, in `dtype`.
 
     Layers are recomputed in backward: eager attention keeps heads x length^2 scores a layer, several times over. The same
@@ -54,7 +54,7 @@ def plain_model(hf: PreTrainedModel, device: torch.device, dtype: torch.dtype = 
     return plain.eval()
 
 
-def plain_pass(plain: PreTrainedModel, microbatches: Iterable[Microbatch], valid_tokens: int, device: torch.device) -> Pass:
+def reference_pass(plain: PreTrainedModel, microbatches: Iterable[Microbatch], valid_tokens: int, device: torch.device) -> Pass:
     """Forward and backward of each document alone. The sum of losses is divided by `valid_tokens`, of a whole step if need be.
 
     A document is what the offsets of a microbatch say, at the positions it has there: one that was cut may go on counting.

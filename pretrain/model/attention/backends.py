@@ -17,7 +17,7 @@ The bucket's size may change from batch to batch without a recompile if it is ma
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,8 +27,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model import attention_cudnn
-from pretrain.model.fused.heads import Heads
+from pretrain.model.attention import cudnn
+from pretrain.model.attention.heads import Heads
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -52,10 +52,8 @@ class Choice(NamedTuple):
 
 def register() -> None:
     """Make `packed_sdpa`, `packed_varlen`, `packed_flash_attn` and `packed_cudnn` names that transformers' models accept."""
-    AttentionInterface.register("packed_sdpa", packed_sdpa)
-    AttentionInterface.register("packed_varlen", packed_varlen)
-    AttentionInterface.register("packed_flash_attn", packed_flash_attn)
-    AttentionInterface.register("packed_cudnn", packed_cudnn)
+    for attention in (packed_sdpa, packed_varlen, packed_flash_attn, packed_cudnn):
+        AttentionInterface.register(attention.__name__, attention)
 
 
 def choose(requested: Literal["auto"] | Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> Choice:
@@ -116,25 +114,39 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
     return (document[..., :, None] == document[..., None, :]).tril_()
 
 
+def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
+    """`kernel`, which returns [T, heads, D], as a layer of transformers calls its attention: q, k, v [1, heads, T, D]."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        max_seqlen: int,
+        scaling: float | None = None,
+        cu_seqlens: Tensor | None = None,
+        document_mask: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse_what_is_not_computed(max_seqlen, others)
+        return kernel(query, key, value, cu_seqlens, max_seqlen, document_mask, scaling)[None], None
+
+    attention.__name__ = kernel.__name__
+    return attention
+
+
+@_packed
 def packed_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    max_seqlen: int,
-    document_mask: Tensor,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention by torch's own kernels: any device, any dtype. q, k, v [1, heads, T, D] -> [1, T, heads, D].
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, max_seqlen: int, document_mask: Tensor, scaling: float | None
+) -> Tensor:
+    """By torch's own kernels: any device, any dtype.
 
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. A boolean mask costs the
     same as an additive one (within 2 % on a CPU) and serves every dtype, autocast's too. KV heads are repeated here: with a mask,
     `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
-    _refuse_what_is_not_computed(max_seqlen, others)
     heads = query.shape[1]
 
     def by_pack(states: Tensor) -> Tensor:  # [1, KV heads, T, D] -> [packs, heads, max_seqlen, D]
@@ -142,69 +154,37 @@ def packed_sdpa(
         return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
 
     output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scaling)
-    return output.transpose(1, 2).flatten(0, 1)[None], None
+    return output.transpose(1, 2).flatten(0, 1)
 
 
+@_packed
 def packed_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention by torch's variable-length kernel, which skips what lies between documents.
-
-    Shapes as in packed_sdpa; bf16 or fp16.
-    """
-    _refuse_what_is_not_computed(max_seqlen, others)
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+) -> Tensor:
+    """By torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
     query, key, value = _tokens_first(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # nothing to the right: causal
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)[None], None
+    return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
 
 
+@_packed
 def packed_flash_attn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention by the flash-attn package. Shapes as in packed_sdpa; bf16 or fp16."""
-    _refuse_what_is_not_computed(max_seqlen, others)
-    query, key, value = _tokens_first(query, key, value)
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+) -> Tensor:
+    """By the flash-attn package; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)[None], None
+    return flash_attn_varlen_func(*_tokens_first(query, key, value), *offsets, softmax_scale=scaling, causal=True)
 
 
+@_packed
 def packed_cudnn(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scaling: float | None = None,
-    **others: Any,
-) -> tuple[Tensor, None]:
-    """Attention by cuDNN's variable-length kernels (pretrain.model.attention_cudnn). Shapes as in packed_sdpa; bf16 or fp16."""
-    _refuse_what_is_not_computed(max_seqlen, others)
-    query, key, value = _tokens_first(query, key, value)
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+) -> Tensor:
+    """By cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attention_cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)[None], None
+    return cudnn.cudnn_attention(*_tokens_first(query, key, value), cu_seqlens, max_seqlen, scale)
 
 
 def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -250,4 +230,4 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, le
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
     if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
         return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
-    return attention_cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None
+    return cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

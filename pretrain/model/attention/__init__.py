@@ -1,0 +1,1 @@
+"""Packed attention: the kernels, and which of them a run takes."""

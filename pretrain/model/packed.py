@@ -1,0 +1,106 @@
+"""A training step on packed documents: the language model that turns a microbatch into its loss, and its forward and backward.
+
+The model stays a transformers model with its own parameter names. What the launcher puts around its layers stands in
+pretrain.model.wrapping.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from packing.batch import Microbatch, StepBatches
+from pretrain.model.attention import backends as attention
+from pretrain.model.distributed import accumulating, unwrapped
+from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.precision.linear import PrecisionContext
+from pretrain.settings.recipe import LossSettings
+
+
+class PackedLanguageModel(nn.Module):
+    """A causal language model that maps a packed microbatch to its summed loss.
+
+    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards, in the LM head's class and in the modules
+    that compute in low precision. `context`: what these share; by default nothing is quantized. `backend`: of attention. `fused`:
+    the layers that compute as a few large products, None without any.
+    """
+
+    def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings, context: PrecisionContext | None = None) -> None:
+        super().__init__()
+        self.hf = hf
+        self.backend = backend
+        self.context = context or PrecisionContext(None, hf.dtype)
+        self.fused: FusedLayers | None = None
+        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+        """Summed cross-entropy (FP32 scalar) over the labels that are not -100.
+
+        `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
+        the documents, then T. `max_seqlen`: the pack length.
+        """
+        documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
+        if self.backend == "packed_sdpa":
+            documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
+        with self.context.forward(training=self.training):
+            output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
+            with torch.profiler.record_function(LOSS_SCOPE):
+                return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
+
+    def begin_microbatch(self, *, first: bool) -> None:
+        """Before each microbatch; in the `first` of a step, weights are cast or quantized again."""
+        self.context.first_microbatch = first
+
+    # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
+    def get_input_embeddings(self) -> nn.Module:
+        return self.hf.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.hf.get_output_embeddings()
+
+
+def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
+    """What `PackedLanguageModel` takes, on `device`; the copies do not wait.
+
+    The number of document offsets is the one shape that varies. Marked as dynamic, it recompiles nothing.
+    """
+    tensors = {
+        name: getattr(batch, name).to(device, non_blocking=True) for name in ("input_ids", "position_ids", "labels", "cu_seqlens")
+    }
+    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
+    return {**tensors, "max_seqlen": batch.max_seqlen}
+
+
+def forward_backward(
+    model: nn.Module,
+    batches: StepBatches,
+    accelerator: Accelerator,
+    around_first: AbstractContextManager[Any] | None = None,
+) -> Tensor:
+    """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
+
+    The loss of a step is the sum over all its valid tokens divided by their number over all ranks. Averaging the means of
+    microbatches instead would weigh a token by how few others its microbatch has. `around_first` is entered around the first
+    microbatch, the one in which weights are quantized, by what looks on.
+    """
+    packed = unwrapped(model)
+    tokens = max(batches.valid_tokens, 1)
+    # DDP and FSDP2 average gradients over ranks; the sum is wanted.
+    scale = accelerator.num_processes / tokens
+    total = torch.zeros((), device=accelerator.device)
+    for index, microbatch in enumerate(batches.microbatches):
+        last = index == len(batches.microbatches) - 1
+        packed.begin_microbatch(first=index == 0)
+        watched = around_first if around_first and index == 0 else nullcontext()
+        with watched, nullcontext() if last else accumulating(accelerator, model):
+            loss_sum = model(**inputs_of(microbatch, accelerator.device))
+            accelerator.backward(loss_sum * scale)
+        total += loss_sum.detach()
+    packed.begin_microbatch(first=True)  # for whatever forward comes before the next step
+    return accelerator.reduce(total, reduction="sum") / tokens
