@@ -46,8 +46,8 @@ def warmup_steps(settings: ScheduleSettings, tokens_per_step: int) -> int:
 
 
 def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
-    """Steps of wsd's decay, the nearest whole number: 20 % of 2,776 are 555, which start at step 2,221."""
-    return round(settings.decay * total_steps)
+    """Steps of wsd's decay, the nearest whole number: 20 % of 2,776 are 555, which start at step 2,221. Other kinds: 0."""
+    return round(settings.decay * total_steps) if settings.kind == "wsd" else 0
 
 
 def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> None:
@@ -58,7 +58,7 @@ def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) ->
         raise InputError(
             f"`{key}` takes {warmup:,} steps, but the run has {total_steps:,} steps; shorten it or train longer (`train`)"
         )
-    decay = decay_steps(settings, total_steps) if settings.kind == "wsd" else 0
+    decay = decay_steps(settings, total_steps)
     if warmup + decay > total_steps:
         raise InputError(
             f"`{key}` ({warmup:,} steps) and `schedule.decay: {settings.decay:g}` ({decay:,} steps) do not fit into "
@@ -82,8 +82,7 @@ def preview(
         _draw(rates, title, tokens_per_step, path_png)
     except OSError as error:
         raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
-    warmup = warmup_steps(settings, tokens_per_step)
-    decay = decay_steps(settings, total_steps) if settings.kind == "wsd" else 0
+    warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
     marks = {"first": 1} | ({"end of warmup": warmup} if warmup else {})
     marks |= ({"start of decay": total_steps - decay + 1} if decay else {}) | {"last": total_steps}
     return "\n".join([title, *(f"  step {step:>9,}  {rates[step - 1]:.3e}  {name}" for name, step in marks.items())])
