@@ -1,1 +1,1 @@
-"""Decoder layers fused into few kernels, exact against the unfused model; each kernel has a form in torch that it is tested by."""
+"""Decoder layers fused into few kernels, exact against the unfused model; each kernel is tested against a form in torch."""
