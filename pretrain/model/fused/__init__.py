@@ -1,1 +1,1 @@
-"""Decoder layers fused into few kernels, exact against the unfused model. Each kernel is tested against its form in torch."""
+"""Decoder layers fused into few kernels, exact against the unfused model; each kernel is tested against a form in torch."""

@@ -8,8 +8,8 @@ of a head, y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin: two columns of halves,
 attention is part of `cos` and `sin`, so backward is the transposed rotation and not the inverse one.
 
 Both directions are functions without a graph, for an autograd.Function to call. They compute in FP32 (FP64 for FP64) and round
-once, at the end, where the unfused model rounds the norm, its weight's product and both products of the rotation: what comes
-out is nearer to the exact result, and equal to the unfused model's in FP32 and FP64 up to the order of operations.
+once, at the end, where the unfused model rounds the norm, its weight's product and both products of the rotation: what comes out
+is nearer to the exact result, and equal to the unfused model's in FP32 and FP64 up to the order of operations.
 
 A GPU runs one Triton kernel a direction, every value read once and written once; all else runs the formulas as torch operations.
 """
