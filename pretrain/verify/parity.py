@@ -31,7 +31,7 @@ from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import gradient_of
 from pretrain.model.step import forward_backward
-from pretrain.optimizer.build import clear_gradients
+from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision.definition import Tolerance
 from pretrain.verify.plain_model import Pass, plain_model, plain_pass, whole
 
