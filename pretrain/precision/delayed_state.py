@@ -24,8 +24,12 @@ from pretrain.precision.selection import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
 # their columns stay as they begin, and are kept for its checkpoints' sake.
-FORWARD_SLOTS = ("input", "weight", "output")
-BACKWARD_SLOTS = ("grad_output", "grad_input")
+SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
+PLACES: dict[Role, tuple[str, int]] = {  # of each operand: its direction and its slot there
+    "input": ("forward", 0),
+    "weight": ("forward", 1),
+    "grad_output": ("backward", 0),
+}
 
 
 class AmaxHistory:
@@ -112,17 +116,16 @@ class DelayedState:
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""
-        if role == "grad_output":
-            return self._backward.scale[_backward_column(module)]
-        return self.forward_scales[_forward_column(module, role)]
+        column = self._column(module, role)
+        return self._backward.scale[column] if role == "grad_output" else self.forward_scales[column]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
         """Note the amax of an operand that was just quantized."""
         if role == "grad_output":
-            self._backward.record(_backward_column(module), amax)
+            self._backward.record(self._column(module, role), amax)
             self._expect_end_of_backward()
         elif self._recording:
-            self._forward.record(_forward_column(module, role), amax)
+            self._forward.record(self._column(module, role), amax)
 
     def state(self) -> dict[str, Tensor]:
         """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32.
@@ -130,12 +133,9 @@ class DelayedState:
         Not contiguous. They change as a training forward ends and as its backward ends, and between the two of them only then.
         """
         tensors = {}
-        for direction, history, slots in (
-            ("forward", self._forward, len(FORWARD_SLOTS)),
-            ("backward", self._backward, len(BACKWARD_SLOTS)),
-        ):
+        for (direction, slots), history in zip(SLOTS.items(), (self._forward, self._backward), strict=True):
             for number, module in enumerate(self._modules):
-                columns = slice(number * slots, (number + 1) * slots)
+                columns = slice(number * len(slots), (number + 1) * len(slots))
                 tensors[f"fp8/{module}/{direction}/amax_history"] = history.amax_history[:, columns]
                 tensors[f"fp8/{module}/{direction}/scale"] = history.scale[columns]
         return tensors
@@ -173,17 +173,12 @@ class DelayedState:
 
     def _laid_out(self) -> tuple[AmaxHistory, AmaxHistory]:
         if self._histories is None:
-            count = len(self._modules)
-            self._histories = (
-                AmaxHistory(self._active, "input", count * len(FORWARD_SLOTS), self._device),
-                AmaxHistory(self._active, "grad_output", count * len(BACKWARD_SLOTS), self._device),
+            self._histories = tuple(
+                AmaxHistory(self._active, slots[0], len(self._modules) * len(slots), self._device) for slots in SLOTS.values()
             )
         return self._histories
 
-
-def _forward_column(module: int, role: Role) -> int:
-    return module * len(FORWARD_SLOTS) + FORWARD_SLOTS.index(role)
-
-
-def _backward_column(module: int) -> int:
-    return module * len(BACKWARD_SLOTS)
+    @staticmethod
+    def _column(module: int, role: Role) -> int:
+        direction, slot = PLACES[role]
+        return module * len(SLOTS[direction]) + slot

@@ -101,7 +101,7 @@ class EmulationBackend:
         if self.delayed is not None:
             self.delayed.reset()
         for product in self._products:
-            product.forget_weight()
+            product.weight = None
 
     @contextmanager
     def observing(self, note: Note) -> Iterator[None]:
@@ -162,7 +162,7 @@ class EmulatedProduct:
         self.serves_both = partial(backend.active.precision.serves_both, backend.active.settings)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
-        self._weight: tuple[Operand, Operand] | None = None
+        self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out] -> [tokens, out] in x's dtype, differentiable in each.
@@ -170,17 +170,9 @@ class EmulatedProduct:
         The weight is quantized if this is the first microbatch, and otherwise what was kept of that one is used. Gradients have
         their tensors' dtypes; all sums are in FP32. Raises RuntimeError where the precision's blocks do not divide a dimension.
         """
-        if self._weight is None or (first_microbatch and not self._backend.recomputing):
+        if self.weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
         return _Products.apply(x, weight, bias, self)
-
-    def forget_weight(self) -> None:
-        self._weight = None
-
-    @property
-    def weight(self) -> tuple[Operand, Operand]:
-        """The quantized weight, for the forward product and for the gradient of the input."""
-        return self._weight
 
     def scale(self, role: Role) -> Tensor | None:
         """The scale in force of delayed scaling, an FP32 scalar; None for other precisions."""
@@ -201,11 +193,11 @@ class EmulatedProduct:
 
     @torch.no_grad()
     def _quantize_weight(self, weight: Tensor) -> None:
-        self._weight = None  # or two of the largest would be in memory at once
+        self.weight = None  # or two of the largest would be in memory at once
         scale = self.scale("weight")
         forward = self.operand("weight", weight, "features", scale)
         dgrad = forward.t() if self.serves_both("weight") else self.operand("weight", weight, "rows", scale)
-        self._weight = (forward, dgrad)
+        self.weight = (forward, dgrad)
 
 
 class _Products(torch.autograd.Function):

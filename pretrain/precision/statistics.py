@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.definition import QuantizedPrecision
-from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext, Role
+from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.product import Backend, LinearProduct, Role
 from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.selection import ActivePrecision
 
@@ -37,9 +38,6 @@ SLICE_ROWS = 128  # slices begin at multiples of this, where the rows of every f
 # are kept negated.
 MAXIMA = ("amax", "-tensor_scale", "scale_max", "-scale_min")
 SUMS = ("log2_scale", "scaled", "nonzero", "underflow", "finite", "saturation")
-
-# Where fp8/<name>/... of a backend's state has the scale of each role, for delayed scaling.
-SCALE_IN_FORCE = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
 
 Record = Mapping[str, Any]
 
@@ -115,7 +113,7 @@ class OperandStatistics:
         """The delayed scale that the operand is quantized by. Read at the first call: a layer that is recomputed uses the scales
         of its forward, although by then the backend's state has newer ones."""
         if (name, role) not in self._scales:
-            direction, slot = SCALE_IN_FORCE[role]
+            direction, slot = PLACES[role]
             self._scales[name, role] = self._state[f"fp8/{name}/{direction}/scale"][slot].clone()
         return self._scales[name, role]
 

@@ -310,7 +310,7 @@ EXPECTED = {
     "current": (["e4m3 tensor-scaled"] * 2, ["e5m2 tensor-scaled", "e4m3 tensor-scaled"]),
     "block": (["e4m3 1x128 blocks", "e4m3 128x128 blocks"], ["e4m3 1x128 blocks", "e4m3 128x128 blocks"]),
     "mxfp8": (["mxfp8 e4m3"] * 2, ["mxfp8 e4m3"] * 2),
-    "nvfp4": (["nvfp4"] * 2, ["nvfp4"] * 2),
+    "nvfp4": (["nvfp4 e2m1"] * 2, ["nvfp4 e2m1"] * 2),
 }
 
 

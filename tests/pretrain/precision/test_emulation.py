@@ -26,6 +26,11 @@ def backend(recipe: str, **options: Any) -> EmulationBackend:
     return EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device("cpu"))
 
 
+def switched_off(recipe: str, *options: str) -> dict[str, bool]:
+    """Those of `options` that the precision has, each of which takes something away."""
+    return {key: True for key in options if key in PRECISIONS[recipe].options}
+
+
 def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:
     """x, weight, bias, and the gradient of the product, of magnitudes that differ from block to block."""
     torch.manual_seed(0)
@@ -129,8 +134,7 @@ def test_values_that_the_formats_hold_multiply_exactly(recipe: str) -> None:
     elif recipe == "current":  # a scale that is a power of two
         for operand in (x, weight, grad):
             operand[0, 0] = 7
-    options = {"disable_stochastic_rounding": True, "disable_rht": True} if recipe == "nvfp4" else {}
-    emulation = backend(recipe, **options)
+    emulation = backend(recipe, **switched_off(recipe, "disable_stochastic_rounding", "disable_rht"))
     x, weight, grad = x.bfloat16(), weight.bfloat16(), grad.bfloat16()
     product = emulation.product("layer", IN, OUT, bias=False)
     with emulation.forward():
@@ -178,7 +182,7 @@ def test_a_weight_is_quantized_in_the_first_microbatch_and_kept(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_strided_operands_multiply_like_their_copies(recipe: str) -> None:
-    emulation = backend(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}))
+    emulation = backend(recipe, **switched_off(recipe, "disable_stochastic_rounding"))
     product = emulation.product("layer", IN, OUT, bias=False)
     x, weight, _, _ = operands()
     transposed = weight.t().contiguous().t()  # GPT-2 keeps its weights [in, out]
@@ -194,7 +198,7 @@ def test_strided_operands_multiply_like_their_copies(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_only_the_gradients_that_are_needed_are_computed(recipe: str) -> None:
-    emulation = backend(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}))
+    emulation = backend(recipe, **switched_off(recipe, "disable_stochastic_rounding"))
     product = emulation.product("layer", IN, OUT, bias=True)
     x, weight, bias, grad = operands()
     with emulation.forward():
