@@ -27,26 +27,24 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.batch import StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import seed_step
-from pretrain.compare.curves import plot_losses
+from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
-from pretrain.metrics.last_screen import last_screen
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_files import read_run
 from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
+from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
 from pretrain.model.step import forward_backward
-from pretrain.optimizer import build as optimizer
-from pretrain.optimizer import schedule
-from pretrain.optimizer.exact_adamw import frozen_share
+from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
@@ -54,7 +52,6 @@ from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
-from pretrain.run.signals import StopRequest
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit
@@ -111,7 +108,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health)
-    checkpoints = Checkpoints.of_process_group(folder.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
@@ -215,16 +212,16 @@ def train(run: Run) -> int | None:
 
 def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     """One optimizer step; returns its part of the metrics."""
-    recipe, state, adamw = run.job.recipe, run.state, run.assembly.optimizer
+    recipe, state, optimizer = run.job.recipe, run.state, run.assembly.optimizer
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
-    optimizer.set_learning_rate(adamw, learning_rate)
+    adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
-    norm = optimizer.gradient_norm(run.assembly.model.parameters())
+    norm = adamw.gradient_norm(run.assembly.model.parameters())
     loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
@@ -234,11 +231,11 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     for warning in filter(None, (verdict.warning, precision_warning)):
         run.console.warning(warning)
     if verdict.proceed:
-        adamw.step(clip_coefficient=optimizer.clip_coefficient(norm, recipe.optimizer.clip))
+        optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     else:
         run.assembly.forget_overflow()
-    frozen_updates = frozen_share(adamw, run.accelerator) if verdict.proceed else 0.0
-    optimizer.clear_gradients(adamw, run.assembly.model)
+    frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if verdict.proceed else 0.0
+    adamw.clear_gradients(optimizer, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
     return {
         "step": state.step,

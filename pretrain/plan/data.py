@@ -9,9 +9,8 @@ import numpy as np
 
 from packing.batch import Microbatch, build_microbatch, read_pack, sum_of_squares
 from packing.prepare import prepare
-from packing.protocol import Pack
 from packing.settings import DataSettings
-from packing.store import Packs, check_model, open_packs
+from packing.store import Pack, Packs, check_model, open_packs
 
 _SAMPLED_PACKS = 1000
 _SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files

@@ -15,8 +15,7 @@ from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.order import PackOrder
 from pretrain.metrics.flops import ModelFlops, Shape
-from pretrain.metrics.run_files import read_metrics
-from pretrain.metrics.summary import summary
+from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.model import attention
 from pretrain.model import huggingface as model
@@ -36,7 +35,7 @@ from pretrain.plan.tokenizer import (
     load_tokenizer,
     with_tokens_of,
 )
-from pretrain.precision.device import missing_on
+from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config

@@ -15,8 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch, evaluation_batches
-from pretrain.metrics.run_files import read_metrics
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
 from pretrain.model.huggingface import inputs_of
 from pretrain.plan.tokenizer import encoded_prompt
