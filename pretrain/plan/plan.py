@@ -45,9 +45,9 @@ class Plan:
     devices: Devices
     model_type: str
     flops: ModelFlops
+    mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
     packs: int | None = None  # to train on; None: not known before they are prepared
-    mean_squared: float | None = None  # mean over packs of the sum of squared document lengths, divided by the pack's length
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
 
@@ -105,13 +105,8 @@ class Plan:
         return self.active.backend == "emulation"
 
     @property
-    def attended(self) -> float:
-        """Mean over tokens of the squared length that attention counts; without packs, each pack is taken for one document."""
-        return self.recipe.data.length if self.mean_squared is None else self.mean_squared
-
-    @property
     def flops_per_token(self) -> float:
-        return self.flops.step(1, self.attended)
+        return self.flops.step(1, self.mean_squared)
 
     @property
     def total_flops(self) -> float:
@@ -151,7 +146,7 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed and perhaps not meant."""
+        """What is allowed, and is perhaps not what the user wants."""
         texts = (self._unknown_packs(), self._few_packs(), self._tight_memory(), self._lost_updates(), self._uncounted())
         return [text for text in texts if text]
 
@@ -245,7 +240,7 @@ def _horizon_lines(plan: Plan) -> list[str]:
 def _flops_lines(plan: Plan) -> list[str]:
     total, length = plan.flops_per_token, plan.recipe.data.length
     sizes = {"a token": total, "a step": total * plan.tokens_per_step, "in all": plan.total_flops}
-    parts = plan.flops.by_part(1, plan.attended)
+    parts = plan.flops.by_part(1, plan.mean_squared)
     return [
         ", ".join(f"{_operations(value)} {unit}" for unit, value in sizes.items()),
         ", ".join(f"{name} {units.percent(value / total)}" for name, value in parts.items()),

@@ -154,9 +154,9 @@ def prepare_job(
         Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator)),
         model_config.model_type,
         ModelFlops.of(shapes),
+        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         packs=len(data.train) if data else None,
-        mean_squared=data.mean_squared if data else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
