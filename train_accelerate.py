@@ -81,23 +81,23 @@ def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator = make_accelerator()
-    speaks = accelerator.is_main_process
+    main_process = accelerator.is_main_process
     if arguments.preview_schedule:
         steps, picture = planned_steps(recipe, accelerator), arguments.preview_schedule
-        if speaks:
+        if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if speaks and not arguments.plan:
+    if main_process and not arguments.plan:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
-    console = Console(job.plan.steps, enabled=speaks)
+    console = Console(job.plan.steps, enabled=main_process)
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:
         console.notice(render(job.plan))
         return 0
 
-    with RunFolder(job.run_dir, owner=speaks) as folder:
+    with RunFolder(job.run_dir, owner=main_process) as folder:
         stopped_by = run_to_its_end(build(job, accelerator, folder, console, arguments))
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
     # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.

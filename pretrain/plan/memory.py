@@ -62,7 +62,7 @@ from tests.benchmarks.test_throughput import verdict
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
 _BYTES = {"fp32": 4, "bf16": 2}
-# What a compiled layer in pieces keeps for backward, over what a whole one does: measured, see pretrain.plan.memory.
+# What a compiled layer in pieces keeps for backward, over what a whole one does: measured, see above.
 IN_PIECES = 1.15
 
 

@@ -10,9 +10,8 @@ import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
-
-from transformers import PreTrainedModel
 
 from foundation import units
 from pretrain.metrics.flops import ModelFlops
@@ -44,56 +43,27 @@ class Plan:
     recipe: Recipe
     active: ActivePrecision
     devices: Devices
-    packs: int | None  # None: not known before they are prepared
-    mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
-    steps: int
-    flops: ModelFlops
-    memory: MemoryEstimate
     model_type: str
-    vocabulary: str | None  # where a model from scratch has its vocabulary from
-    tokens_per_second: float | None
-
-    @classmethod
-    def make(
-        cls,
-        recipe: Recipe,
-        active: ActivePrecision,
-        model: PreTrainedModel,
-        *,
-        devices: Devices = Devices(),
-        packs: int | None = None,
-        mean_squared: float | None = None,
-        layers: Sequence[LayerMemory] | None = None,
-        vocabulary: str | None = None,
-        tokens_per_second: float | None = None,
-    ) -> Plan:
-        """Work out the plan of a recipe that was found good; InputError where its schedule does not fit its horizon.
-
-        `model`: of the right shapes, on the meta device. `packs`: how many there are to train on, and `mean_squared` as above;
-        None where that is not known, so each pack counts as one document. `layers`: what each layer of the model takes of memory;
-        None: they are compiled. `tokens_per_second`: stated or measured, over all devices.
-        """
-        steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
-        schedule.check(recipe.schedule, steps, recipe.batch.tokens)
-        flops = ModelFlops.of(model)
-        return cls(
-            recipe=recipe,
-            active=active,
-            devices=devices,
-            packs=packs,
-            mean_squared=recipe.data.length if mean_squared is None else mean_squared,
-            steps=steps,
-            flops=flops,
-            memory=MemoryEstimate.of(recipe, flops, active.precision.name, devices.count, devices.sharded, layers),
-            model_type=model.config.model_type,
-            vocabulary=vocabulary,
-            tokens_per_second=tokens_per_second,
-        )
+    flops: ModelFlops
+    mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
+    layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
+    packs: int | None = None  # to train on; None: not known before they are prepared
+    vocabulary: str | None = None  # where a model from scratch has its vocabulary from
+    tokens_per_second: float | None = None  # stated or measured
 
     def with_microbatch(self, microbatch: int) -> Plan:
         """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
         batch = self.recipe.batch.model_copy(update={"microbatch": microbatch})
         return replace(self, recipe=self.recipe.model_copy(update={"batch": batch}))
+
+    @cached_property
+    def steps(self) -> int:
+        return steps_of(self.recipe.train, self.tokens_per_step, self.packs or 0, self.recipe.data.length)
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        precision, devices = self.active.precision.name, self.devices
+        return MemoryEstimate.of(self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -139,17 +109,8 @@ class Plan:
         return self.flops.step(1, self.mean_squared)
 
     @property
-    def flops_per_step(self) -> float:
-        return self.flops_per_token * self.tokens_per_step
-
-    @property
     def total_flops(self) -> float:
         return self.flops_per_token * self.total_tokens
-
-    @property
-    def legacy_flops_per_token(self) -> dict[str, float]:
-        """By the formulas of other launchers; for comparison only."""
-        return self.flops.legacy(1, self.recipe.data.length)
 
     @property
     def hours(self) -> float | None:
@@ -185,7 +146,7 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """What is allowed and perhaps not meant."""
+        """What is allowed, and is perhaps not what the user wants."""
         texts = (self._unknown_packs(), self._few_packs(), self._tight_memory(), self._lost_updates(), self._uncounted())
         return [text for text in texts if text]
 
@@ -277,13 +238,14 @@ def _horizon_lines(plan: Plan) -> list[str]:
 
 
 def _flops_lines(plan: Plan) -> list[str]:
-    total = plan.flops_per_token
+    total, length = plan.flops_per_token, plan.recipe.data.length
+    sizes = {"a token": total, "a step": total * plan.tokens_per_step, "in all": plan.total_flops}
     parts = plan.flops.by_part(1, plan.mean_squared)
     return [
-        f"{_operations(total)} a token, {_operations(plan.flops_per_step)} a step, {_operations(plan.total_flops)} in all",
+        ", ".join(f"{_operations(value)} {unit}" for unit, value in sizes.items()),
         ", ".join(f"{name} {units.percent(value / total)}" for name, value in parts.items()),
         "by other launchers' formulas, to compare with their tables:",
-        *(f"  {_operations(value)} a token: {name}" for name, value in plan.legacy_flops_per_token.items()),
+        *(f"  {_operations(value)} a token: {name}" for name, value in plan.flops.legacy(1, length).items()),
     ]
 
 

@@ -14,13 +14,15 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.order import PackOrder
-from pretrain.metrics.flops import Shape
+from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of
+from pretrain.model.fused.heads import Heads
+from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
@@ -105,7 +107,7 @@ def prepare_job(
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
 
-    `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons; without one, what the run folder has
+    `recipe` names its precision. `tokens_per_second`: the speed from which the plan computes hours; None: what the run folder has
     measured so far. Raises InputError.
     """
     # What settings say by themselves.
@@ -114,14 +116,13 @@ def prepare_job(
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
-    # Packs that exist are opened here, as they may know the tokenizer; others are prepared last, as that may take hours.
-    exist = recipe.data.source is None
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if exist else None
+    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if recipe.data.source is None else None
 
     # The model's shapes, without memory for its weights.
-    tokenizer_known, vocabulary = known_tokenizer(recipe.data, data), None
+    known, vocabulary = known_tokenizer(recipe.data, data), None
     if recipe.model.source is None:
-        completed, vocabulary = with_tokens_of(tokenizer_known, recipe.model)
+        completed, vocabulary = with_tokens_of(known, recipe.model)
         recipe = recipe.model_copy(update={"model": completed})
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
@@ -148,18 +149,20 @@ def prepare_job(
             "`python -m packing prepare RECIPE` prepares it, and so does starting the run"
         )
 
-    name, memory = device_of(accelerator)
-    plan = Plan.make(
+    plan = Plan(
         recipe,
         active,
-        shapes,
-        devices=Devices(accelerator.num_processes, accelerator.is_fsdp2, name, memory),
-        packs=len(data.train) if data else None,
-        mean_squared=data.mean_squared if data else None,
+        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator)),
+        model_config.model_type,
+        ModelFlops.of(shapes),
+        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
+        packs=len(data.train) if data else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
+    if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
+        schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
     return Job(plan, run_dir, model_config, data, tokenizer, backend)
 
 

@@ -4,21 +4,21 @@
 
 0. Build. The transformers model in the dtype of its weights. Under `weights: bf16_exact` it comes in FP32 and is rounded here;
    the FP32 values are kept as masters for step 7. The LM head becomes one that computes the loss; later steps look for it.
-1. Fuse. Whole decoder layers become a few large products. This comes first, while linears and norms are still transformers' own
-   modules, by whose classes and weights a layer is recognised and its own arithmetic taken over.
-2. Convert. Linears outside of fused layers, and norms and the head where the scope has them, multiply in low precision. After
-   fusing, as what a fused layer multiplies is already its own; before wrapping, as a wrapper asks what is inside of a layer.
-3. Wrap. Around each layer's forward, innermost first: working copies in the compute dtype, torch.compile, recomputation in
-   backward. After converting, as compilation must leave the low-precision products alone. Before preparing, so that
-   DistributedDataParallel and FSDP2 see layers as they will run.
-4. Build the optimizer, over the parameters as they are now; nothing after this makes a parameter anew, except FSDP2, and
-   accelerate then points the optimizer to the shards.
-5. Prepare. accelerate moves the model and puts DistributedDataParallel around it or shards it.
-6. Main gradients, where one process sums gradients in a dtype of its own, or fused products add to them: on the parameters that
-   training will use, and so after preparing.
-7. Masters. The FP32 weights put by in step 0 become 16 remainder bits beside each parameter, laid out as the shards are. Then the
-   moments are allocated: what follows tries how much memory is left.
-8. Rehearse. One pack runs through the model under observation, a few more teach delayed scaling its first scales, and
+1. Fuse. Decoder layers of known architectures compute as a few large products. First, while their linears and norms are still
+   transformers' own modules, by whose classes a layer is recognised.
+2. Convert. What the scope names, and no fused layer has taken over, computes in low precision: linears, the head, norms. Before
+   wrapping, which asks what is inside of a layer.
+3. Wrap. Each layer's forward is wrapped in working copies in the compute dtype, torch.compile and recomputation in backward,
+   in an order that `wrap_layers` explains. After converting, as a graph must end at each low-precision product. Before preparing,
+   so that DistributedDataParallel and FSDP2 put their hooks around layers as they will run.
+4. Build the optimizer over these parameters. Of what follows only FSDP2 replaces parameters, and accelerate then gives the
+   optimizer the shards.
+5. Prepare. accelerate puts DistributedDataParallel around the model, or shards it.
+6. Main gradients, where one process sums gradients in a dtype of its own or fused products add to them. After preparing, as they
+   belong to the parameters that training will use.
+7. Masters. The FP32 values kept in step 0 become 16 remainder bits beside each parameter, on each shard its own. Then the
+   moments are allocated, because the search for a microbatch tries how much memory is left.
+8. Rehearse. One pack runs through the model under observation, a few more give delayed scaling its first scales, and
    DistributedDataParallel lays out its buckets. Last, as this must see exactly what training will run.
 """
 

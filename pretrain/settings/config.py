@@ -7,6 +7,7 @@ others in the recipe (steps, tokens or epochs, say) replaces them when it stands
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,12 +55,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def run_dir_of(recipe: Recipe) -> Path:
     """The run folder, with {name}, {precision}, {weights} and {seed} filled in."""
     fields = {"name": recipe.name, "precision": recipe.precision, "weights": recipe.weights, "seed": recipe.seed}
-    try:
-        return Path(recipe.run_dir.format(**fields))
-    except (KeyError, IndexError, ValueError) as error:
+    unknown = [field for field in re.findall(r"{(.*?)}|[{}]", recipe.run_dir) if field not in fields]
+    if unknown:
         raise InputError(
-            f"`run_dir`: {recipe.run_dir!r} cannot be filled in ({error}); known fields: {', '.join(fields)}"
-        ) from None
+            f"`run_dir`: {recipe.run_dir!r} cannot be filled in; known fields: {', '.join(f'{{{f}}}' for f in fields)}"
+        )
+    return Path(recipe.run_dir.format(**fields))
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:

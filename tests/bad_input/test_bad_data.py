@@ -149,6 +149,8 @@ def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_their
     source.write_text(f"{DOCUMENT}\n" * 20)
     assert "`python -m packing prepare RECIPE` prepares it" in refusal("--plan", "train={epochs: 2}")
     planned = launch("--plan")
+    previewed = launch("--preview-schedule", str(source.parent / "rate.png"))
+    assert previewed.status == 0 and "12 steps" in previewed.out and (source.parent / "rate.png").is_file()
     assert planned.status == 0 and "not prepared yet" in planned.out and not Path(small_recipe["data"]["packs"]).exists()
     prepare(DataSettings(**small_recipe["data"]))
     assert launch("--plan").status == 0

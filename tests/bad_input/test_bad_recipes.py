@@ -39,7 +39,9 @@ SETTINGS = {
     "--plan train.epochs=1e300": r"`train.epochs: 1e\+300` are more steps than can be counted",
     "--plan train.steps=1e308": r"`train.steps`: too large; the most that a count can be is",
     "log.trackers=[wandbb]": r"`log.trackers`: there is no tracker 'wandbb'; did you mean 'wandb'\?",
-    "run_dir=runs/{nmae}": r"`run_dir`: 'runs/{nmae}' cannot be filled in.*known fields: name",
+    "run_dir=runs/{nmae}": r"`run_dir`: 'runs/{nmae}' cannot be filled in; known fields: {name}",
+    "run_dir=runs/{name.x}": r"`run_dir`: 'runs/{name.x}' cannot be filled in",
+    "run_dir=runs/{seed:>2000000000}": r"`run_dir`: .* cannot be filled in",
     "loss.kind=cce": r"loss.kind: cce needs .*set loss.kind: chunked",
     "evaluate.samples=[Once]": r"`evaluate.samples`: no tokenizer is known.*set `data.tokenizer`",
     "data.length=64": r"small: packs of 32 tokens, but `data.length` is 64; set it to fit, or prepare other packs",
@@ -77,6 +79,12 @@ MODELS = {
 def test_what_cannot_be_trained_is_refused_with_key_and_remedy(given, refusal):
     arguments = given.split(" ") if "{" not in given or given.startswith("--") else [given]
     assert re.search((SETTINGS | MODELS)[given], refusal(*arguments))
+
+
+def test_a_warmup_that_is_longer_than_the_epochs_is_refused(refusal):
+    assert re.search(
+        r"`schedule.warmup: 100` takes 100 steps, but the run has 15", refusal("train={epochs: 1}", "schedule.warmup=100")
+    )
 
 
 def test_every_mistake_of_a_recipe_file_is_named_at_once(refusal, small_recipe, tmp_path):
