@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from packing.store import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import JsonlTracker, cut_back
-
-ROOT = Path(__file__).parents[2]
+from tests.moments import LauncherProcess, Moment
 
 
 @pytest.fixture
@@ -136,20 +133,18 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
     small_disk, small_recipe, tmp_path, launcher_here
 ):
-    steps, run_dir = 100, small_disk / "run"
+    steps, run_dir = 12, small_disk / "run"
     changes = {"run_dir": str(run_dir), "train": {"steps": steps}, "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small_recipe | changes))
-    command = [sys.executable, "train_accelerate.py", str(path)]
-
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(run_dir.glob("checkpoints/step-*")):
-        time.sleep(0.01)
+    log = tmp_path / "log"
+    process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
+    process.wait_until_it_waits()
     fill(small_disk / "ballast")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 2, said
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert "No space left on device" in said and re.search(r"[Ff]ree space there.*start the same command again to resume", said)
+    process.go_on()
+    assert process.end() == 2
+    said = log.read_text().partition("error: ")[2]
+    assert "No space left on device" in said and said.count("\n") == 1 and "start the same command again" in said, said
 
     saved = Checkpoints(run_dir / "checkpoints", keep=1).newest()
     assert saved is not None
