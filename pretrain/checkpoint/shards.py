@@ -1,10 +1,10 @@
 """Sharded tensors in safetensors files: which process writes which piece, the writing, and reading into any other sharding.
 
-Every process holds, of each tensor, one block: all of it (plain tensors, Replicate) or its part (DTensor, Shard). Blocks that
-several processes hold are written by one of them, so data-parallel replicas share the writing instead of repeating it.
+Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
+several processes hold is written by one of them, so data-parallel replicas share the writing.
 
-torch.distributed.checkpoint could do this too. It was not taken because its metadata is a pickle and it stores no hashes; here
-each file is plain safetensors under the Hugging Face names, and the model file of a single process loads anywhere as it is.
+torch.distributed.checkpoint is not used, because its metadata is a pickle and it stores no hashes. Here each file is plain
+safetensors under the Hugging Face names, and the model file of a single process loads anywhere.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,9 +25,11 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pretrain.checkpoint.manifest import FileEntry, Piece, TensorEntry
+from foundation.integrity import FileRecord
+from pretrain.checkpoint.manifest import Piece, TensorEntry
+from pretrain.optimizer.adamw_update import local_part
 
-PART_BYTES = 2 * 2**30  # a file ends after this many: enough files to keep the hashing threads busy, few enough to list
+PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
 
 DTYPE_NAMES = {
@@ -48,7 +51,7 @@ _FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_poin
 
 @dataclass(frozen=True)
 class Block:
-    """What this process holds of a tensor, described without its data, so that it can be sent to the others."""
+    """What a process holds of a tensor, without its data, so that it can be sent to the others."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -57,14 +60,9 @@ class Block:
     bytes: int
 
 
-def local_data(tensor: Tensor) -> Tensor:
-    """The values this process holds of `tensor`, sharing its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def block_of(tensor: Tensor) -> Block:
     """Where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
-    local = local_data(tensor)
+    local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
         chunks = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
@@ -77,7 +75,7 @@ def block_of(tensor: Tensor) -> Block:
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
-    """What the names of all files that `rank` writes begin with."""
+    """How the names of all files begin that `rank` writes."""
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
@@ -85,11 +83,11 @@ Assignment = list[tuple[str, Block]]  # tensor names and what to write of each
 
 
 def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
-    """Decide which rank writes each block into which file: the index of a checkpoint.
+    """The index of a checkpoint: which rank writes each block into which file.
 
-    `offers[rank]` says which block that rank holds of each tensor. A pure function of the offers, so every rank computes the same
-    index without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their
-    names, with `-part-<n>` where they exceed `part_bytes`.
+    `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
+    without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their names,
+    with `-part-<n>` where they exceed `part_bytes`.
     """
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
@@ -132,12 +130,12 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
         yield f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors", part
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
-    safetensors' own writer wants all tensors of the file in host memory and knows nothing of hashes. The format is a length, a
-    JSON header and the bytes, so writing it here costs a few lines, needs BLOCK_BYTES of host memory, and hashes each block on
-    its way to the disk instead of reading the file back. Raises OSError.
+    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. The format is a length, a JSON
+    header and the bytes, so this takes a few lines and BLOCK_BYTES of host memory, and hashes each block on its way to the disk
+    instead of reading the file back. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -165,13 +163,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
                 put(block)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(8 + len(text) + end, digest.hexdigest())
+    return FileRecord(path.name, 8 + len(text) + end, {"sha256": digest.hexdigest()})
 
 
 def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is valid until the next is asked for."""
+    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is overwritten by the next."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    with torch.cuda.device_of(data):  # threads start on device 0; pinning there would open a context on another rank's device
+    with torch.cuda.device_of(data):  # threads start on device 0: pinning there would open a context on another rank's device
         staging = torch.empty(min(BLOCK_BYTES, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
@@ -180,56 +178,11 @@ def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
             yield memoryview(block.numpy())
 
 
-class ShardReader:
-    """Reads tensors of a checkpoint folder into tensors of any sharding; a context manager that owns the open files.
-
-    Files are mapped, not loaded: a rank touches only the bytes of its own part.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, safe_open] = {}
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.clear()
-        self._stack.close()
-
-    def fill(self, name: str, entry: TensorEntry, target: Tensor) -> None:
-        """Copy the saved tensor `name` into `target`, of the same global shape, in place and converted to its dtype.
-
-        Raises ValueError where the saved pieces do not cover the target.
-        """
-        mine = block_of(target)
-        local = local_data(target)
-        copied = 0
-        for piece in entry.pieces:
-            overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
-            if overlap is None:
-                continue
-            source = self._read(name, piece, _relative(overlap, piece.offset))
-            local[_relative(overlap, mine.offset)].copy_(source)
-            copied += source.numel()
-        if copied != local.numel():
-            raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
-
-    def _read(self, name: str, piece: Piece, where: tuple[slice, ...]) -> Tensor:
-        if piece.file not in self._files:
-            self._files[piece.file] = self._stack.enter_context(safe_open(self.folder / piece.file, framework="pt", device="cpu"))
-        file = self._files[piece.file]
-        if where == tuple(slice(0, size) for size in piece.shape):
-            return file.get_tensor(name)  # also the only way to a tensor without dimensions
-        return file.get_slice(name)[where]
-
-
 Range = tuple[int, int]
 
 
 def _overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple[Range, ...] | None:
-    """What two blocks share, as (start, stop) per dimension in the coordinates of the whole; None if they share nothing."""
+    """What two blocks share, as (start, stop) per dimension of the whole tensor; None if they share nothing."""
     starts = [max(a, b) for a, b in zip(offset, other_offset, strict=True)]
     stops = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)]
     ranges = tuple(zip(starts, stops, strict=True))
@@ -240,8 +193,8 @@ def _relative(ranges: tuple[Range, ...], offset: tuple[int, ...]) -> tuple[slice
     return tuple(slice(start - base, stop - base) for (start, stop), base in zip(ranges, offset, strict=True))
 
 
-def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """Why the saved tensors cannot be loaded into `targets`: one line for each difference; empty: they can.
+def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+    """One line for each reason why the saved tensors cannot be loaded into `targets`; empty: they can.
 
     A floating-point tensor may be loaded into another floating-point dtype: that is how a run changes its weight mode.
     """
@@ -261,15 +214,37 @@ def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
 
 
 def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """Fill `targets`, which have no misfits, from the checkpoint in `folder`; returns notes about dtypes that were converted."""
+    """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
+
+    Files are mapped, not loaded: a rank touches only the bytes of its own part. Returns notes about dtypes that were converted.
+    """
     conversions: Counter[tuple[str, str]] = Counter()
-    with ShardReader(folder) as reader, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        open_file = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu")))
         for name, target in targets.items():
-            reader.fill(name, index[name], target)
+            _fill(target, name, index[name], open_file)
             conversions[index[name].dtype, DTYPE_NAMES[target.dtype]] += 1
     return [
         f"{count} tensors converted from {saved} to {wanted}" for (saved, wanted), count in conversions.items() if saved != wanted
     ]
+
+
+def _fill(target: Tensor, name: str, entry: TensorEntry, open_file: Callable[[str], safe_open]) -> None:
+    """Copy the saved tensor `name` into this process's part of `target`; ValueError where the saved pieces do not cover it."""
+    mine = block_of(target)
+    local = local_part(target)
+    copied = 0
+    for piece in entry.pieces:
+        overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
+        if overlap is None:
+            continue
+        file, where = open_file(piece.file), _relative(overlap, piece.offset)
+        is_whole = where == tuple(slice(0, size) for size in piece.shape)
+        source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # a tensor without dimensions has no slices
+        local[_relative(overlap, mine.offset)].copy_(source)
+        copied += source.numel()
+    if copied != local.numel():
+        raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
 
 
 def _some(names: list[str], limit: int = 5) -> str:

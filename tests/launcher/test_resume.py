@@ -19,8 +19,8 @@ from signal import SIGINT, SIGKILL, SIGTERM
 import pytest
 
 from benchmarks.kill_resume import differences, left_behind, write_packs, write_recipe
-from pretrain.checkpoint.folder import step_folder, step_folders, step_of
-from pretrain.metrics.run_files import read_metrics
+from pretrain.checkpoint.checkpoint import step_folder, step_folders, step_of
+from pretrain.metrics.run_record import read_metrics
 from tests.moments import LauncherProcess, Moment
 
 ROOT = Path(__file__).resolve().parents[2]

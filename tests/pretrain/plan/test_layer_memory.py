@@ -14,7 +14,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.fused import choice
 from pretrain.model.fused.fuse import fuse
 from pretrain.model.fused.plain import TorchArithmetic
-from pretrain.plan.layer_memory import LayerMemory, layers_of
+from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Recipe
@@ -36,7 +36,7 @@ MLP_4096 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 16}
 @pytest.fixture(autouse=True)
 def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that has it, which nothing here calls."""
-    monkeypatch.setattr(choice.transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
 
 
 def on_meta(config: dict[str, Any]) -> PreTrainedModel:

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import choice
-from pretrain.plan.layer_memory import layers_of
-from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
+from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
@@ -53,7 +52,7 @@ def estimate(
 @pytest.fixture
 def fused(model: PreTrainedModel, qwen3: ModelFlops, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryEstimate]:
     """Of layers that are fused, as on a GPU with Transformer Engine."""
-    monkeypatch.setattr(choice.transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
 
     def of(precision: str = "bf16", *, world_size: int = 1, **changes: object) -> MemoryEstimate:
         asked, chosen = recipe(**changes), PRECISIONS[precision]
