@@ -47,7 +47,7 @@ def test_a_run_folder_that_cannot_be_used_is_refused(refusal, launch, small_reci
     with RunFolder(run_dir):
         message = refusal()
         assert f"{run_dir}: the run folder is in use by process {os.getpid()} on " in message
-        assert "wait for it or stop it, or set another `run_dir`" in message
+        assert "set another `run_dir`" in message
         assert launch("--plan").status == 0
     (tmp_path / "file").touch()
     message = refusal(f"run_dir={tmp_path / 'file'}")
@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(ch
     message = refusal("optimizer.learning_rate=0.02", "train.steps=10")
     assert f"{checkpoints / 'step-00000008'}: the checkpoint was made by another recipe:" in message
     assert "optimizer.learning_rate: saved 0.01, now 0.02" in message and "train.steps: saved 8, now 10" in message
-    assert "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one" in message
+    assert "another `run_dir`" in message and "--accept-changes" in message
 
     continued = launch("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes")
     assert continued.status == 0
@@ -112,7 +112,7 @@ def fill(path: Path) -> None:
 
 def test_a_disk_too_small_for_the_checkpoints_is_found_at_the_start(small_disk, launch):
     message = launch(f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1").refusal
-    assert re.search(r"run: checkpoints need .* there and .* are free; free space, lower `checkpoint.keep`, or point", message)
+    assert re.search(r"run: checkpoints need .* free.*`checkpoint.keep`.*`run_dir`", message)
 
 
 def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
@@ -120,9 +120,7 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
     metrics.start()
     metrics.log({"step": 1, "loss": 2.0})
     fill(small_disk / "ballast")
-    with pytest.raises(
-        InputError, match=r"metrics.jsonl: cannot be written: No space left on device; every checkpoint is untouched"
-    ):
+    with pytest.raises(InputError, match=r"metrics.jsonl: .*No space left on device.*checkpoint.* untouched"):
         for step in range(2, 1000):
             metrics.log({"step": step, "loss": 2.0})
     (small_disk / "ballast").unlink()
