@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(ch
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_without_any_the_run_refuses(checkpoints, refusal, caplog):
     newest, before = checkpoints / "step-00000008", checkpoints / "step-00000004"
     flip_a_bit(weights_of(newest))
-    assert re.search(rf"{newest}: damaged: model-.* does not match its SHA-256.*--resume auto", refusal("--resume", str(newest)))
+    assert re.search(rf"{newest}: damaged: model-.*--resume auto", refusal("--resume", str(newest)))
     assert Checkpoints(checkpoints, keep=3).newest() == before
     assert f"{newest} is DAMAGED and is not used; trying the one before it" in caplog.text
 
