@@ -11,12 +11,12 @@ WORKERS ?= logical
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    text of this machine's Python -> tokenizer -> packs -> a small trained model (about 5 minutes, no GPU)"
-	@echo "make test    install what is missing and run the tests"
-	@echo "make lint    ruff check and ruff format --check"
-	@echo "make clean   remove what the demo made and every cache; .venv and your own runs stay"
+	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train (5 minutes, no GPU)"
+	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
+	@echo "make lint    check style and formatting with ruff"
+	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
 	@echo
-	@echo "PYTHON=python3.12 make ... picks the interpreter that .venv is made with (3.11 or newer)"
+	@echo ".venv is made with python3; to use another Python (3.11 or newer): make PYTHON=python3.12 ..."
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo

@@ -168,7 +168,7 @@ def start_in_processes() -> Callable[..., Finished]:
         command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
         environment = clean | {"OMP_NUM_THREADS": "1"} | environment
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
 
     return run

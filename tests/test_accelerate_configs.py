@@ -88,7 +88,7 @@ def launch(name: str, folder: Path, script: str = REPORT, **environment: str) ->
     path.write_text(script)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(path), str(folder)]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    subprocess.run(command, env=inherited | environment, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, env=inherited | environment, check=True, capture_output=True)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

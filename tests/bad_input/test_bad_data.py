@@ -78,25 +78,25 @@ def write_packs(folder: Path, *, highest: int = 60, at: int = 0, tokenizer: dict
 @pytest.mark.parametrize(
     "content, override, says",
     [
-        ("", "data.text=text", r"data.source: .*text.jsonl: no document with any text; the source is empty"),
-        ('{"text": ""}\n\n', "data.text=text", r"data.source: .*text.jsonl: no document with any text: 1 records hold none"),
+        ("", "data.text=text", r"data.source: .*text.jsonl: no document .*empty"),
+        ('{"text": ""}\n\n', "data.text=text", r"data.source: .*text.jsonl: no document .*: 1 record"),
         (
             f'{DOCUMENT}\n{{"text": \n',
             "data.text=text",
-            r"text.jsonl:2: not valid JSON: .* at character 10.*data.on_bad_line: skip",
+            r"text.jsonl:2: .*JSON.*data.on_bad_line: skip",
         ),
-        (f'{DOCUMENT}\n{{"text": 5}}\n', "data.text=text", r"text.jsonl:2: column `text` holds int, not text"),
-        (DOCUMENT, "data.text=body", r"text.jsonl:1: no column `body`; the columns are: text. Set data.text to one of them"),
-        (DOCUMENT, "data.text={title} {text}", r"text.jsonl:1: no column `title`; the columns are: text"),
+        (f'{DOCUMENT}\n{{"text": 5}}\n', "data.text=text", r"text.jsonl:2: .*`text`.* int"),
+        (DOCUMENT, "data.text=body", r"text.jsonl:1: .*`body`.* text\b.*data.text"),
+        (DOCUMENT, "data.text={title} {text}", r"text.jsonl:1: .*`title`.* text\b"),
         (
             DOCUMENT,
             "data.held_out=0.5",
-            r"data.held_out: 0.5 of 1 documents leaves none to train on; set it to 0 or add documents",
+            r"data.held_out: 0.5 of 1 document.*none to train on; ",
         ),
         (
             "nonsense\n",
             "data.on_bad_line=skip",
-            r"no document with any text: 1 malformed ones were skipped, the first at .*:1: not ",
+            r"no document .*: 1 malformed .*text.jsonl:1",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_lines_left_out_are_counted_and_the_rest_is_packed(source, small_recipe,
 def test_sources_that_cannot_be_read_are_refused(source, refusal, tmp_path):
     assert re.search(r"data.source: .*text.jsonl: no such file or folder", refusal())
     (tmp_path / "folder").mkdir()
-    assert re.search(r"data.source: .*folder: no file to read among its 0 files", refusal(f"data.source={tmp_path / 'folder'}"))
+    assert re.search(r"data.source: .*folder: no file", refusal(f"data.source={tmp_path / 'folder'}"))
     source.write_text(DOCUMENT)
     for name in ("cut.jsonl.gz", "cut.txt.gz", "cut.parquet"):
         (tmp_path / name).write_bytes(b"\x1f\x8b\x08\x00 this is no archive")
@@ -126,21 +126,19 @@ def test_sources_that_cannot_be_read_are_refused(source, refusal, tmp_path):
 
 def test_tokenizers_that_cannot_be_read_are_refused_before_any_text_is(source, tokenizer, refusal, tmp_path):
     source.write_text("not even looked at")
-    assert re.search(
-        r"data.tokenizer: /no/such: no such file or folder; name a tokenizer.json", refusal("data.tokenizer=/no/such")
-    )
-    assert re.search(rf"data.tokenizer: {tmp_path}: no tokenizer.json in this folder", refusal(f"data.tokenizer={tmp_path}"))
-    assert re.search(r"no such file or folder, and no tokenizer.json from the hub", refusal("data.tokenizer=nobody/nothing"))
-    for content, says in (("{nope", "not a readable tokenizer.json"), ("{}", "valid JSON, but no tokenizer")):
+    assert re.search(r"data.tokenizer: /no/such: no such file .*tokenizer.json", refusal("data.tokenizer=/no/such"))
+    assert re.search(rf"data.tokenizer: {tmp_path}: no tokenizer.json", refusal(f"data.tokenizer={tmp_path}"))
+    assert re.search(r"nobody/nothing: no such .* hub", refusal("data.tokenizer=nobody/nothing"))
+    for content, says in (("{nope", "not a readable"), ("{}", "no tokenizer")):
         tokenizer.write_text(content)
-        assert re.search(rf"data.tokenizer: {tokenizer}: {says}: .*; fetch or train it again", refusal())
+        assert re.search(rf"data.tokenizer: {tokenizer}: .*{says}.*again", refusal())
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused_before_text_is_prepared(source, model_folder, refusal, small_recipe):
     source.write_text(DOCUMENT)
-    assert re.search(r"`data.tokenizer`: .* is not the tokenizer of `model.source`.*set `data.tokenizer: .*model`", refusal())
+    assert re.search(r"`data.tokenizer`: .* not .*`model.source`.*`data.tokenizer: .*model`", refusal())
     small_recipe["data"]["tokenizer"] = str(model_folder)
-    says = r"`data.tokenizer`: .* has 4 ids, the model's vocabulary 3; use the model's own tokenizer, or set"
+    says = r"`data.tokenizer`: .* 4 ids, .*vocabulary 3; "
     assert re.search(says, refusal("model.config.vocab_size=3"))
     assert not (source.parent / "prepared").exists()
 
@@ -155,14 +153,14 @@ def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_their
     prepare(DataSettings(**small_recipe["data"]))
     assert launch("--plan").status == 0
     assert launch("--plan", "seed=43").status == 0
-    assert "holds packs prepared with other settings (seed: 42 -> 43); set data.packs to another" in refusal("data.seed=43")
+    assert re.search(r"other settings \(seed: 42 -> 43\).*data.packs", refusal("data.seed=43"))
 
 
 @pytest.mark.parametrize(
     "overrides, says",
     [
-        (["data.length=128", "batch.tokens=1024"], "beyond the model's 64 positions"),
-        (["schedule.warmup=1000"], "`schedule.warmup: 1000` takes 1,000 steps, but the run has 12"),
+        (["data.length=128", "batch.tokens=1024"], "64 positions"),
+        (["schedule.warmup=1000"], "`schedule.warmup: 1000`"),
         (["evaluate.every=5", "data.held_out=0"], "`evaluate.every: 5` needs held-out packs"),
     ],
 )
@@ -176,20 +174,20 @@ def test_what_packs_cannot_change_is_refused_before_they_are_prepared(overrides,
 
 
 def test_packs_that_are_not_there_are_refused(refusal, tmp_path):
-    remedy = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
-    assert refusal("data.packs=/no/such") == f"/no/such: no such file or folder (`data.packs`); {remedy}"
+    remedy = "`data.source` and `data.tokenizer` .* `data.packs` to packs that exist"
+    assert re.search(rf"^/no/such: no such file or folder \(`data.packs`\); .*{remedy}", refusal("data.packs=/no/such"))
     (tmp_path / "empty").mkdir()
-    assert refusal(f"data.packs={tmp_path / 'empty'}").endswith(f"empty: an empty folder (`data.packs`); {remedy}")
+    assert re.search(rf"empty: an empty folder \(`data.packs`\); .*{remedy}", refusal(f"data.packs={tmp_path / 'empty'}"))
 
 
 def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):
     other = load_tokenizer(str(write_tokenizer(tmp_path / "other", "one two three"))).describe()
     small_recipe["data"]["packs"] = str(write_packs(tmp_path / "packs", tokenizer=other))
-    says = r"packs: made with another tokenizer \(.*other.* than the model's .*prepare the packs with the model's tokenizer"
+    says = r"packs: made with another tokenizer .*other.*; prepare the packs with the model's"
     assert re.search(says, refusal("evaluate.every=null"))
     (model_folder / "tokenizer.json").unlink()
     larger = write_packs(tmp_path / "larger", tokenizer=other | {"vocab_size": 99})
-    says = r"larger: made with a vocabulary of 99 tokens .*the model has 61; prepare the packs with .* or choose a model with"
+    says = r"larger: .* 99 tokens .*the model has 61; "
     assert re.search(says, refusal(f"data.packs={larger}", "evaluate.every=null"))
 
 
@@ -197,15 +195,15 @@ def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(mo
 def test_a_token_beyond_the_vocabulary_is_found_before_the_model_is_built_wherever_it_is(at, refusal, tmp_path):
     path = write_packs(tmp_path / "packs", highest=61, at=at)
     message = refusal(f"data.packs={path}", "evaluate.every=null")
-    assert f"{path}: pack {at} holds token id 61, but the model's vocabulary has 61 tokens; prepare the packs with" in message
+    assert re.search(rf"{path}: pack {at} .*token id 61\b.* 61 tokens; ", message)
 
 
 def test_so_it_is_in_mds_and_in_token_files(refusal, tmp_path):
     message = refusal(f"data.packs={MDS}", "model.config.vocab_size=10", "evaluate.every=null")
-    assert re.search(r"reference: pack \d+ holds token id \d+, but the model's vocabulary has 10 tokens", message)
+    assert re.search(r"reference: pack \d+ .*token id \d+.* 10 tokens", message)
     np.full(320, 61, "<u2").tofile(tmp_path / "train.bin")
     message = refusal(f"data.packs={tmp_path / 'train.bin'}", "evaluate.every=null")
-    assert re.search(r"train.bin: pack 0 holds token id 61, but the model's vocabulary has 61", message)
+    assert re.search(r"train.bin: pack 0 .*token id 61\b", message)
 
 
 def cut(path: Path) -> None:
@@ -218,9 +216,7 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    "damage, says", [(cut, "truncated: [0-9]+ bytes, [0-9]+ were written"), (flip_a_bit, "damaged: its sha")]
-)
+@pytest.mark.parametrize("damage, says", [(cut, "truncated: [0-9]+ bytes"), (flip_a_bit, "damaged: its sha")])
 @pytest.mark.parametrize("format", ["arrow", "mds"])
 def test_a_damaged_shard_is_named_with_a_remedy(format: str, damage: Callable, says: str, small_packs, refusal, tmp_path):
     packs = shutil.copytree(small_packs if format == "arrow" else MDS, tmp_path / "packs")

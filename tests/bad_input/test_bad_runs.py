@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,7 @@ from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import JsonlTracker, cut_back
-
-ROOT = Path(__file__).parents[2]
+from tests.moments import LauncherProcess, Moment
 
 
 @pytest.fixture
@@ -50,7 +47,7 @@ def test_a_run_folder_that_cannot_be_used_is_refused(refusal, launch, small_reci
     with RunFolder(run_dir):
         message = refusal()
         assert f"{run_dir}: the run folder is in use by process {os.getpid()} on " in message
-        assert "wait for it or stop it, or set another `run_dir`" in message
+        assert "set another `run_dir`" in message
         assert launch("--plan").status == 0
     (tmp_path / "file").touch()
     message = refusal(f"run_dir={tmp_path / 'file'}")
@@ -68,7 +65,7 @@ def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(ch
     message = refusal("optimizer.learning_rate=0.02", "train.steps=10")
     assert f"{checkpoints / 'step-00000008'}: the checkpoint was made by another recipe:" in message
     assert "optimizer.learning_rate: saved 0.01, now 0.02" in message and "train.steps: saved 8, now 10" in message
-    assert "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one" in message
+    assert "another `run_dir`" in message and "--accept-changes" in message
 
     continued = launch("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes")
     assert continued.status == 0
@@ -121,7 +118,7 @@ def fill(path: Path) -> None:
 
 def test_a_disk_too_small_for_the_checkpoints_is_found_at_the_start(small_disk, launch):
     message = launch(f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1").refusal
-    assert re.search(r"run: checkpoints need .* there and .* are free; free space, lower `checkpoint.keep`, or point", message)
+    assert re.search(r"run: checkpoints need .* free.*`checkpoint.keep`.*`run_dir`", message)
 
 
 def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
@@ -129,9 +126,7 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
     metrics.start()
     metrics.log({"step": 1, "loss": 2.0})
     fill(small_disk / "ballast")
-    with pytest.raises(
-        InputError, match=r"metrics.jsonl: cannot be written: No space left on device; every checkpoint is untouched"
-    ):
+    with pytest.raises(InputError, match=r"metrics.jsonl: .*No space left on device.*checkpoint.* untouched"):
         for step in range(2, 1000):
             metrics.log({"step": step, "loss": 2.0})
     (small_disk / "ballast").unlink()
@@ -142,20 +137,18 @@ def test_metrics_that_no_longer_fit_end_the_run_with_one_message(small_disk):
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
     small_disk, small_recipe, tmp_path, launcher_here
 ):
-    steps, run_dir = 100, small_disk / "run"
+    steps, run_dir = 12, small_disk / "run"
     changes = {"run_dir": str(run_dir), "train": {"steps": steps}, "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}}
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(small_recipe | changes))
-    command = [sys.executable, "train_accelerate.py", str(path)]
-
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while process.poll() is None and not list(run_dir.glob("checkpoints/step-*")):
-        time.sleep(0.01)
+    log = tmp_path / "log"
+    process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
+    process.wait_until_it_waits()
     fill(small_disk / "ballast")
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 2, said
-    assert said.startswith("error: ") and said.count("\n") == 1, said
-    assert "No space left on device" in said and re.search(r"[Ff]ree space there.*start the same command again to resume", said)
+    process.go_on()
+    assert process.end() == 2
+    said = log.read_text().partition("error: ")[2]
+    assert "No space left on device" in said and said.count("\n") == 1 and "start the same command again" in said, said
 
     saved = Checkpoints(run_dir / "checkpoints", keep=1).newest()
     assert saved is not None

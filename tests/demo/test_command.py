@@ -7,25 +7,26 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from demo.command import CommandFailed, run, shown
 
-# A launcher that goes at once on Ctrl-C, as accelerate does, over a trainer that takes its time to save.
+# A launcher that goes at once on Ctrl-C, as accelerate does, over a trainer whose save takes longer than the launcher lives.
 TRAINER = """
-import signal, sys, time
+import os, signal, sys, time
 from pathlib import Path
-folder = Path(sys.argv[1])
+folder, launcher = Path(sys.argv[1]), os.getppid()
 def save(*_):
-    time.sleep(1.0)
+    while os.getppid() == launcher:
+        time.sleep(0.01)
     (folder / "saved").touch()
     sys.exit(0)
 signal.signal(signal.SIGINT, save)
-(folder / "ready").touch()
-time.sleep(60)
+os.close(os.open(folder / "ready", os.O_WRONLY))
+while True:
+    signal.pause()
 """
 LAUNCHER = "import subprocess, sys; subprocess.Popen([sys.executable, *sys.argv[1:]]).wait()"
 
@@ -52,18 +53,28 @@ def test_the_exit_code_of_a_failed_command_passes_through(code: str, expected: i
 
 def test_ctrl_c_waits_for_the_trainer_that_the_launcher_left_behind(tmp_path: Path):
     program = f"""
-        import sys
+        import signal, sys
         from demo.command import run
+
+        install = signal.signal
+
+        def install_and_tell(*arguments):
+            signal.signal = install
+            previous = install(*arguments)
+            open({str(tmp_path / "waiting")!r}, "w").close()
+            return previous
+
+        signal.signal = install_and_tell
         try:
             run([sys.executable, "-c", {LAUNCHER!r}, "-c", {TRAINER!r}, {str(tmp_path)!r}])
         except KeyboardInterrupt:
             sys.exit(130)
     """
+    for name in ("ready", "waiting"):
+        os.mkfifo(tmp_path / name)
     process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "ready").exists():
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
+    for name in ("ready", "waiting"):  # waits until the trainer, and who waits for it, have opened them
+        (tmp_path / name).read_bytes()
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does: every process of the group gets it
-    assert process.wait(timeout=30) == 130
+    assert process.wait() == 130
     assert (tmp_path / "saved").exists()

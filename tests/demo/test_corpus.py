@@ -106,7 +106,7 @@ def test_a_corpus_stops_before_the_document_that_would_exceed_its_size(library: 
     assert capped.text_bytes < whole.text_bytes
 
 
-def test_this_machines_library_gives_thousands_of_documents_of_very_different_length_and_the_same_file_twice(tmp_path: Path):
+def test_this_machines_library_gives_thousands_of_documents_and_the_same_file_twice(tmp_path: Path):
     root = standard_library()
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     summary = write_corpus(first, root)

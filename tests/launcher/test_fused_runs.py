@@ -285,7 +285,7 @@ def test_a_product_that_multiplies_in_another_dtype_is_refused(
 ) -> None:
     monkeypatch.setattr(StackedProduct, "forward", in_fp32)
     said = start_here(recipe_for(tmp_path / "run"), tmp_path, "precision=bf16")
-    assert said.status == 2 and "14 of 15 modules did not run in it as they should" in said.output
+    assert said.status == 2 and "14 of 15 modules" in said.output
     assert "model.layers.0.self_attn.q_proj (bfloat16 x float32)" in said.output  # forward in one, backward in the other
 
 
@@ -294,4 +294,4 @@ def test_linears_that_a_fused_layer_leaves_out_are_refused(
 ) -> None:
     monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(lambda arithmetic, norm, below, kind, above, x, *rest: x.clone()))
     said = start_here(recipe_for(tmp_path / "run"), tmp_path)
-    assert said.status == 2 and "8 parameters get no gradient, model.layers.0.mlp.gate_proj.weight among them" in said.output
+    assert said.status == 2 and "8 parameters" in said.output and "model.layers.0.mlp.gate_proj.weight" in said.output

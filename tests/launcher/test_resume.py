@@ -1,31 +1,31 @@
 """Runs that are killed, stopped, damaged or sent back, and end as the run that was left alone.
 
-Twenty kills under `accelerate launch` are in benchmarks/kill_resume.py, whose training and comparison these tests share.
+Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resume.py, whose training and comparison these tests
+share.
 """
 
 from __future__ import annotations
 
-import random
+import os
+import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
-from benchmarks.kill_resume import differences, kill_in, left_behind, start, write_packs, write_recipe
+from benchmarks.kill_resume import differences, left_behind, write_packs, write_recipe
 from pretrain.checkpoint.checkpoint import step_folder, step_folders, step_of
 from pretrain.metrics.run_record import read_metrics
+from tests.moments import LauncherProcess, Moment
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
 SETTINGS = [f"train.steps={STEPS}", "evaluate.every=10", "checkpoint.every=8", "checkpoint.keep=3"]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-STARTUP_SECONDS = 2.0  # kills in the start-up fall within these
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Training:
     folder: Path
     launcher_here: Callable[..., tuple[int, str, str]]
 
-    def command(self, run_dir: Path, *arguments: str) -> list[str]:
-        return [sys.executable, "train_accelerate.py", str(self.recipe), f"run_dir={run_dir}", *SETTINGS, *arguments]
+    def arguments(self, run_dir: Path, *more: str) -> list[str]:
+        return [str(self.recipe), f"run_dir={run_dir}", *SETTINGS, *more]
 
-    def start(self, run_dir: Path, *arguments: str) -> subprocess.Popen[bytes]:
-        return start(self.command(run_dir, *arguments), self.log(run_dir), ONE_THREAD)
+    def start(self, run_dir: Path, *moments: Moment) -> LauncherProcess:
+        return LauncherProcess(self.arguments(run_dir), self.log(run_dir), *moments)
 
     def run(self, run_dir: Path, *arguments: str) -> tuple[int, str]:
         """Exit status and output of the launcher, run to its end in this process."""
-        status, out, err = self.launcher_here(*self.command(run_dir, *arguments)[2:])
+        status, out, err = self.launcher_here(*self.arguments(run_dir, *arguments))
         return status, out + err
 
     def log(self, run_dir: Path) -> Path:
@@ -88,14 +88,6 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def wait_for_steps(process: subprocess.Popen[bytes], run_dir: Path, beyond: int = 0) -> int:
-    """Wait until metrics.jsonl goes beyond that step; returns its last step."""
-    while (step := last_step(run_dir)) <= beyond:
-        assert process.poll() is None, f"ended with status {process.returncode} before it had trained"
-        time.sleep(0.001)
-    return step
-
-
 def last_step(run_dir: Path) -> int:
     return read_metrics(run_dir)[-1]["step"] if (run_dir / "metrics.jsonl").exists() and read_metrics(run_dir) else 0
 
@@ -119,58 +111,72 @@ def finished_copy(training: Training, run_dir: Path, without: tuple[int, ...] = 
 # ── Killed ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_killed_in_start_up_among_steps_while_saving_and_exporting_equals_the_run_left_alone(
-    either: Training, run_dir: Path
-):
-    rng = random.Random(0)
-    alone = either.alone
-    for phase in ("start-up", "saving", "exporting") if "gpt2" in either.recipe.stem else ("steps", "saving", "start-up"):
-        process = either.start(run_dir)
-        assert kill_in(process, phase, run_dir, rng, STARTUP_SECONDS), either.log(run_dir).read_text()
-        left_behind(run_dir)  # exits if a checkpoint is not whole
+# Where a run is killed, one start after the other, and what must then be there: the last step logged, the newest checkpoint.
+KILLS = {
+    "qwen3": [
+        (Moment("os.rename", r"/config\.yaml$", SIGKILL), 0, None),  # starting
+        (Moment("logged", "^13$", SIGKILL), 13, 8),  # among steps
+        (Moment("os.rename", r"/step-00000024$", SIGKILL), 24, 16),  # saving: whole, but not named
+    ],
+    "gpt2_with_dropout": [
+        (Moment("open", r"/\.partial-step-00000008/optimizer-", SIGKILL), 8, None),  # saving: the first of all, half written
+        (Moment("shutil.rmtree", r"/\.removed-step-00000008$", SIGKILL), 32, 32),  # pruning
+        (Moment("os.rename", r"/\.final\.writing$", SIGKILL), 60, 60),  # exporting
+    ],
+}
+
+
+def test_a_run_killed_again_and_again_equals_the_run_left_alone(either: Training, run_dir: Path):
+    for moment, step, saved in KILLS[either.recipe.stem]:
+        assert either.start(run_dir, moment).end() == -SIGKILL, either.log(run_dir).read_text()
+        found = left_behind(run_dir)  # exits if a checkpoint is not whole
+        assert (found["last_step_logged"], found["checkpoints"][:1]) == (step, [] if saved is None else [f"step-{saved:08d}"])
+        assert found["partial_files"] or moment.event == "logged", "files were half written"
     status, output = either.run(run_dir)
     assert status == 0, output
-    assert differences(alone, run_dir) == []
+    assert differences(either.alone, run_dir) == []
     assert left_behind(run_dir)["partial_files"] == []
 
 
 # ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_run_stopped_again_and_again_saves_exits_cleanly_and_goes_on_as_if_nothing_had_been(gpt2: Training, run_dir: Path):
-    saved = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+def test_a_run_stopped_twice_saves_each_time_and_goes_on_as_if_it_had_not_been(gpt2: Training, run_dir: Path):
+    # While it trains a step, and while it saves: it then trains one step more.
+    for moment, step in ((Moment("logged", "^3$", SIGTERM), 3), (Moment("os.rename", "/step-00000008$", SIGINT), 9)):
         gpt2.log(run_dir).unlink(missing_ok=True)
-        process = gpt2.start(run_dir)
-        wait_for_steps(process, run_dir, beyond=saved)
-        process.send_signal(number)
-        assert process.wait(timeout=60) == 128 + number
+        assert gpt2.start(run_dir, moment).end() == 128 + moment.signal
         output = gpt2.log(run_dir).read_text()
-        assert f"{number.name} after step" in output and "start the run again" in output
-        assert f"at step {saved}" in output or saved == 0
-        assert "Traceback" not in output
-        saved = saved_as_logged(run_dir)
+        assert f"{moment.signal.name} after step {step}" in output and "Traceback" not in output
+        assert saved_as_logged(run_dir) == step
+    assert "at step 3" in output, "the second went on from where the first had stopped"
     status, output = gpt2.run(run_dir)
-    assert status == 0 and f"at step {saved}" in output
+    assert status == 0 and "at step 9" in output
     assert differences(gpt2.alone, run_dir) == []
 
 
-def test_a_run_whose_terminal_is_gone_still_saves_when_stopped(qwen3: Training, run_dir: Path):
+def test_a_run_whose_terminal_is_gone_still_saves_when_stopped(qwen3: Training, run_dir: Path, tmp_path: Path):
     """`2>&1 | tee log`: Ctrl-C ends tee first, and every later write of the run fails."""
-    process = subprocess.Popen(qwen3.command(run_dir), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    wait_for_steps(process, run_dir)
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
-    saved_as_logged(run_dir)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    tee = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    process = LauncherProcess(qwen3.arguments(run_dir), pipe, Moment("logged", "^3$"))
+    process.wait_until_it_waits()
+    os.close(tee)
+    process.send_signal(SIGINT)
+    process.go_on()
+    assert process.end() == 130
+    assert saved_as_logged(run_dir) == 3
 
 
 def test_ctrl_c_while_starting_ends_the_process_without_a_traceback(qwen3: Training, run_dir: Path):
-    process = qwen3.start(run_dir)
-    time.sleep(1)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == -signal.SIGINT
-    assert "Traceback" not in qwen3.log(run_dir).read_text()
+    """In an interpreter of its own, as a user starts it, once torch is imported."""
+    program = "import os, runpy, signal, sys\n"
+    program += "sys.addaudithook(lambda event, args: event == 'import' and args[0] == 'accelerate' and os.kill(os.getpid(), 2))\n"
+    program += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", f"import sys; del sys.argv[0]\n{program}", "train_accelerate.py", *qwen3.arguments(run_dir)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (-SIGINT, "", "")
 
 
 # ── Damaged, sent back, repeated, changed ─────────────────────────────────────────────────────────────────────────────────────
@@ -227,13 +233,10 @@ def test_another_microbatch_may_take_over_and_sums_to_the_same_losses(qwen3: Tra
 
 
 def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_on(qwen3: Training, run_dir: Path):
-    first = qwen3.start(run_dir, "train.steps=1000000", "checkpoint.every=null", "evaluate.every=null")
-    try:
-        wait_for_steps(first, run_dir)
-        status, output = qwen3.run(run_dir)
-        assert status == 2 and f"in use by process {first.pid}" in output and "Traceback" not in output
-        wait_for_steps(first, run_dir, beyond=last_step(run_dir))
-        first.terminate()
-        assert first.wait(timeout=60) == 143
-    finally:
-        first.kill()
+    first = qwen3.start(run_dir, Moment("logged", "^3$"), Moment("logged", "^6$", SIGTERM))
+    first.wait_until_it_waits()
+    status, output = qwen3.run(run_dir)
+    first.go_on()
+    assert first.end() == 128 + SIGTERM
+    assert status == 2 and re.search(rf"in use by process {first.pid}\b", output) and "Traceback" not in output
+    assert saved_as_logged(run_dir) == 6

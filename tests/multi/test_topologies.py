@@ -98,8 +98,7 @@ def test_processes_that_would_train_separate_copies_are_refused(train: Callable,
     config.write_text(Path("accelerate_configs/ddp.yaml").read_text().replace("use_cpu: false", "use_cpu: true"))
     finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
-    assert "2 processes were launched but each runs alone" in finished.output
-    assert "ACCELERATE_USE_CPU" in finished.output
+    assert "2 processes" in finished.output and "ACCELERATE_USE_CPU" in finished.output
 
 
 @pytest.mark.parametrize("key", ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"])

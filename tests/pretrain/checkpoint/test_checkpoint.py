@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
-import random
 import resource
 import shutil
+import signal
 import subprocess
-import time
+import sys
+import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -219,32 +223,70 @@ def test_a_checkpoint_whose_writer_died_just_before_naming_it_is_recovered(tmp_p
     assert_holds(path, 5)
 
 
-def _save_forever(folder: Path) -> None:
+# Calls between which a process may die and leave something else behind.
+FILE_CALLS = {"open", "write", "flush", "rename", "replace", "mkdir", "rmdir", "unlink"}
+
+
+def _save_and_die(folder: Path, number: int) -> None:
+    """Save step 3 and be killed just before the `number`-th of FILE_CALLS, in whichever thread it comes."""
+    calls = itertools.count(1)
+
+    def watch(frame: FrameType, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ in FILE_CALLS and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     torch.set_num_threads(1)
     checkpoints = Checkpoints(folder, keep=2)
-    newest = checkpoints.newest()
-    step = int(newest.name[5:]) if newest else 0
-    while True:
-        step += 1
-        save(checkpoints, step, rows=20_000)
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    save(checkpoints, 3, rows=2000)
 
 
-def test_kill_9_at_any_moment_leaves_an_intact_newest_checkpoint_and_never_a_half_one(tmp_path):
-    save(Checkpoints(tmp_path, keep=2), 1, rows=20_000)
-    moments, steps, cut_short = random.Random(0), [1], 0
-    for _ in range(20):
-        writer = multiprocessing.get_context("fork").Process(target=_save_forever, args=(tmp_path,))
+def _left_behind(folder: Path) -> str:
+    """How far the save of step 3 had come, by what lies in `folder`."""
+    if (folder / "step-00000003").exists():
+        if (folder / ".removed-step-00000001").exists():
+            return "pruning"
+        return "not pruned" if (folder / "step-00000001").exists() else "done"
+    partial = folder / ".partial-step-00000003"
+    if not partial.exists():
+        return "not begun"
+    whole = {path.name: path.stat().st_size for path in (folder / "step-00000002").iterdir()}
+    found = {path.name: path.stat().st_size for path in partial.iterdir()}
+    if any(0 < size < whole[name] for name, size in found.items() if name.endswith(".safetensors")):
+        return "half a file"
+    if "manifest.json" in found:
+        return "not named" if found["manifest.json"] else "manifest begun"
+    return f"{len(found)} of 4 files"
+
+
+def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_half_one(tmp_path):
+    before = tmp_path / "before"
+    for step in (1, 2):
+        save(Checkpoints(before, keep=2), step, rows=2000)
+    stages, newest_steps, status = [], [], None
+    for number in itertools.count(1):
+        folder = shutil.copytree(before, tmp_path / str(number))
+        writer = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(folder, number))
         writer.start()
-        time.sleep(moments.uniform(0.05, 0.2))
-        writer.kill()
         writer.join()
-        cut_short += bool(list(tmp_path.glob(".partial-*")))
-        for path in tmp_path.glob("step-*"):
-            assert_holds(path, int(path.name[5:]), rows=20_000)
-        steps.append(int(Checkpoints(tmp_path, keep=2).newest().name[5:]))
-    assert steps == sorted(steps)
-    assert steps[-1] > 10, "the writers hardly saved anything: the test showed nothing"
-    assert cut_short > 5, "hardly any kill came while a checkpoint was being written: the test showed nothing"
+        status = writer.exitcode
+        stages.append(_left_behind(folder))
+        for path in folder.glob("step-*"):
+            assert_holds(path, int(path.name[5:]), rows=2000)
+        survivor = Checkpoints(folder, keep=2)
+        newest = survivor.newest()
+        newest_steps.append(int(newest.name[5:]))
+        assert_holds(newest, newest_steps[-1], rows=2000)
+        save(survivor, 4, rows=2000)  # and the next save clears away what this one left
+        assert names(folder) == [newest.name, "step-00000004"]
+        shutil.rmtree(folder)
+        if status != -signal.SIGKILL:
+            break
+    assert status == 0 and stages[-1] == "done"
+    assert newest_steps == sorted(newest_steps) and set(newest_steps) == {2, 3}
+    shown = {"not begun", "0 of 4 files", "half a file", "2 of 4 files", "3 of 4 files", "manifest begun", "not named"}
+    assert set(stages) - {"1 of 4 files"} == shown | {"not pruned", "pruning", "done"}  # two threads may begin two files at once
 
 
 @pytest.fixture

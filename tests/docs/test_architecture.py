@@ -1,0 +1,97 @@
+"""docs/architecture.md speaks of this code: every file, class and function that it names is there, where it says.
+
+What is read: text in single backticks. `pretrain/model/packed.py` is a file and `pretrain/model/` a folder, from the top of the
+repository. Names in the parentheses that follow a file, as in `train_accelerate.py` (`train`, `train_step`), must be defined in
+it. Elsewhere a class, or `Class.method`, must be defined somewhere, and any other name must at least occur in the code.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
+PATH = re.compile(r"[\w./-]+(/|\.(py|md|yaml|toml|txt|json|jsonl))")
+NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
+
+
+@cache
+def defined_in(path: Path) -> set[str]:
+    """Functions, classes, methods, attributes of classes and constants of the file, as a reader names them: `Class.method`."""
+    names: set[str] = set()
+
+    def add(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(prefix + node.name)
+            if isinstance(node, ast.ClassDef):
+                add(node.body, f"{prefix}{node.name}.")
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+    add(ast.parse(path.read_text(encoding="utf-8")).body, "")
+    return names
+
+
+@cache
+def product_files() -> tuple[Path, ...]:
+    return (*ROOT.glob("*.py"), *(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")))
+
+
+def exists_somewhere(name: str) -> bool:
+    if any(part[:1].isupper() for part in name.split(".")):
+        return any(name in defined_in(path) for path in product_files())
+    return any(re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text(encoding="utf-8")) for path in product_files())
+
+
+def missing_from(text: str) -> list[str]:
+    """What the page names and the code does not have, one line each."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+    missing, file, end = [], None, 0
+    for found in re.finditer(r"`([^`\n]+)`", text):
+        between, end, quoted = text[end : found.start()], found.end(), found[1]
+        if PATH.fullmatch(quoted):
+            file = ROOT / quoted
+            if not file.exists():
+                missing.append(f"{quoted}: there is no such file or folder")
+                file = None
+        elif NAME.fullmatch(quoted):
+            if file is not None and not re.fullmatch(r"\s*\(\s*|\s*,\s*|,?\s*and\s+", between):
+                file = None  # the parentheses are closed
+            name = quoted.removesuffix("()")
+            if file is not None and file.suffix == ".py":
+                if name not in defined_in(file):
+                    missing.append(f"{quoted}: is not defined in {file.relative_to(ROOT)}")
+            elif not exists_somewhere(name):
+                missing.append(f"{quoted}: is nowhere in the code")
+    return missing
+
+
+def test_everything_that_the_page_names_is_there():
+    assert missing_from(PAGE.read_text(encoding="utf-8")) == []
+
+
+def test_the_page_names_enough_to_follow_a_walk_by():
+    names = re.findall(r"`([\w./]+\.py)`", PAGE.read_text(encoding="utf-8"))
+    assert len(set(names)) >= 15
+
+
+@pytest.mark.parametrize(
+    ("passage", "missing"),
+    [
+        ("`train_accelerate.py` (`train`, `train_step`): opens a `RunFolder`, see `data.packs`", 0),
+        ("`pretrain/nowhere.py`", 1),
+        ("`train_accelerate.py` (`no_such_function`, `train`)", 1),
+        ("what `RunFolder.no_such_method` and `no_such_word` do", 2),
+        ("```\n`pretrain/nowhere.py`\n```", 0),
+    ],
+)
+def test_what_is_not_there_is_found(passage: str, missing: int):
+    assert len(missing_from(passage)) == missing

@@ -1,0 +1,100 @@
+"""The launcher in processes of its own that stop, or are signalled, at moments a test names, however fast the machine is.
+
+A moment is named by what the process does there: it is about to open, rename or import something, or it has logged a step. The
+processes are forked from one that has imported the launcher, because of a small run nine tenths of the time are that import.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_forkserver = multiprocessing.get_context("forkserver")
+_forkserver.set_forkserver_preload(["train_accelerate", "pretrain.metrics.trackers"])
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When `event` happens with an argument that `what`, a regular expression, is found in: send `signal` to the own process, or,
+    without one, wait there until the test says to go on.
+
+    `event` is one of Python's audit events, which come just before what they name (`open`, `os.rename`, `import`), or `logged`,
+    which comes just after the line of step `what` was written to metrics.jsonl.
+    """
+
+    event: str
+    what: str
+    signal: signal.Signals | None = None
+
+
+class LauncherProcess:
+    """The launcher with these arguments in a process of its own, which writes to `log`."""
+
+    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
+        self._connection, theirs = _forkserver.Pipe()
+        self._process = _forkserver.Process(target=_launch, args=(list(arguments), log, moments, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self.pid: int = self._process.pid
+
+    def wait_until_it_waits(self) -> None:
+        """Return once the process is at its next moment without a signal; EOFError if it ends before."""
+        self._connection.recv()
+
+    def go_on(self) -> None:
+        self._connection.send(None)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def end(self) -> int:
+        """Wait for the process to end; returns its exit status, or minus the signal that killed it."""
+        self._process.join()
+        return self._process.exitcode
+
+
+def _launch(arguments: list[str], log: Path, moments: Sequence[Moment], connection: Connection) -> None:
+    waiting = list(moments)
+
+    def watch(event: str, values: tuple[Any, ...]) -> None:
+        for moment in waiting:
+            if event == moment.event and any(isinstance(v, str | Path) and re.search(moment.what, str(v)) for v in values):
+                waiting.remove(moment)
+                if moment.signal is not None:
+                    os.kill(os.getpid(), moment.signal)
+                else:
+                    connection.send(None)
+                    connection.recv()
+                return
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    import torch
+
+    import train_accelerate
+    from pretrain.metrics.trackers import JsonlTracker
+
+    write = JsonlTracker.log
+
+    def log_and_tell(tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any) -> None:
+        write(tracker, values, *args, **options)
+        if "loss" in values:
+            sys.audit("logged", str(values["step"]))
+
+    JsonlTracker.log = log_and_tell
+    for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+        del os.environ[key]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    torch.set_num_threads(1)
+    sys.argv = ["train_accelerate.py", *arguments]
+    sys.addaudithook(watch)
+    sys.exit(train_accelerate.main())
