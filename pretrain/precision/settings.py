@@ -27,36 +27,36 @@ PrecisionName = Annotated[str, AfterValidator(_in_the_registry)]
 class KeepBf16Layers(Settings):
     """Decoder layers that stay in BF16: so many at the start of the model, so many at its end."""
 
-    first: Count = 0
-    last: Count = 0
+    first: Count = 0  # decoder layers at the start of the model that stay in BF16
+    last: Count = 0  # decoder layers at its end that stay in BF16
 
 
 class LowPrecisionSettings(Settings):
-    backend: Literal["TE", "emulation"] = "TE"  # emulation: also where Transformer Engine and the hardware could
-    scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # linear: all linears but the LM head
-    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # fallback: to delayed, else to bf16
+    backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
+    scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # all linears but the LM head; with it; with norms
+    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
     use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it
 
-    # delayed, current, block, mxfp8
+    # Options of delayed, current, block, mxfp8:
     fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
-    # delayed
+    # Options of delayed:
     margin: Count | None = None  # each one halves the scale, for room above the largest value seen
     amax_history_len: PositiveCount | None = None  # microbatches whose largest values are remembered
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
-    # delayed, current
+    # Options of delayed, current:
     fast_accumulation: bool | None = None  # forward products add up in fewer bits than FP32; on hardware, emulation has FP32
-    # current
-    use_power_2_scales: bool | None = None
-    # block
+    # Options of current:
+    use_power_2_scales: bool | None = None  # scales rounded down to powers of two
+    # Options of block:
     use_f32_scales: bool | None = None  # FP32 scales in place of powers of two
-    # mxfp8
-    enable_2d_quantization: bool | None = None  # weights in 32x32 blocks: the same codes in both directions
+    # Options of mxfp8:
+    enable_2d_quantization: bool | None = None  # weights in blocks of 32x32: the same codes in both directions
     scale_rounding: Literal["rceil", "floor"] | None = None  # floor: OCP's rule, in emulation only; the hardware rounds up
-    # nvfp4
-    disable_rht: bool | None = None  # random Hadamard transform of what the weight gradient multiplies
-    disable_stochastic_rounding: bool | None = None  # of gradients
-    disable_2d_quantization: bool | None = None  # of weights, in 16x16 blocks
+    # Options of nvfp4:
+    disable_rht: bool | None = None  # true: no random Hadamard transform of what the weight gradient multiplies
+    disable_stochastic_rounding: bool | None = None  # true: gradients are rounded to nearest
+    disable_2d_quantization: bool | None = None  # true: weights in blocks of 16 along each axis, not of 16x16
 
     @model_validator(mode="before")
     @classmethod
