@@ -8,6 +8,7 @@ option of a precision, say) brings its meaning as the `description` of its pydan
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import io
 import tokenize
@@ -20,6 +21,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from foundation.settings import Settings
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
 from pretrain.settings.recipe import Recipe
@@ -74,8 +76,16 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
 
 
 def comments(cls: type[BaseModel]) -> dict[str, str]:
-    """What the source of `cls` says of each field: the comment that trails its line, then the comment lines right above it."""
-    source = inspect.getsource(cls)
+    """What the source of `cls` and of its bases says of each field: the comment that trails its line, then those right above."""
+    said: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Settings):
+            with contextlib.suppress(OSError, TypeError):  # a class that was made by a call has no source
+                said |= _comments_in(inspect.getsource(base))
+    return said
+
+
+def _comments_in(source: str) -> dict[str, str]:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     found = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
     lines, said = source.splitlines(), {}
