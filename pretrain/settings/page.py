@@ -11,6 +11,7 @@ import ast
 import contextlib
 import inspect
 import io
+import textwrap
 import tokenize
 import types
 import typing
@@ -29,16 +30,21 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-Every key that a recipe can have. This page is made by `python -m pretrain settings > docs/settings.md` from the classes that
-check recipes, and a test compares the two; change the comment beside the key in `pretrain/settings/recipe.py`,
-`packing/settings.py` or `pretrain/precision/`, not this page.
+Every key that a recipe can have. This page is made by
+`python -m pretrain settings > docs/settings.md` from the classes that check recipes, and a test
+compares the two. To change it, change the comment beside the key: in `pretrain/settings/recipe.py`,
+`packing/settings.py`, `pretrain/precision/settings.py` or the file of a precision.
 
-* A recipe is a YAML file. A key that is not listed here is an error that names the nearest known one.
-* `key=value` on the command line overrides the recipe, with dots for nesting: `optimizer.learning_rate=1e-4 train.tokens=2e9`.
-* A key without a default is required. Where the default is `null`, the last column says what that means.
-* The run folder's `config.yaml` holds every key with the value that the run really had, and can be trained as a recipe.
-* How processes are started, and the precision where the recipe names none, stand in the accelerate configuration
-  (`accelerate_configs/`). `fp8_config` has the same keys there and here; here overrides there, key by key.
+* A recipe is a YAML file. A key that is not listed here is an error that names the nearest known
+  one.
+* `key=value` on the command line overrides the recipe, with dots for nesting:
+  `optimizer.learning_rate=1e-4 train.tokens=2e9`.
+* Where the default is `null`, the last column says what that means.
+* The run folder's `config.yaml` holds every key with the value that the run really had, and can be
+  trained as a recipe.
+* How processes are started, and the precision where the recipe names none, stand in the accelerate
+  configuration (`accelerate_configs/`). `fp8_config` has the same keys there and here; here
+  overrides there, key by key.
 """
 
 
@@ -53,9 +59,9 @@ def page() -> str:
 
 
 def introduction(cls: type[BaseModel]) -> str:
-    """The first paragraph of a section's docstring, where the class has one of its own."""
-    own = "__doc__" in vars(cls) and cls.__doc__
-    return inspect.cleandoc(cls.__doc__ or "") if own else ""
+    """The docstring of a section's class, wrapped anew, where it has one of its own."""
+    paragraphs = inspect.cleandoc(vars(cls).get("__doc__") or "").split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs)
 
 
 def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_settings_page_is_current():
-    assert (ROOT / "docs/settings.md").read_text(encoding="utf-8") == page.page(), "python -m pretrain settings > docs/settings.md"
+    assert (ROOT / "docs/settings.md").read_text(encoding="utf-8") == page.page(), (
+        "python -m pretrain settings > docs/settings.md"
+    )
 
 
 def test_every_key_of_a_recipe_has_a_line_with_a_meaning():
