@@ -28,30 +28,27 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.batch import BatchStream, StepBatches, evaluation_batches
 from packing.order import PackOrder
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import TrainState, seed_step
-from pretrain.compare.curves import plot_losses
+from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
-from pretrain.metrics.last_screen import last_screen
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
 from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_files import read_metrics, read_run
 from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, last_screen, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, gathered, largest_over_ranks, make_accelerator
 from pretrain.model.step import forward_backward
-from pretrain.optimizer import build as optimizer
-from pretrain.optimizer import schedule
-from pretrain.optimizer.exact_adamw import frozen_share
-from pretrain.optimizer.exact_weights import local_part
+from pretrain.optimizer import adamw, schedule
+from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly, assemble
@@ -59,7 +56,6 @@ from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import held_out_loss, sample
 from pretrain.run.microbatch import settle_microbatch
 from pretrain.run.resume import find_source, restore
-from pretrain.run.signals import StopRequest
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit
@@ -133,7 +129,7 @@ def launch(arguments: argparse.Namespace) -> int:
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
     """The model in memory and audited, resumed where there is something to resume, and all that watches over it."""
     recipe, health = job.recipe, Health(job.recipe.health)
-    checkpoints = Checkpoints.of_process_group(folder.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     source = find_source(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
@@ -278,16 +274,16 @@ def batching(run: Run) -> dict[str, Any]:
 
 def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     """One optimizer step; returns its part of the metrics."""
-    state, settings, adamw = run.state, run.job.recipe.optimizer, run.assembly.optimizer
+    state, settings, optimizer = run.state, run.job.recipe.optimizer, run.assembly.optimizer
     learning_rate = schedule.learning_rate(state.step, run.job.recipe.schedule, settings, state.steps, run.plan.tokens_per_step)
-    optimizer.set_learning_rate(adamw, learning_rate)
+    adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(run.job.recipe.seed, state.step, run.accelerator.process_index)
 
     # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
-    norm = optimizer.gradient_norm(run.assembly.model.parameters())
+    norm = adamw.gradient_norm(run.assembly.model.parameters())
     loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
@@ -297,11 +293,11 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     for warning in filter(None, (verdict.warning, precision_warning)):
         run.console.warning(warning)
     if verdict.proceed:
-        adamw.step(clip_coefficient=optimizer.clip_coefficient(norm, settings.clip))
+        optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, settings.clip))
     else:
         run.assembly.forget_overflow()
-    frozen_updates = frozen_share(adamw, run.accelerator) if verdict.proceed else 0.0
-    optimizer.clear_gradients(adamw, run.assembly.model)
+    frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if verdict.proceed else 0.0
+    adamw.clear_gradients(optimizer, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
     return {
         "step": state.step,

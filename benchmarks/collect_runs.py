@@ -2,7 +2,8 @@
 
     python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/h200_comparison.json
 
-Run folders hold far more and are not kept. Tables and pictures come from `pretrain.compare.report`, and can be checked against this.
+Run folders hold far more and are not kept. Tables and pictures come from `python -m pretrain report`, and can be checked
+against this.
 """
 
 from __future__ import annotations
@@ -14,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.metrics.run_files import read_metrics, read_run
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
 from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.

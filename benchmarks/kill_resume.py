@@ -30,11 +30,12 @@ import numpy as np
 import yaml
 
 from benchmarks.machine import processor
-from packing.store import Pack, PackWriter
-from pretrain.checkpoint.folder import step_folders
-from pretrain.checkpoint.manifest import damage, read_manifest
-from pretrain.metrics.run_files import read_metrics
+from foundation.integrity import find_damage
+from packing.arrow import Pack, PackWriter
+from pretrain.checkpoint.checkpoint import step_folders
+from pretrain.checkpoint.manifest import read_manifest
 from pretrain.metrics.run_folder import describe_environment
+from pretrain.metrics.run_record import read_metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
@@ -161,7 +162,7 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     """What a kill left in the run folder. Whatever carries a checkpoint's name must be whole, byte for byte."""
     checkpoints = run_dir / "checkpoints"
     for folder in step_folders(checkpoints):
-        if problems := damage(folder, read_manifest(folder).files):
+        if problems := find_damage(folder, read_manifest(folder).files):
             raise SystemExit(f"{folder} is not whole after a kill: {'; '.join(problems)}")
     steps = [record["step"] for record in read_metrics(run_dir)] if (run_dir / "metrics.jsonl").exists() else []
     return {

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from pretrain.metrics.run_folder import describe_environment
-from pretrain.optimizer.exact_adamw import ExactAdamW
-from pretrain.optimizer.exact_adamw_kernel import FusedUpdate
+from pretrain.optimizer.adamw import ExactAdamW
+from pretrain.optimizer.adamw_kernel import FusedUpdate
 
 FP32, BF16 = torch.float32, torch.bfloat16
 HIDDEN, INTERMEDIATE, LAYERS, KEY_VALUE, HEAD, VOCABULARY = 2048, 6144, 28, 1024, 128, 151_936
@@ -144,6 +144,7 @@ def measure(variant: Variant, bandwidth: float, steps: int) -> dict[str, Any]:
     else:
         optimizer = torch.optim.AdamW(parameters, lr=2e-5, fused=True)
         step_ms = median_ms(optimizer.step, steps)
+    frozen, total = optimizer.frozen_counts().tolist() if variant.ours else (0, 1)
     floor_ms = sum(p.numel() for p in parameters) * variant.bytes_per_value / bandwidth * 1e3
     return {
         "name": variant.name,
@@ -152,7 +153,7 @@ def measure(variant: Variant, bandwidth: float, steps: int) -> dict[str, Any]:
         "ratio": step_ms / floor_ms,
         "bytes_per_value": variant.bytes_per_value,
         "memory_gib": (torch.cuda.memory_allocated() - before) / 2**30,
-        "frozen_updates": optimizer.frozen_updates().item() if variant.ours and variant.count else None,
+        "frozen_updates": frozen / total if variant.ours and variant.count else None,
     }
 
 

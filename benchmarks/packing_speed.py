@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from benchmarks.machine import processor
+from packing.arrow import Pack
 from packing.batch import BatchStream
 from packing.order import PackOrder, spread
 from packing.pack import Layout, PackBlock, best_fit, materialise, truncate
-from packing.store import Pack
 
 RESULTS = Path(__file__).parent / "results" / "packing_speed.json"
 LENGTH = 4096

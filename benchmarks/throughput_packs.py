@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from packing.store import Pack, PackWriter
+from packing.arrow import Pack, PackWriter
 from pretrain.settings.config import load_recipe
 
 LOG_MEAN, LOG_DEVIATION, SHORTEST = 4.7, 1.1, 8  # of a document's length in tokens

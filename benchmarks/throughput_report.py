@@ -14,8 +14,8 @@ import yaml
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.drawing import COLOURS, GREY, new_figure, plain_style, save
-from pretrain.compare.tables import markdown, shown
+from pretrain.compare.figures import COLOURS, GREY, new_figure, save, style_panel
+from pretrain.compare.report import markdown, or_dash
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,8 +124,8 @@ def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
         way["weights"],
         f"{speed['median']:,.0f}",
         f"{speed['min']:,.0f} to {speed['max']:,.0f}",
-        shown(multiple, "{:.2f}".format),
-        shown(way["share_of_limit"], lambda share: f"{100 * share:.1f} %"),
+        or_dash(multiple, "{:.2f}".format),
+        or_dash(way["share_of_limit"], lambda share: f"{100 * share:.1f} %"),
         f"{way['memory_gib']:.1f}",
         f"{way['first_step_seconds']:.1f} s",
         way["verdict"] + note,
@@ -166,7 +166,7 @@ def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
 
 
 def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
-    plain_style(panel)
+    style_panel(panel)
     panel.grid(visible=False, axis="y")
     panel.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     for place, way in enumerate(ways):

@@ -23,9 +23,8 @@ from typing import Any
 import psutil
 
 from benchmarks.machine import processor
-from pretrain.metrics.run_files import read_metrics
 from pretrain.metrics.run_folder import describe_environment
-from pretrain.metrics.summary import is_evaluation
+from pretrain.metrics.run_record import is_evaluation, read_metrics
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
 CONFIG = Path("accelerate_configs/bf16.yaml")

@@ -1,21 +1,32 @@
-"""Files that survive a crash: written whole, flushed to the disk, and only then given their name."""
+"""Files that survive a crash, because they are flushed before they get their name; and a lock that ends with its holder."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PARTIAL = ".partial"  # how the hidden file ends that `replace_file` writes first; a killed process leaves it behind
+PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
 
 
-def fsync_folder(folder: Path) -> None:
-    """Flush the names in `folder`; a file's own fsync does not cover the entry that leads to it. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Flush a file, or the names in a folder, which fsync of the files in it does not do. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Flush every file below `folder` and the names that lead to them, whoever wrote them. Raises OSError."""
+    for directory, _, files in os.walk(folder):
+        for name in [*files, "."]:
+            fsync(Path(directory, name))
 
 
 def write_file(path: Path, data: bytes) -> None:
@@ -26,20 +37,8 @@ def write_file(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def fsync_tree(folder: Path) -> None:
-    """Flush every file below `folder`, which something else has written, and the names that lead to them. Raises OSError."""
-    for directory, _, files in os.walk(folder):
-        for file in files:
-            descriptor = os.open(Path(directory, file), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_folder(Path(directory))
-
-
 def replace_file(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`; whoever opens it at any moment, also after a crash, sees the old content or the new, whole.
+    """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
 
     Raises OSError (disk full, no permission); the old content is then untouched.
     """
@@ -49,9 +48,50 @@ def replace_file(path: Path, data: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    fsync(path.parent)
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether `error` says that the disk, or what this user may take of it, is full."""
+    """Whether `error` says that the disk, or the user's quota on it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+class FileLock:
+    """Holds the lock file `path`; a context manager that releases it.
+
+    The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
+    process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
+    wait. Raises OSError where the file cannot be made.
+    """
+
+    def __init__(self, path: Path, when_held: Callable[[str], object]) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            while True:
+                self._file = stack.enter_context(open(path, "a+", encoding="utf-8"))  # "w" would erase the holder's name
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self._file.seek(0)
+                    when_held(self._file.read().strip() or "another process")
+                    fcntl.flock(self._file, fcntl.LOCK_EX)
+                with suppress(FileNotFoundError):  # the holder removes the file: whoever waited for that one takes the new one
+                    if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                        break
+            stack.pop_all()
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        """Remove the file and let go of the lock; releasing twice is harmless."""
+        if not self._file.closed:
+            self.path.unlink(missing_ok=True)
+            self._file.close()
+
+    def __enter__(self) -> FileLock:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()

@@ -1,10 +1,10 @@
-"""Whether the files on disk are the ones that were written: sizes at every open, hashes whenever they could have changed.
+"""Whether the files on disk are the ones that were written: every file has a recorded size and recorded hashes.
 
-A damaged shard must stop a run before its first step, and hashing terabytes at every start would cost more than it saves. So
-sizes are always compared; files up to 128 MiB together are always hashed (a fraction of a second); larger ones are hashed when
-they are written or else first opened, and again whenever size, mtime or ctime differ from what a stamp beside them remembers.
-Copying, downloading and overwriting all change those, and they are where bits get lost. Where no stamp can be written, every
-open hashes.
+A damaged file must stop a run before its first step. `find_damage` reads every byte. That would take too long at every start with
+terabytes, so `check_files` remembers: it hashes large files when they are written or first opened, and again when their size,
+mtime or ctime differ from those in a stamp beside them. Copying, downloading and overwriting change these, and that is where bits
+get lost. Sizes are always compared; files of up to 128 MiB together, a fraction of a second, are always hashed, and so are files
+beside which no stamp can be written.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,48 +26,95 @@ from foundation.errors import InputError
 
 STAMP = ".verified.json"
 ALWAYS_HASHED_BYTES = 128 * 2**20
+THREADS = 8  # hashing and writing release the interpreter lock; more threads than this only queue at the disk
 _CHUNK_BYTES = 2**20
 _XXHASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
+
+Digests = dict[str, dict[str, str]]  # file name -> algorithm -> hex digest
 
 
 @dataclass(frozen=True)
 class FileRecord:
     """What a file's writer recorded about it."""
 
-    name: str  # relative to the folder of the packs
+    name: str  # relative to the folder that holds all recorded files
     size: int  # bytes
     hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
 
 
-def check_sizes(folder: Path, records: Iterable[FileRecord], remedy: str) -> None:
-    """InputError that names the first missing or truncated file."""
+def hash_files(folder: Path, names: list[str], algorithms: list[str]) -> Digests:
+    """As `hash_file`, for several files at a time."""
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
+        return dict(zip(names, threads.map(lambda name: hash_file(folder / name, algorithms), names), strict=True))
+
+
+def hash_file(path: Path, algorithms: Iterable[str]) -> dict[str, str]:
+    """Hex digest by algorithm (any of hashlib's or xxhash's), read once in constant memory.
+
+    Raises InputError for an unknown algorithm and for a file that cannot be read.
+    """
+    hashers = {algorithm: _new_hash(algorithm, path) for algorithm in algorithms}
+    buffer = bytearray(_CHUNK_BYTES)
+    try:
+        with open(path, "rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                for hasher in hashers.values():
+                    hasher.update(memoryview(buffer)[:count])
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
+
+
+def _new_hash(algorithm: str, path: Path) -> Any:
+    if algorithm in _XXHASHES:
+        return getattr(xxhash, algorithm)()
+    if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake_"):
+        return hashlib.new(algorithm, usedforsecurity=False)
+    raise InputError(
+        f"{path}: hashed with {algorithm!r}, which neither hashlib nor xxhash knows; write it again with sha1 or xxh64"
+    )
+
+
+def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, trust_stamp: bool = True) -> None:
+    """InputError that names the first file that is missing, of another size or damaged. Without `trust_stamp` all are hashed."""
+    if problems := find_damage(folder, records, partial(digests, trust_stamp=trust_stamp)):
+        raise InputError(f"{folder}/{problems[0]}; {remedy}")
+
+
+def find_damage(folder: Path, records: Iterable[FileRecord], digests_of: Callable[..., Digests] = hash_files) -> list[str]:
+    """One line for each file that is not what was written; empty: all are intact. Without recorded hashes only sizes count.
+
+    Hashes are compared once all sizes are right; by default every byte is read. Raises InputError for an unreadable file.
+    """
+    records = list(records)
+    if wrong := wrong_sizes(folder, records):
+        return wrong
+    hashed = [record for record in records if record.hashes]
+    algorithms = sorted({algorithm for record in hashed for algorithm in record.hashes})
+    found = digests_of(folder, [record.name for record in hashed], algorithms)
+    return [
+        f"{record.name}: damaged: its {algorithm} is {found[record.name][algorithm]}, {expected} was written"
+        for record in hashed
+        for algorithm, expected in record.hashes.items()
+        if found[record.name][algorithm] != expected
+    ]
+
+
+def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
+    """One line for each file that is missing, truncated or too long: what can be told without reading."""
+    wrong = []
     for record in records:
         path = folder / record.name
-        try:
-            size = path.stat().st_size
-        except FileNotFoundError:
-            raise InputError(f"{path}: missing, though its index lists it; {remedy}") from None
-        if size != record.size:
+        if not path.is_file():
+            wrong.append(f"{record.name}: missing, though its index lists it")
+        elif (size := path.stat().st_size) != record.size:
             kind = "truncated" if size < record.size else "overlong"
-            raise InputError(f"{path}: {kind}: {size} bytes, {record.size} were written; {remedy}")
+            wrong.append(f"{record.name}: {kind}: {size} bytes, {record.size} were written")
+    return wrong
 
 
-def check_hashes(folder: Path, records: Iterable[FileRecord], remedy: str, *, trust_stamp: bool = True) -> None:
-    """InputError that names the first file whose content is not what was written. Files without recorded hashes pass."""
-    records = [record for record in records if record.hashes]
-    algorithms = sorted({algorithm for record in records for algorithm in record.hashes})
-    found = digests(folder, [record.name for record in records], algorithms, trust_stamp=trust_stamp)
-    for record in records:
-        for algorithm, expected in record.hashes.items():
-            if found[record.name][algorithm] != expected:
-                raise InputError(
-                    f"{folder / record.name}: damaged: its {algorithm} is {found[record.name][algorithm]}, "
-                    f"{expected} was written; {remedy}"
-                )
-
-
-def digests(folder: Path, names: list[str], algorithms: list[str], *, trust_stamp: bool = True) -> dict[str, dict[str, str]]:
-    """Hex digests by file and algorithm, from the stamp for those large files that are as they were when it was written."""
+def digests(folder: Path, names: list[str], algorithms: list[str], *, trust_stamp: bool = True) -> Digests:
+    """The digests of files, from the stamp for those large ones that have not changed since it was written."""
     states = {name: _state(folder / name) for name in names}
     large = _are_large(states.values())
     stamp = _read_stamp(folder) if large else {}
@@ -76,40 +124,17 @@ def digests(folder: Path, names: list[str], algorithms: list[str], *, trust_stam
         if unchanged and set(algorithms) <= entry["digests"].keys():
             result[name] = entry["digests"]
     stale = [name for name in names if name not in result]
-    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        result |= dict(zip(stale, pool.map(lambda name: hash_file(folder / name, algorithms), stale), strict=True))
+    result |= hash_files(folder, stale, algorithms)
     if large and stale:
         _write_stamp(folder, stamp | {name: {"state": states[name], "digests": result[name]} for name in stale})
     return result
 
 
 def stamp_as_verified(folder: Path, records: Iterable[FileRecord]) -> None:
-    """Spare the first to open what was just written and hashed from hashing it again. Little data is hashed at every open."""
+    """Note that these files, just written and hashed, are intact, so that whoever opens them first need not hash them again."""
     entries = {record.name: {"state": _state(folder / record.name), "digests": record.hashes} for record in records}
     if _are_large(entry["state"] for entry in entries.values()):
         _write_stamp(folder, entries)
-
-
-def hash_file(path: Path, algorithms: Iterable[str]) -> dict[str, str]:
-    """Hex digest by algorithm (any of hashlib's or xxhash's), read once in constant memory; InputError for an unknown one."""
-    hashers = {algorithm: new_hash(algorithm, path) for algorithm in algorithms}
-    buffer = bytearray(_CHUNK_BYTES)
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            for hasher in hashers.values():
-                hasher.update(memoryview(buffer)[:count])
-    return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
-
-
-def new_hash(algorithm: str, path: Path) -> Any:
-    """A fresh hash object; `path` is named if the algorithm is unknown."""
-    if algorithm in _XXHASHES:
-        return getattr(xxhash, algorithm)()
-    if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake_"):
-        return hashlib.new(algorithm, usedforsecurity=False)
-    raise InputError(
-        f"{path}: hashed with {algorithm!r}, which neither hashlib nor xxhash knows; write it again with sha1 or xxh64"
-    )
 
 
 def _state(path: Path) -> dict[str, int]:
@@ -122,7 +147,7 @@ def _are_large(states: Iterable[dict[str, int]]) -> bool:
 
 
 def _read_stamp(folder: Path) -> dict[str, Any]:
-    """The stamp, or nothing where it is absent or torn: all it can do is save work."""
+    """The stamp; empty where it is absent or torn, which costs hashing and nothing else."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
         stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
         return {name: {"state": entry["state"], "digests": dict(entry["digests"])} for name, entry in stamp.items()}
@@ -131,6 +156,6 @@ def _read_stamp(folder: Path) -> dict[str, Any]:
 
 def _write_stamp(folder: Path, stamp: dict[str, Any]) -> None:
     temporary = folder / f"{STAMP}.{os.getpid()}"
-    with contextlib.suppress(OSError):  # a read-only folder is verified at every open instead
+    with contextlib.suppress(OSError):  # a read-only folder is hashed at every open instead
         temporary.write_text(json.dumps(stamp), encoding="utf-8")
         temporary.replace(folder / STAMP)

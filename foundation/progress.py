@@ -13,14 +13,17 @@ def say(text: str, shown: bool = True) -> None:
 
 
 class Progress:
-    """Rewrites one line on a terminal; elsewhere (a log file, CI) prints a line every 10 seconds."""
+    """Rewrites one line on a terminal; elsewhere (a log file, CI) prints a line every 10 seconds.
 
-    def __init__(self, task: str, unit: str, shown: bool) -> None:
+    already_done: units that an earlier run has finished; they do not count towards this run's rate.
+    """
+
+    def __init__(self, task: str, unit: str, shown: bool, already_done: int = 0) -> None:
         self.task, self.unit, self.shown = task, unit, shown
         self._on_terminal = sys.stderr.isatty()
         self._every = 0.2 if self._on_terminal else 10.0
-        self._begun = self._printed = time.monotonic()
-        self._first_count = 0
+        self._started = self._printed = time.monotonic()
+        self._first_count = already_done
         self._first_share: float | None = None
         self._latest: tuple[int, float | None, str] | None = None
 
@@ -33,12 +36,8 @@ class Progress:
             if self._on_terminal:
                 print(file=sys.stderr)
 
-    def start_from(self, count: int) -> None:
-        """What an earlier run has done, which is no merit of this one's rate."""
-        self._first_count = count
-
     def update(self, count: int, share: float | None, detail: str = "") -> None:
-        """`count` units are done, `share` of the whole where that is known."""
+        """Report `count` units done, which are `share` (0 to 1) of all, where that is known."""
         if self._first_share is None:
             self._first_share = share if self._first_count else 0.0
         self._latest = (count, share, detail)
@@ -47,20 +46,16 @@ class Progress:
 
     def _print(self, count: int, share: float | None, detail: str) -> None:
         self._printed = time.monotonic()
-        elapsed = self._printed - self._begun
-        parts = [
-            f"{self.task}: {count:,} {self.unit}",
-            detail,
-            f"{(count - self._first_count) / max(elapsed, 1e-9):,.0f} {self.unit}/s",
-        ]
+        elapsed = self._printed - self._started
+        rate = (count - self._first_count) / max(elapsed, 1e-9)
+        parts = [f"{self.task}: {count:,} {self.unit}", detail, f"{rate:,.0f} {self.unit}/s"]
         if share is not None:
             gained = share - (self._first_share or 0.0)
             left = f"{_clock(elapsed * (1 - share) / gained)} left" if gained > 0 and share < 1 else f"{_clock(elapsed)} taken"
             parts += [f"{share:.1%}", left]
         text = ", ".join(filter(None, parts))
-        print(
-            f"\r\x1b[2K{text}" if self._on_terminal else text, end="" if self._on_terminal else "\n", file=sys.stderr, flush=True
-        )
+        start, end = ("\r\x1b[2K", "") if self._on_terminal else ("", "\n")
+        print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
 
 
 def _clock(seconds: float) -> str:

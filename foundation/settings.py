@@ -1,7 +1,6 @@
-"""Typed settings that refuse what they do not know, and the settings of the `data` section.
+"""Typed settings that refuse keys they do not know.
 
-`parse` turns every pydantic error into one InputError that names the file, the key, what is wrong and the nearest known key.
-`DataSettings` stands here, beside the code it configures; `pretrain.settings.recipe` composes it into a whole recipe.
+`parse` turns all pydantic errors into one InputError that names the file, the key, what is wrong and the nearest known key.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Settings(BaseModel):
 
 
 def _count(value: object) -> object:
-    """Read `364e6` and `131_072`, which YAML hands over as text or float, as the whole numbers they are."""
+    """The whole number that `364e6` or `131_072` is: YAML reads these as text or float."""
     if isinstance(value, bool):
         raise ValueError("a whole number is wanted, not true or false")
     if isinstance(value, str):
@@ -49,16 +48,15 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 S = TypeVar("S", bound=BaseModel)
 
-# Pydantic puts the tried member of a union into an error's location, as in `literal['auto']`, `constrained-int` or the name of a
-# settings class. No user wrote those.
+# Pydantic puts the member of a union that it tried into an error's location, as in `literal['auto']`, `constrained-int` or the
+# name of a settings class. These are no keys of the user's.
 _UNION_MEMBER = re.compile(r".*\[.*\].*|(constrained-)?(int|float|str|bool)|none|dict|list|[A-Z]\w*")
 
 
 def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], str]) -> S:
-    """Build `cls` from `values`.
+    """Build `cls` from `values`. Raises one InputError with a line for each mistake.
 
-    Every mistake becomes a line of one InputError that starts with `origin`: a file's name, or a function from the dotted key to
-    the place it was set in.
+    origin: what each line starts with: the file's name, or a function from the dotted key to the place where it was set.
     """
     try:
         return cls.model_validate(values)
@@ -75,7 +73,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], st
 
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
-    """The dotted key of one pydantic error, what to say, and what would be taken (members of a union each say their own)."""
+    """The dotted key of one pydantic error, what is wrong, and what would be accepted (each member of a union has its own)."""
     path, fields = _walk(cls, item["loc"])
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
@@ -93,25 +91,27 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
 
 
 def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The user's own keys in a pydantic location, and the names of the fields that stand beside the last of them."""
+    """The user's keys in a pydantic location, and the names of all fields in the section of the last one."""
     path = [str(part) for part in loc if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
-    for part in path[:-1]:
-        field = cls.model_fields.get(part)
+    return path, list(_section(cls, path[:-1]).model_fields)
+
+
+def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
+    """The settings class that the dotted key `keys` leads to from `cls`; the last known one where a key is unknown."""
+    for key in keys:
+        field = cls.model_fields.get(key)
         cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
-    return path, list(cls.model_fields)
+    return cls
 
 
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 
-    YAML would see a mapping in the template `{title}: {text}`. Shells leave `\\n` in quotes as two characters; in text it is a
-    line's end. `null` is none everywhere. Raises InputError where the text is not YAML.
+    YAML would read the template `{title}: {text}` as a mapping. Shells pass `\\n` in quotes on as two characters; in text they
+    mean a line's end. `null` means none for every key. Raises InputError where the text is not YAML.
     """
     *parents, name = key.split(".")
-    for part in parents:
-        field = cls.model_fields.get(part)
-        cls = next(iter(_settings_classes(field.annotation)), cls) if field else cls
-    field = cls.model_fields.get(name)
+    field = _section(cls, parents).model_fields.get(name)
     annotation = field.annotation if field else None
     members = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
     if members & {str, Path} and text != "null":
@@ -131,7 +131,7 @@ def _settings_classes(annotation: object) -> list[type[BaseModel]]:
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """YAML lets a repeated key silently win over the first; a recipe that says two things is a mistake."""
+    """Refuses a repeated key, where YAML silently takes the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[object] = set()

@@ -1,4 +1,4 @@
-"""`python -m packing`: prepare packs from text, look at packs, bring packs of other formats into ours.
+"""`python -m packing`: prepare packs from text, look at packs, convert packs of other formats to ours.
 
     python -m packing prepare recipes/smoke.yaml data.length=1024
     python -m packing prepare --source corpus.jsonl --tokenizer Qwen/Qwen3-0.6B --out packs/corpus --length 4096
@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, load_yaml, parse, value_from_text
@@ -23,12 +22,12 @@ from packing.settings import DataSettings
 
 
 class _Recipe(Settings):
-    """What `prepare` takes from a recipe; all else belongs to the trainer."""
+    """What `prepare` reads of a recipe; the rest is the trainer's."""
 
     data: DataSettings
 
 
-# The settings of the data section that can be given as flags, each with what stands for its value in the help (none: a switch).
+# The settings of the data section that have a flag: what the help calls its value (None: a switch), and what it means.
 _FLAGS = {
     "source": ("SOURCE", "file, folder or Hugging Face dataset"),
     "format": ("KIND", "auto, jsonl, parquet, text or dataset (auto)"),
@@ -92,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--index", type=int, help="also show the text of this pack")
     inspect.add_argument("--split", choices=("train", "held_out"), default="train", help="where --index counts (default: train)")
-    inspect.add_argument("--verify", action="store_true", help="hash every file anew, also those that were found intact before")
+    inspect.add_argument("--verify", action="store_true", help="hash every file again, also those that were found intact before")
     inspect.set_defaults(run=_inspect)
 
     convert = commands.add_parser(
@@ -110,40 +109,32 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    recipe = _recipe_of(options)
+    settings = _data_settings(options)
     from packing.prepare import prepare
 
-    print(prepare(recipe.data))
+    print(prepare(settings))
 
 
-def _recipe_of(options: argparse.Namespace) -> _Recipe:
+def _data_settings(options: argparse.Namespace) -> DataSettings:
     """Defaults < recipe file < key=value < flags."""
     files = [text for text in options.recipe if "=" not in text]
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
-    values = load_yaml(files[0]) if files else {}
-    values = {"data": values["data"]} if "data" in values else {}
-    given = [text.partition("=")[::2] for text in options.recipe if "=" in text]
-    flags = {key: value for key, value in vars(options).items() if key.startswith("data.")}
-    given += [(key, value) for key, value in flags.items() if value is not None]
-    for key, value in given:
-        _set(values, key, value if isinstance(value, bool) else value_from_text(_Recipe, key, value))
-    if "data" not in values or "packs" not in (values["data"] or {}):
+    data = (load_yaml(files[0]).get("data") if files else None) or {}
+    if not isinstance(data, dict):
+        raise InputError(f"`data`: a section of keys is wanted, the recipe holds {data!r}")
+    given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
+    given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
+    for key, value in given.items():
+        section, _, name = key.rpartition(".")
+        if section != "data":
+            raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
+        data[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)
+    if "packs" not in data:
         raise InputError(
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
         )
-    keys = {key for key, _ in given}
-    return parse(_Recipe, values, lambda key: files[0] if files and key not in keys else "command line")
-
-
-def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    section, _, name = key.rpartition(".")
-    if section != "data":
-        raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
-    target = values.setdefault("data", {})
-    if not isinstance(target, dict):
-        raise InputError(f"`data`: a section of keys is wanted, the recipe holds {target!r}")
-    target[name] = value
+    return parse(_Recipe, {"data": data}, lambda key: files[0] if files and key not in given else "command line").data
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""Packs in Arrow files, laid out as Hugging Face `datasets` saves them, with a manifest that says exactly what they are.
+"""What a pack is, and packs in Arrow files, laid out as Hugging Face `datasets` saves them, with a manifest of all files.
 
     <packs>/packs.json              settings, statistics, tokenizer; size and sha256 of every file; a fingerprint a split
     <packs>/dataset_dict.json       so that `datasets.load_from_disk(<packs>)` gives both splits
@@ -15,16 +15,18 @@ import json
 import shutil
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import fsync_folder, fsync_tree, is_disk_full
-from foundation.integrity import FileRecord, check_hashes, check_sizes, hash_file, stamp_as_verified
-from packing.protocol import Pack, Split, as_token_ids, checked_index
+from foundation.files import fsync, fsync_tree, is_disk_full
+from foundation.integrity import FileRecord, check_files, hash_file, stamp_as_verified
+
+Split = Literal["train", "held_out"]
 
 MANIFEST = "packs.json"
 VERSION = 1
@@ -32,19 +34,69 @@ _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs n
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 
 
+@dataclass(frozen=True)
+class Pack:
+    """One row of training data, always `length` tokens wide."""
+
+    input_ids: np.ndarray  # [length] uint32; a read-only view into the file where the format allows it
+    lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
+    first_position: int = 0  # position of the first token in its document; > 0 only with `positions: continue`
+
+
+class Packs(Protocol):
+    """Random access to the packs of one split, of any format. Readers hold no position, so threads may share one."""
+
+    path: Path
+    length: int
+    fingerprint: str  # sha256 hex of what a model would see, in order: equal fingerprints mean equal training data
+    tokenizer: dict | None  # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Pack:
+        """Pack `index` of 0 .. len - 1; IndexError outside."""
+        ...
+
+    def lengths(self, index: int) -> np.ndarray:
+        """[documents] int32 of one pack, without reading its tokens where the format allows it."""
+        ...
+
+    def verify(self) -> None:
+        """Hash every file, also those checked before; InputError names the first that is not what its writer recorded."""
+        ...
+
+
+def checked_index(index: int, count: int) -> int:
+    """`index` itself; IndexError unless it lies in 0 .. count - 1. Negative ones are refused: they hide arithmetic mistakes."""
+    if not 0 <= index < count:
+        raise IndexError(f"pack {index} of {count}")
+    return index
+
+
+def as_token_ids(values: np.ndarray, where: str) -> np.ndarray:
+    """`values` as uint32, copied only where their dtype differs; InputError where that would change a value."""
+    if values.dtype == np.uint32:
+        return values
+    if values.dtype.kind not in "iu":
+        raise InputError(f"{where}: token ids are whole numbers, these are {values.dtype}; write them as uint16 or uint32")
+    if values.size and (values.min() < 0 or values.max() >= 2**32):
+        raise InputError(f"{where}: token ids run from {values.min()} to {values.max()}; they must be 0 or more and below 2^32")
+    return values.astype(np.uint32)
+
+
 class PackWriter:
     """Writes a folder of packs that is either complete or absent.
 
-    Everything goes to a hidden folder beside `path`, which `finish` completes, syncs and renames to `path`; leaving the `with`
-    block without `finish` (an error, Ctrl-C) removes it. Memory stays constant: some 16 MiB a split, whatever the data's size.
+    Everything goes to a hidden folder beside `path`, which `finish` completes, flushes and renames to `path`; leaving the `with`
+    block without `finish` (an error, Ctrl-C) removes it. Takes about 16 MiB of memory a split.
 
         with PackWriter(path, length=4096) as writer:
             writer.write("train", input_ids, lengths, first_positions)
             plot.save(writer.folder / "lengths.png")          # further files travel with the folder
             writer.finish(settings=..., statistics=..., tokenizer=...)
 
-    Raises InputError at once if `path` exists and is not an empty folder: packs are never written over; and on leaving the block
-    if the disk was full. One writer a path at a time.
+    Raises InputError if `path` exists and is not an empty folder (packs are never written over), and on leaving the block if the
+    disk was full. One writer a path at a time.
     """
 
     folder: Path  # where files lie until `finish`
@@ -77,10 +129,8 @@ class PackWriter:
     def write(
         self, split: Split, input_ids: np.ndarray, lengths: Sequence[np.ndarray], first_positions: np.ndarray | None = None
     ) -> None:
-        """Append packs: `input_ids` [packs, length] integers, `lengths` one [documents] array a pack, `first_positions` [packs]
-        or zeros. Nothing keeps hold of the arrays.
-
-        Raises ValueError where the three do not fit together.
+        """Append packs: `input_ids` [packs, length] integers, `lengths` one [documents] array a pack, `first_positions` [packs],
+        by default zeros. The arrays are copied. Raises ValueError where the three do not fit together.
         """
         packs = len(input_ids)
         first_positions = np.zeros(packs, np.int32) if first_positions is None else np.asarray(first_positions)
@@ -98,7 +148,7 @@ class PackWriter:
         self._splits[split].append(as_token_ids(input_ids, "packs"), flat, counts, first_positions.astype(np.int32, copy=False))
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
-        """Complete the folder, move it to `path` and return the manifest (also in packs.json). All three dicts must be JSON-able.
+        """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
 
         Raises InputError if no training pack was written.
         """
@@ -115,14 +165,14 @@ class PackWriter:
             "splits": splits,
             "files": files,
         }
-        manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum holds
+        manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum fits
         _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
         _write_json(self.folder / MANIFEST, manifest | {"checksum": _checksum(manifest)})
         fsync_tree(self.folder)
         shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
         stamp_as_verified(self.folder, shards)
         self.folder.rename(self.path.absolute())
-        fsync_folder(self.path.absolute().parent)
+        fsync(self.path.absolute().parent)
         return manifest
 
 
@@ -147,18 +197,18 @@ class _SplitWriter:
     def append(self, *columns: np.ndarray) -> None:
         """Columns: ids [packs, length], lengths of all documents, documents of each pack, first position of each pack."""
         _, lengths, counts, _ = columns
-        for hasher, column in zip(self.hashes, columns, strict=True):  # each column by itself, so that no batching can show
+        for hasher, column in zip(self.hashes, columns, strict=True):  # each by itself: batches must not change the hash
             hasher.update(np.ascontiguousarray(column))
         self.packs += len(counts)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
-        self.buffered.append(tuple(column.copy() for column in columns))  # the caller may fill its arrays anew
+        self.buffered.append(tuple(column.copy() for column in columns))  # the caller may reuse its arrays
         self.buffered_rows += len(counts)
         if self.buffered_rows >= self.rows_per_batch:
             self._flush()
 
     def finish(self) -> dict[str, Any]:
-        """Write the rest and the two files that `datasets` wants; the split's part of the manifest."""
+        """Write the rest and the two files that `datasets` wants; returns the split's part of the manifest."""
         self._flush()
         self._close_shard()
         files = []
@@ -211,9 +261,8 @@ class _SplitWriter:
 class ArrowPacks:
     """One split of a folder that PackWriter wrote, memory-mapped.
 
-    The fingerprint comes from the manifest and covers tokens, lengths, positions and their order, however they lie in shards.
-    Raises InputError for a folder without a readable manifest, for missing or truncated shards and, as foundation.integrity decides
-    or if `verify` says so later, for damaged ones.
+    The fingerprint comes from the manifest and covers tokens, lengths, positions and their order, but not how they are sharded.
+    Raises InputError for a folder without a readable manifest and for missing, truncated or damaged shards.
     """
 
     def __init__(self, path: Path, split: Split = "train") -> None:
@@ -226,8 +275,7 @@ class ArrowPacks:
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = part["fingerprint"]
         self._records = _records(part["files"], f"{split}/")
-        check_sizes(self.path, self._records, _REMEDY)
-        check_hashes(self.path, self._records, _REMEDY)
+        check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]
         self._starts = np.concatenate([[0], np.cumsum([len(batch[0]) for batch in self._batches])]).tolist()
         if self._starts[-1] != part["packs"]:
@@ -245,17 +293,16 @@ class ArrowPacks:
         return lengths[offsets[row] : offsets[row + 1]]
 
     def verify(self) -> None:
-        """As Packs.verify, with the files that travel beside the splits."""
+        """As Packs.verify, also for the files beside the splits."""
         records = self._records + _records(self.manifest["files"])
-        check_sizes(self.path, records, _REMEDY)
-        check_hashes(self.path, records, _REMEDY, trust_stamp=False)
+        check_files(self.path, records, _REMEDY, trust_stamp=False)
 
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
         return self._batches[batch], index - self._starts[batch]
 
     def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
-        """Ids [rows, length], lengths, offsets [rows + 1] and first positions of each record batch: views, nothing is read."""
+        """Ids [rows, length], lengths, offsets [rows + 1] and first positions of each record batch, as views of the file."""
         with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
             if stream.schema != _schema(self.length):
                 raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
@@ -287,7 +334,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """What the manifest remembers of a finished file."""
+    """What the manifest records of a finished file."""
     return {"name": path.name, "bytes": path.stat().st_size} | hash_file(path, ["sha256"])
 
 
@@ -314,7 +361,7 @@ def _schema(length: int) -> pa.Schema:
 
 
 def _features(length: int) -> dict[str, Any]:
-    """The columns as `datasets` describes them. Every version reads `Sequence`; 4.0 and later take it for their `List`."""
+    """The columns as `datasets` describes them. Every version reads `Sequence`; from 4.0 on it means `List`."""
     return {
         "input_ids": {"feature": {"dtype": "uint32", "_type": "Value"}, "length": length, "_type": "Sequence"},
         "lengths": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"},

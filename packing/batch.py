@@ -1,53 +1,57 @@
 """Packs to the tensors of a step: every batch has the same shapes, whatever documents it holds.
 
 A microbatch is several packs laid end to end in one row of T = microbatch * length tokens. `cu_seqlens`, the offsets of the
-documents, says which tokens may see each other; `labels`, shifted and masked already, which token is to be guessed where. So the
-model needs no attention mask, no padding logic and no shifting, and the loss is a sum over the labels that are not IGNORE.
+documents, says which tokens may attend to each other; `labels`, shifted and masked already, which token each one has to predict.
+So the model needs no attention mask, no padding logic and no shifting, and the loss is a sum over the labels that are not IGNORE.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foundation.errors import InputError
+from packing.arrow import Pack, Packs
 from packing.order import PackOrder, spread
-from packing.prefetch import Prefetch
-from packing.store import Pack, Packs
+
+T = TypeVar("T")
 
 IGNORE = -100  # the label that torch's and transformers' losses skip
 
-# The offsets are padded to a multiple of this, just above the real count. Slots of empty documents are not free: padding to the
-# worst case (1,024 slots where 165 documents lie) costs 10 % of an H200's training speed. A tight bucket costs nothing, since the
-# compiled attention takes this one size as dynamic; the multiple only spares it from seeing a new number in every microbatch.
+# The number of offsets is rounded up to a multiple of this. Empty documents are not free: padding to the worst case (1,024 slots
+# for 165 documents) costs 10 % of an H200's training speed. Rounding up costs nothing, since the compiled attention takes this
+# size as dynamic; the multiple only keeps it from being a new number in every microbatch.
 OFFSETS_MULTIPLE = 16
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """What one forward and backward pass takes; T = packs * length. All tensors lie on the CPU, pinned if asked for."""
+    """The input of one forward and backward pass; T = packs * length. All tensors lie on the CPU, pinned if asked for."""
 
     input_ids: Tensor  # [1, T] int64
     position_ids: Tensor  # [1, T] int64, from 0 in each document, or from first_position in a pack's first
     labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
     cu_seqlens: Tensor  # [bucket] int32: 0, the end of each document, then T up to the bucket's size
-    max_seqlen: int  # the pack length, which bounds every document: a constant, since one that varied would recompile
-    documents: int  # real ones: a padding tail has offsets of its own in cu_seqlens but counts nowhere
+    max_seqlen: int  # the pack length, which bounds every document; constant, since every other value would recompile
+    documents: int  # real ones: a pack's padding has offsets of its own in cu_seqlens but is not counted
     valid_tokens: int  # labels that are not IGNORE
-    sum_squared_lengths: int  # of real documents, for the FLOPs of attention; what attention spends on padding is no useful work
+    sum_squared_lengths: int  # of real documents, for the FLOPs of attention; attention over padding is not useful work
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """What one rank does in one step, and what all ranks do together.
+    """One rank's microbatches of one step, and totals over all ranks.
 
-    The totals are over all ranks and need no communication: every rank reads the lengths of all the step's packs, but the tokens
-    of its own packs only.
+    The totals need no communication: every rank reads the document lengths of all the step's packs, but tokens of its own only.
     """
 
     microbatches: list[Microbatch]  # of this rank
@@ -62,8 +66,8 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
     """Lay packs of one length end to end.
 
     The last token of a pack has no label: what follows belongs to another pack. With `mask_boundaries` the last token of every
-    document has none either, since what follows it is another document's beginning; without, the label runs across as it does in
-    plain concatenated training. No label is ever taken from a pack's padding tail, which is a document of its own to attention.
+    document has none either; without, it has to predict the next document's first, as in plain concatenated training. Padding at
+    a pack's end is never a label, and is a document of its own to attention.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
@@ -96,7 +100,7 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
 
 
 def _cover(packs: Sequence[Pack], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of all documents and padding tails, which cover the microbatch without a gap, and the position each begins at."""
+    """Sizes of all documents and paddings, which cover the microbatch without a gap, and the position each begins at."""
     sizes: list[int] = []
     first_positions: list[int] = []
     for pack in packs:
@@ -114,54 +118,101 @@ def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:
-    """Sum of squared document lengths; causal attention's cost is proportional to it."""
+    """Sum of squared document lengths, which causal attention's cost is proportional to."""
     lengths = lengths.astype(np.int64)
     return int(lengths @ lengths)
 
 
 def count_valid_tokens(lengths: np.ndarray, *, mask_boundaries: bool) -> int:
-    """Labels of a pack with these document lengths, without building it: each document, or else the pack, loses its last."""
+    """Labels of a pack with these document lengths, without building it: the last token of each document, or pack, has none."""
     real = int(lengths.sum())
     return real - len(lengths) if mask_boundaries else max(real - 1, 0)
 
 
-class BatchStream:
-    """The batches of one rank, by step number.
+class Prefetch(Generic[T]):
+    """Iterates over build(n) for the numbers given, in order; a thread builds up to `ahead` results before they are asked for.
 
-    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had; `steps` is the
-    same a little ahead of time. Another `world_size` deals the same packs of a step out differently.
+    One thread suffices, since numpy releases the interpreter lock. An exception of `build` is raised by the `next` that would
+    have returned its result, and ends the iteration. `close`, leaving a `with` block and iterating to the end all return once
+    the thread has ended; what was not consumed is dropped.
     """
 
     def __init__(
-        self,
-        packs: Packs,
-        order: PackOrder,
-        *,
-        microbatch: int,
-        rank: int,
-        world_size: int,
-        mask_boundaries: bool,
-        pin_memory: bool = False,
-        vocab_size: int | None = None,
+        self, build: Callable[[int], T], numbers: Iterable[int], *, ahead: int = 2, initializer: Callable[[], None] | None = None
     ) -> None:
-        """microbatch: packs in one forward pass. vocab_size: if given, a token id beyond it is an InputError instead of a crash
-        on the device. InputError too where a step's packs do not divide over the ranks and microbatches."""
-        if order.packs_count != len(packs):
-            raise ValueError(f"the order is over {order.packs_count} packs, but {packs.path} holds {len(packs)}")
-        _check_rank(rank, world_size)
-        if microbatch < 1 or order.packs_per_step % (world_size * microbatch):
+        self.data_wait_ms = 0.0  # how long the last `next` waited for its result
+        self._build = build
+        self._numbers = iter(numbers)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", initializer=initializer)
+        self._pending: deque[Future[T]] = deque()
+        for _ in range(ahead):
+            self._submit_one()
+
+    def _submit_one(self) -> None:
+        for number in self._numbers:
+            self._pending.append(self._thread.submit(self._build, number))
+            return
+
+    def __iter__(self) -> Prefetch[T]:
+        return self
+
+    def __next__(self) -> T:
+        if not self._pending:
+            self.close()
+            raise StopIteration
+        started = time.perf_counter()
+        future = self._pending.popleft()
+        failed = future.exception() is not None  # waits
+        self.data_wait_ms = (time.perf_counter() - started) * 1e3
+        if failed:
+            self.close()
+        else:
+            self._submit_one()
+        return future.result()
+
+    def close(self) -> None:
+        """Drop what was not consumed and wait for the thread to end; closing twice is harmless."""
+        self._numbers = iter(())
+        self._pending.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Prefetch[T]:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """The batches of one rank, by step number.
+
+    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. With another
+    `world_size` the same packs of a step are dealt out differently.
+
+    Raises InputError where a step's packs do not divide over the ranks and microbatches.
+    """
+
+    packs: Packs
+    order: PackOrder
+    _: KW_ONLY
+    microbatch: int  # packs in one forward pass
+    rank: int
+    world_size: int
+    mask_boundaries: bool
+    pin_memory: bool = False
+    vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
+
+    def __post_init__(self) -> None:
+        if self.order.packs_count != len(self.packs):
+            raise ValueError(f"the order is over {self.order.packs_count} packs, but {self.packs.path} holds {len(self.packs)}")
+        _check_rank(self.rank, self.world_size)
+        if self.microbatch < 1 or self.order.packs_per_step % (self.world_size * self.microbatch):
+            what = f"a step of {self.order.packs_per_step} packs does not divide into microbatches of {self.microbatch} packs"
             raise InputError(
-                f"`batch.microbatch`: a step of {order.packs_per_step} packs does not divide into microbatches of {microbatch} "
-                f"packs on {world_size} processes; choose a `batch.tokens` or `batch.microbatch` for which it does"
+                f"`batch.microbatch`: {what} on {self.world_size} processes; choose a `batch.tokens` or `batch.microbatch` for "
+                "which it does"
             )
-        self.packs = packs
-        self.order = order
-        self.microbatch = microbatch
-        self.rank = rank
-        self.world_size = world_size
-        self.mask_boundaries = mask_boundaries
-        self.pin_memory = pin_memory
-        self.vocab_size = vocab_size
 
     def step(self, number: int) -> StepBatches:
         """The batches of step `number`, counted from 0."""
@@ -180,10 +231,7 @@ class BatchStream:
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
-        """Steps `start` to `stop` (exclusive), built by a thread at most 2 steps ahead; its `data_wait_ms` is the last wait.
-
-        Use it in a `with` block, or iterate to the end, so that the thread ends too.
-        """
+        """Steps `start` to `stop` (exclusive), built ahead by a thread. Use it in a `with` block, or iterate to the end."""
         return Prefetch(self.step, range(start, stop), initializer=_thread_setup(self.pin_memory))
 
     def _build(self, indices: Sequence[int]) -> Microbatch:
@@ -204,9 +252,8 @@ def evaluation_batches(
 ) -> Prefetch[Microbatch]:
     """This rank's part of one pass over all packs, or over the first `limit` packs, in order.
 
-    Every rank gets equally many microbatches, so that none waits for another in a collective: what is missing at the end is made
-    up with packs without documents, whose labels are all masked. Summed over the ranks, losses and valid tokens are those of the
-    packs, each counted once, for any world size.
+    Every rank gets equally many microbatches, so that none waits for another in a collective: packs without documents and labels
+    make up the rest. Summed over the ranks, losses and valid tokens count each pack once, for any world size.
     """
     _check_rank(rank, world_size)
     if microbatch < 1:
@@ -241,7 +288,7 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 def _thread_setup(pin_memory: bool) -> partial[None] | None:
-    """Pinning goes through the current device, which a new thread takes to be the first: each rank would hold memory there."""
+    """Sets the device of a new thread: pinning goes through it, and by default every rank would take memory of the first."""
     if not pin_memory:
         return None
     return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())

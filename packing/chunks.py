@@ -1,7 +1,7 @@
 """The unit of work of `prepare`: a chunk of raw records that one process cuts from a source and another turns into texts.
 
-Cutting is cheap (find the newlines, slice a table), parsing is not. So the reading process only cuts, and JSON decoding, columns
-and templates are left to the processes that tokenise: a reader that did it all would become the limit at a few dozen cores.
+Cutting is cheap (find the newlines, slice a table), parsing is not. So the reading process only cuts; the processes that tokenise
+decode JSON and fill templates. A reader that did it all would be the bottleneck from a few dozen cores on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 
-CHUNK_BYTES = 2**20  # about 50 ms of tokenising a core: small enough to keep all busy, large enough to forget the cost of sending
+CHUNK_BYTES = 2**20  # takes a core about 50 ms: small enough to keep all cores busy, large enough that sending costs nothing
 _COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive records of a source, not parsed yet."""
+    """Consecutive records of a source, not yet parsed."""
 
     kind: Literal["jsonl", "table", "files"]  # payload: lines | an Arrow IPC stream | a JSON list of paths, a document each
     origin: str  # the file or dataset they came from
@@ -43,23 +43,23 @@ class Texts:
 
 
 class BadRecord(ValueError):
-    """One record cannot give a text; the message says why, the caller knows where."""
+    """A record gives no text; the message says why, the caller adds where."""
 
 
 class MissingColumn(BadRecord):
-    """It lacks a column, as most likely all others do."""
+    """The record lacks a column, as all others probably do."""
 
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """How a record becomes a document: one column as it is, or several set into a template.
+    """How a record becomes a document: one column as it is, or a template filled with several.
 
-    `TextTemplate.parse("text")` takes the column `text`; `TextTemplate.parse("{title}\\n\\n{body}")` fills a template, in which a
-    null counts as no text and numbers are written out. Whatever holds a brace is a template.
+    `TextTemplate.parse("text")` takes the column `text`; whatever holds a brace is a template, as in "{title}\\n\\n{body}". In a
+    template, null counts as no text and numbers are written out.
     """
 
     columns: tuple[str, ...]
-    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the only column as it is
+    pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the one column as it is
 
     @classmethod
     def parse(cls, text: str) -> TextTemplate:
@@ -79,7 +79,7 @@ class TextTemplate:
         return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed))
 
     def missing(self, names: list[str]) -> str | None:
-        """What to say where a source with the columns `names` lacks one of ours; None if it has them all."""
+        """The message for a source whose columns `names` lack one of the template's; None if they have all."""
         absent = [column for column in self.columns if column not in names]
         if not absent:
             return None
@@ -102,7 +102,7 @@ class TextTemplate:
 
 
 def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
-    """The documents of `chunk`. A malformed record raises InputError with its place, or with `skip_bad` is counted."""
+    """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
     texts = Texts()
     for place, outcome in _records(chunk, template):
         if isinstance(outcome, BadRecord):
@@ -120,7 +120,7 @@ def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
 
 
 def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[str, str | BadRecord]]:
-    """The place of every record, with its text or what is wrong with it."""
+    """The place of every record, and its text or what is wrong with it."""
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
@@ -167,7 +167,7 @@ def _file_text(path: str) -> str:
 
 
 def _encodable(text: str) -> str:
-    """`text` itself; JSON can spell half of a surrogate pair (`\\ud800`), which is no character and which no tokenizer takes."""
+    """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which is no character and which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -176,9 +176,9 @@ def _encodable(text: str) -> str:
 
 
 def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
-    """`path` open for reading, decompressed by its suffix (.gz, .zst), and the file below, whose `tell` says how far it is read.
+    """`path` open for reading, decompressed by its suffix (.gz, .zst), and the file below it, whose `tell` is the progress.
 
-    Arrow's decompressors, unlike the usual Python ones, raise on a truncated stream. Raises InputError where it cannot be opened.
+    Arrow's decompressors, unlike Python's, raise on a truncated stream. Raises InputError where it cannot be opened.
     """
     try:
         raw = pa.OSFile(str(path))

@@ -1,4 +1,4 @@
-"""Looking at packs of any format and bringing them into ours: `python -m packing inspect` and `import`."""
+"""Shows packs of any format and converts them to ours: `python -m packing inspect` and `import`."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.progress import Progress
 from foundation.settings import parse
-from packing.arrow import MANIFEST, ArrowPacks, PackWriter
+from packing.arrow import MANIFEST, ArrowPacks, Packs, PackWriter, Split
 from packing.mds import MDSReader
 from packing.prepare import summary
-from packing.protocol import Packs, Split
 from packing.settings import DataSettings
 from packing.statistics import draw_lengths, length_statistics
 from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
-_SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of all packs of a terabyte is not a look
+_SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
 _SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
@@ -33,7 +32,7 @@ def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[S
 
 
 def _length_of(path: Path) -> int:
-    """The pack length that the format itself knows. Where nothing tells it any will do: open_packs says what is wrong."""
+    """The pack length that the format itself records; the default where nothing is found: open_packs then says what is wrong."""
     if (path / MANIFEST).is_file():
         return ArrowPacks(path).length
     if mds := find_mds(path):
@@ -48,7 +47,7 @@ def _length_of(path: Path) -> int:
 
 
 def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
-    """The lines that say what the packs at `path` are."""
+    """Lines that describe the packs at `path`."""
     kinds = {"ArrowPacks": "Arrow", "MDSPacks": "MDS", "TokenBin": "token .bin"}
     first = next(iter(splits.values()))
     yield f"{path}: {kinds.get(type(first).__name__, type(first).__name__)}, packs of {first.length:,} tokens"
@@ -71,7 +70,7 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
 
 
 def decoded(packs: Packs, index: int, tokenizer: TextTokenizer | None) -> Iterator[str]:
-    """The text of one pack, each document under a rule; the ids where no tokenizer is known."""
+    """The text of one pack, each document under a line of its own; the ids where no tokenizer is known."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
     pack, start = packs[index], 0

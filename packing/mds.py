@@ -1,12 +1,12 @@
-"""MosaicML streaming's MDS shards, read exactly and nothing more: version 2, raw or zstd, every encoding that packs can use.
+"""Reads MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
 
 The format (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A
 shard is a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes
 of its variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`.
 
-Beware of names. The reference registers an encoding of its own as `uint32`: the array's raw bytes. The format has a built-in
-`uint32`: one number. Both read without an error under the other's rule, so the declared size decides: 4 bytes is the number, no
-fixed size is the array. The same holds for every other scalar name.
+The name `uint32` is ambiguous: it is one number in the format, and the raw bytes of an array in the reference launcher, which
+registers an encoding of that name. Each reads without an error as the other, so the declared size decides: 4 bytes is the number,
+no fixed size the array. The same holds for every other scalar name.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import pyarrow as pa
 import zstandard
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_hashes, check_sizes, digests, hash_file
-from packing.protocol import Pack, as_token_ids, checked_index
+from foundation.integrity import FileRecord, check_files, digests, hash_file
+from packing.arrow import Pack, as_token_ids, checked_index
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
@@ -48,34 +48,30 @@ class Column:
 
 
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
-    """What turns a value's bytes into an object: str, bytes, int, JSON, a NumPy scalar or a read-only array.
+    """The function from a value's bytes to an object: str, bytes, int, JSON, a NumPy scalar or a read-only array.
 
     Raises ValueError for an encoding that is unknown, unsafe (`pkl`) or of no use for packs (images).
     """
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:
         dtype = np.dtype(name).newbyteorder("<")
-        return partial(_scalar, dtype) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
+        return (lambda data: np.frombuffer(data, dtype)[0]) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
     if name == "ndarray":
         dtype, _, shape = arguments.partition(":")
         return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
-    plain = {
+    simple: dict[str, Callable[[memoryview], Any]] = {
         "int": lambda data: int.from_bytes(data, "little", signed=True),
         "bytes": bytes,
         "str": lambda data: str(data, "utf-8"),
+        "json": lambda data: json.loads(bytes(data)),
     }
-    plain["json"] = lambda data: json.loads(bytes(data))
-    if encoding not in plain:
+    if encoding not in simple:
         raise ValueError(f"encoding {encoding!r} is not one this reader takes")
-    return plain[encoding]
-
-
-def _scalar(dtype: np.dtype, data: memoryview) -> np.generic:
-    return np.frombuffer(data, dtype)[0]
+    return simple[encoding]
 
 
 def _array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
-    """An array whose dtype and shape stand in the encoding's name or, where they vary, before its values."""
+    """An array; its dtype and shape come from the encoding's name or, where they vary, from the bytes before its values."""
     if not dtype:
         dtype, data = _VALUE_DTYPES[data[0]], data[1:]
     if shape is None:  # ndim in the upper six bits, log2 of the bytes of each side in the lower two
@@ -115,11 +111,11 @@ class Shard:
 
     @property
     def record(self) -> FileRecord:
-        """The file that is there to check: the decompressed one, once it exists."""
+        """The file to check: the decompressed one, once it exists."""
         return self.packed if self.packed is not None and not self.path.exists() else self.raw
 
     def unpack(self) -> None:
-        """Decompress beside the packed file, where the format's own library does too, unless that was done before."""
+        """Decompress beside the packed file, as the format's own library does, unless that was done before."""
         if self.packed is None or self.path.exists():
             return
         packed = self.folder / self.packed.name
@@ -144,7 +140,7 @@ class Shard:
 
     def open(self) -> None:
         """Map the file; InputError unless its own table agrees with the index."""
-        # Arrow's map needs no open file, where Python's keeps one: a terabyte is 16,000 shards, a process has often 1,024 files.
+        # Arrow's map keeps no file open, Python's does: a terabyte is 16,000 shards, and a process often may open only 1,024.
         self._data = memoryview(pa.memory_map(str(self.path)).read_buffer())
         count = int.from_bytes(self._data[:4], "little")
         fits = count == self.samples and 8 + 4 * count <= len(self._data)
@@ -192,8 +188,8 @@ def _record(where: Path, data: dict[str, Any]) -> FileRecord:
 class MDSReader:
     """All samples of an MDS folder, or of several folders in turn, as dicts of decoded columns.
 
-    Opening checks sizes and hashes as foundation.integrity says and decompresses what is compressed. Raises InputError for whatever
-    the folders lack, and for damage, unknown encodings and unknown compression.
+    Opening checks sizes and hashes (foundation.integrity) and decompresses. Raises InputError for whatever the folders lack, and
+    for damage, unknown encodings and unknown compression.
     """
 
     def __init__(self, folders: list[Path]) -> None:
@@ -214,21 +210,19 @@ class MDSReader:
         return self.shards[shard].sample(index - self._starts[shard], names)
 
     def where(self, index: int) -> str:
-        """Names sample `index` for a message."""
+        """What a message calls sample `index`."""
         shard = bisect_right(self._starts, index) - 1
         return f"{self.shards[shard].path}, sample {index - self._starts[shard]}"
 
     def verify(self, *, trust_stamp: bool = False) -> None:
-        """Compare sizes and hashes of all files with the index; InputError names the first damaged."""
+        """Compare sizes and hashes of all files with the index; InputError names the first damaged one."""
         for folder, shards in self._shards_of.items():
-            records = [shard.record for shard in shards]
-            check_sizes(folder, records, _REMEDY)
-            check_hashes(folder, records, _REMEDY, trust_stamp=trust_stamp)
+            check_files(folder, [shard.record for shard in shards], _REMEDY, trust_stamp=trust_stamp)
 
     def fingerprint(self) -> str:
-        """sha256 hex over columns and content hashes in order: those in the index, which cost nothing, or else the files' sha256.
+        """sha256 hex over columns and content hashes in order: those of the index, or else the files' sha256.
 
-        The same samples in other shards, or hashed otherwise, count as other data.
+        The same samples in other shards, or with other hashes, have another fingerprint.
         """
         content = []
         for folder, shards in self._shards_of.items():
@@ -239,7 +233,7 @@ class MDSReader:
 
 
 class MDSPacks:
-    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` where there are such.
+    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` if there are any.
 
     Raises InputError, naming the shard and sample, where a pack is not `length` tokens or its columns contradict one another.
     """
@@ -297,9 +291,9 @@ class MDSPacks:
 def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str) -> tuple[np.ndarray, int]:
     """The document lengths ([documents] int32) and first position of a pack of `width` tokens.
 
-    `mask` is either the reference's list of document lengths, or an ordinary mask: ones, then zeros where the pack is padded.
-    Without lengths, a document begins wherever `positions` do not go on counting; without positions, a pack is one document.
-    Raises InputError where what is given does not describe `width` tokens.
+    `mask` is either a list of document lengths, as the reference writes it, or an ordinary mask: ones, then zeros for padding.
+    Without lengths, a document begins wherever `positions` do not count on by one; without positions, a pack is one document.
+    Raises InputError where mask or positions do not describe `width` tokens.
     """
     if positions is not None and (len(positions) != width or positions.min() < 0):
         raise InputError(f"{where}: position_ids holds {len(positions)} positions for {width} tokens; write the packs again")
@@ -316,9 +310,9 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
                 f"{where}: attention_mask sums to {total} where the pack has {width} tokens, so it is neither a mask nor the "
                 "lengths of the documents; write the packs again"
             )
-        return mask[mask > 0].astype(np.int32), first_position  # a document of no tokens is none
+        return mask[mask > 0].astype(np.int32), first_position
     if positions is None:
         return np.array([real], np.int32), 0
-    counting = positions[:real].astype(np.int64)  # or counting on would wrap around in a narrow dtype
+    counting = positions[:real].astype(np.int64)  # a narrow dtype could wrap around below
     starts = np.flatnonzero(counting[1:] != counting[:-1] + 1) + 1
     return np.diff(starts, prepend=0, append=real).astype(np.int32), first_position

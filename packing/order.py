@@ -1,8 +1,8 @@
 """Which packs make step n, and which rank computes which of them: pure functions, so that resuming needs a number.
 
-An epoch is one pass over all packs in an order of its own. The order is computed, never stored: a permutation of any size that
-answers "what stands at place i?" directly, so step 1,000,000 costs what step 0 costs and nothing has to be replayed or saved. It
-rests on integer arithmetic written out here, not on a library's random generator, whose stream may change between versions.
+An epoch is one pass over all packs in an order of its own. The order is computed, never stored: a permutation that gives the pack
+at place i directly, so step 1,000,000 costs what step 0 costs and nothing has to be replayed or saved. Its integer arithmetic is
+written out here, since a library's random generator may change between versions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from foundation.errors import InputError
 
-# Eight rounds over 6 bits or more: every order of up to 8 packs is then as frequent as any other, as far as a chi-square test of
-# 20,000 seeds can see. Over 4 bits it is not, even with twelve rounds.
+# With eight rounds over 6 bits or more, every order of up to 8 packs is as frequent as any other, by a chi-square test of 20,000
+# seeds. Over 4 bits it is not, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
 
@@ -25,8 +25,8 @@ _LEAST_BITS = 6
 class PackOrder:
     """The endless stream of packs, cut into steps: epoch after epoch, each a permutation of all packs by (seed, epoch).
 
-    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs. The ranks
-    have no say here, so any world size sees the same packs in the same step; `spread` deals them out.
+    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs. Any world
+    size trains on the same packs in the same step; `spread` deals them out to the ranks.
     """
 
     packs_count: int
@@ -59,10 +59,10 @@ class PackOrder:
 def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:
     """Deal packs out to ranks and microbatches, equally many each, so that their costs are even; [rank][microbatch] -> indices.
 
-    A pack's cost is the sum of its squared document lengths, which is what its attention costs; all else costs every pack alike.
-    Longest processing time first (Graham 1969) under a limit of equal counts: the costliest pack left goes to the microbatch
-    with the least cost that still has room. Microbatches of like cost then run at the same time on all ranks, the costliest of
-    them on the rank with the least so far, so that the ranks' totals are even too. Ties go to the lower index: deterministic.
+    A pack's cost is the sum of its squared document lengths, to which its attention's is proportional; all else is equal.
+    Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes to the microbatch with the
+    least cost that still has room. Microbatches of similar cost then run at the same time on all ranks, the costliest of them on
+    the rank with the least so far, so that the ranks' totals are even too. Ties go to the lower index.
 
     Raises ValueError where the packs do not divide into ranks * microbatches.
     """
@@ -92,10 +92,10 @@ def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> 
 
 
 def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """What stands at `places` of the pseudo-random permutation of range(size) that `key` names; int64, the shape of `places`.
+    """The values at `places` of the pseudo-random permutation of range(size) that `key` selects; int64, the shape of `places`.
 
-    A Feistel network is a bijection of the b-bit numbers whatever its round function is; b is the smallest that covers `size`.
-    A value outside range(size) goes through the network again until it falls inside ("cycle walking", Black and Rogaway 2002),
+    A Feistel network is a bijection of the b-bit numbers whatever its round function; b is the smallest that covers `size`. A
+    value outside range(size) goes through the network again until it falls inside ("cycle walking", Black and Rogaway 2002),
     which keeps the bijection and takes at most 2 passes on average for any size above 32. The round function is splitmix64's.
 
     places: integers in range(size). key: an integer, or an array of the shape of `places` with a key for each.
@@ -112,7 +112,7 @@ def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """Eight rounds on the upper and lower half of `bits` bits; where they are odd in number, the lower half has one more."""
+    """Eight rounds on the upper and lower half of `bits` bits; of an odd number, the lower half has one more."""
     upper_bits = np.uint64(bits // 2)
     lower_bits = np.uint64(bits - bits // 2)
     one = np.uint64(1)

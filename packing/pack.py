@@ -1,20 +1,19 @@
 """Which piece of which document goes into which pack: pure algorithms over document lengths.
 
-Deciding and copying are apart. `truncate` and `best_fit` see only the documents' lengths and return a `Layout`; `materialise`
-then copies the tokens of any range of packs, so a corpus larger than memory is packed chunk by chunk from memory-mapped arrays:
+`truncate` and `best_fit` see only the documents' lengths and return a `Layout`; `materialise` then copies the tokens of any range
+of packs, so a corpus larger than memory is packed in parts from memory-mapped arrays:
 
     layout = best_fit(lengths, 4096, "restart")
     for first in range(0, len(layout), 1024):
         block = materialise(layout, first, min(first + 1024, len(layout)), tokens, starts, fill_id=eos_id)
         # block.input_ids [packs, 4096], block.lengths_of(i), block.first_position[i]
 
-`lengths[d]` and `starts[d]` describe the document that stands at place d of the order to pack in, so shuffled documents need no
-copying: pass `lengths[order]` and `starts[order]`, with `tokens` as it lies on disk.
+`lengths[d]` and `starts[d]` describe the document at place d of the order to pack in, so shuffling needs no copying: pass
+`lengths[order]` and `starts[order]`, with `tokens` as on disk. A layout takes about 90 bytes of memory a piece at its peak: half
+a gigabyte for a billion tokens in documents of 200.
 
-Deciding takes about 90 bytes of memory a piece at its peak, so a billion tokens in documents of 200 take half a gigabyte.
-
-The order of the packs is no training order: `truncate` keeps the documents' order and `best_fit` scatters its packs, so that a
-range of them is a fair sample rather than the largest documents first. `packing.order` shuffles anew for each epoch.
+The order of the packs is not the training order, which `packing.order` draws for each epoch. `truncate` keeps the documents'
+order; `best_fit` scatters its packs, so that a range of them is a fair sample and not the longest documents.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Number of real tokens in all packs; what is missing to len(layout) * length is padding."""
+        """Number of real tokens in all packs; the rest of len(layout) * length is padding."""
         return int((self.stop - self.start).sum())
 
     @property
     def fill(self) -> float:
-        """Share of the packs' room that real tokens take; 1.0 where there are no packs."""
+        """Share of real tokens in the packs; 1.0 where there are no packs."""
         return self.tokens / (len(self) * self.length) if len(self) else 1.0
 
 
@@ -73,9 +72,8 @@ class PackBlock:
 def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     """Concatenate all documents in the order given and cut every `length` tokens.
 
-    No token is lost and none repeated: only the last pack can be short. The rest of a cut document opens the next pack; its
-    positions restart at 0, or continue where the cut was made. Documents of no tokens take no place. Time and memory are
-    linear in the number of pieces.
+    No token is lost or repeated; only the last pack can be short. The rest of a cut document opens the next pack; its positions
+    restart at 0, or continue. Empty documents take no place. Time and memory are linear in the number of pieces.
 
     lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
     """
@@ -95,10 +93,10 @@ def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
 def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     """Best-fit decreasing: the longest document first, each into the pack where it leaves the least room.
 
-    No document is cut unless it is longer than a pack; such a one becomes full packs and a rest. With `restart` the rest is
-    packed as a document of its own. With `continue` each rest opens a pack, since a pack knows the position of its first token
-    only; where most documents are longer than a pack this costs fill. Within a pack the rest of a long document comes first,
-    then documents in the order given.
+    Only a document longer than a pack is cut: into full packs and a rest. With `restart` the rest is packed as a document of its
+    own. With `continue` each rest opens a pack, since a pack stores the position of its first token only; where most documents
+    are longer than a pack, this leaves more padding. Within a pack the rest of a long document comes first, then documents in the
+    order given.
 
     Deterministic, and near linear: documents of one length are placed together (see `_best_fit_decreasing`).
 
@@ -116,7 +114,7 @@ def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     openers = int(is_rest.sum()) if positions == "continue" else 0
 
     pack, packs = _best_fit_decreasing(stop - start, length, openers)
-    # Packs are numbered as they were opened, fullest documents first: scatter them, by a permutation that never changes.
+    # Packs are numbered as they were opened, longest documents first: scatter them, by a permutation that never changes.
     pack = permute(np.arange(packs), packs, key=0)[pack]
     return _layout(length, (document, start, stop), pack, packs, positions)
 
@@ -125,8 +123,7 @@ def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, start
     """Copy the tokens of packs `first` to `last` (exclusive) together.
 
     tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
-    where each document begins in it, in the order that the layout's lengths were given. The copy holds about 12 bytes for each
-    token of the range, so a range of 4M tokens or less stays friendly to caches and memory.
+    where each document begins in it, in the order that the layout's lengths were given. Takes about 12 bytes of memory a token.
     """
     if not 0 <= first <= last <= len(layout):
         raise IndexError(f"packs {first} to {last} of a layout of {len(layout)}")
@@ -134,7 +131,7 @@ def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, start
     sizes = layout.stop[own] - layout.start[own]
     ends = np.cumsum(sizes)
     source = starts[layout.document[own]] + layout.start[own]
-    # Token i of the range comes from i plus its piece's displacement: one gather, whatever the number of pieces.
+    # Token i of the range comes from i plus its piece's offset: one gather for any number of pieces.
     index = np.repeat(source - (ends - sizes), sizes)
     index += np.arange(len(index))
     real = np.take(tokens, index)
@@ -159,7 +156,7 @@ def _checked(lengths: np.ndarray, length: int) -> np.ndarray:
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Owner and rank within the owner of each of `counts[0] + counts[1] + ...` things: [2, 3] gives (0 0 1 1 1), (0 1 0 1 2)."""
+    """For counts of pieces, each piece's owner and its place within the owner: [2, 3] gives (0 0 1 1 1), (0 1 0 1 2)."""
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
@@ -179,11 +176,11 @@ def _layout(
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tuple[np.ndarray, int]:
-    """The pack of each piece, and the number of packs; the first `openers` pieces open packs 0, 1, ... whatever would fit.
+    """The pack of each piece, and the number of packs; each of the first `openers` pieces opens a pack: 0, 1, ...
 
-    Pieces of one size are placed together. If the tightest pack that takes such a piece has room for `each` of them, the first
-    leaves it the tightest still, so it takes all; and so does every pack with just as much room. The outcome is that of placing
-    one by one, at a cost that grows with the number of distinct (size, room) pairs instead of pieces.
+    Pieces of one size are placed together. If the tightest pack for such a piece has room for `each` of them, it is still the
+    tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by
+    one, at a cost that grows with the number of distinct (size, room) pairs instead of pieces.
     """
     rooms = _Rooms()
     for opener, size in enumerate(sizes[:openers].tolist()):
@@ -216,10 +213,10 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tupl
 
 
 class _Rooms:
-    """The open packs, by how many tokens more each can hold.
+    """The open packs, by how many more tokens each can hold.
 
-    Which amounts of room exist is kept as the bits of one integer: shifting it right by a size and taking the lowest set bit
-    finds the tightest in a few machine words, where a segment tree would walk log2(capacity) nodes in Python.
+    The amounts of room that exist are the bits of one integer: shifting it right by a size and taking the lowest set bit finds
+    the tightest in a few machine words, where a segment tree would visit log2(capacity) nodes in Python.
     """
 
     def __init__(self) -> None:
@@ -227,12 +224,12 @@ class _Rooms:
         self._existing = 0  # bit r is set: some pack has room for exactly r tokens
 
     def tightest(self, size: int) -> int:
-        """The least room of at least `size` >= 1 tokens that a pack has; 0 where none has."""
+        """The least room of at least `size` >= 1 tokens that any pack has; 0 where none has."""
         fitting = self._existing >> size
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, wanted: int) -> list[int]:
-        """At most `wanted` of the packs with exactly this room, and at least one; they are no longer here."""
+        """Remove and return 1 to `wanted` of the packs with exactly this room."""
         packs = self._packs[room]
         taken = packs[-wanted:]
         del packs[-wanted:]
@@ -241,7 +238,7 @@ class _Rooms:
         return taken
 
     def leave(self, room: int, packs: list[int]) -> None:
-        """Packs that have been given pieces, with the room left; a full one is not kept."""
+        """Add packs that have this much room left; full ones are not kept."""
         if packs and room:
             self._packs.setdefault(room, []).extend(packs)
             self._existing |= 1 << room

@@ -1,8 +1,8 @@
 """Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
 
-Tokenising takes nearly all the time, and all of it is kept: its results grow in `<packs>.partial/` (`packing.token_log`), and a
-run that was killed goes on after its last commit. The rest, minutes for billions of tokens, starts anew and ends in one rename.
-What comes out depends on the settings alone: neither on the number of processes nor on interruptions.
+Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/` (`packing.token_log`), and the next call after
+a kill goes on from there. The rest takes minutes for billions of tokens, starts over after a kill, and ends in one rename. The
+packs depend on the settings alone, not on the number of processes or on interruptions.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import is_disk_full
-from foundation.lock import exclusive
+from foundation.files import FileLock, is_disk_full
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chunks import CHUNK_BYTES
@@ -30,26 +29,25 @@ from packing.token_log import SOURCE_FILES, TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers, WorkerSettings
 
-# The settings that decide which tokens there are, and those that decide which pack they come to lie in. All others (processes,
-# streaming, mask_boundaries, ...) leave the packs as they are.
+# The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
+# ...) changes the packs.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, and return their folder; packs already made so are left alone.
+    """Make the packs that `settings` describe, unless they exist, and return their folder.
 
-    Another process that prepares the same folder is waited for. Raises InputError for a source, tokenizer or setting that cannot
-    be used, a folder that holds other packs, and a full disk; a later call goes on where this one stopped.
+    Waits for another process that prepares the same folder. Raises InputError for a source, tokenizer or setting that cannot be
+    used, a folder that holds other packs, and a full disk; a later call goes on where this one stopped.
     """
     if settings.source is None or settings.tokenizer is None:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
-    waiting = f"{packs} is being prepared by another process; waiting for it" if progress else None
-    if not _prepared_already(settings):  # asked before any file is touched: packs may lie where nobody can write
-        with exclusive(packs.absolute().parent / f"{packs.name}.lock", waiting):
+    if not _prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
+        with _lock(packs, progress):
             if not _prepared_already(settings):
                 manifest = _prepare_anew(settings, partial, progress)
                 say(summary(manifest), progress)
@@ -60,8 +58,16 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     return packs
 
 
+def _lock(packs: Path, progress: bool) -> FileLock:
+    path = packs.absolute().parent / f"{packs.name}.lock"
+    try:
+        return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
+    except OSError as error:
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
+
+
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
-    """Tokenise, going on where an earlier run stopped, and pack; returns the manifest."""
+    """Tokenise, from where an earlier run stopped, and pack; returns the manifest."""
     try:
         tokenizer = load_tokenizer(str(settings.tokenizer))
         log = _tokenize(settings, tokenizer, partial, progress)
@@ -77,7 +83,7 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
 
 
 def _prepared_already(settings: DataSettings) -> bool:
-    """Whether the folder holds these very packs. InputError if it holds others."""
+    """Whether the folder holds packs of these settings. InputError if it holds others."""
     packs = settings.packs
     if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
         return False
@@ -87,7 +93,7 @@ def _prepared_already(settings: DataSettings) -> bool:
         )
     manifest = read_manifest(packs)
     then, now = dict(manifest["settings"]), _content_settings(settings)
-    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # one name can come to hold another
+    if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = manifest["tokenizer"]["fingerprint"]
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
     if different := differences(then, now):
@@ -99,7 +105,7 @@ def _prepared_already(settings: DataSettings) -> bool:
 
 
 def _note_changed_source(settings: DataSettings, progress: bool) -> None:
-    """Packs stay what they were when their source grows; whoever reads the log should know."""
+    """Tell the user if the source has changed since; the packs do not."""
     if not Path(str(settings.source)).exists():
         return  # packs travel without their source
     try:
@@ -117,7 +123,7 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
 
 
 def _content_settings(settings: DataSettings) -> dict[str, Any]:
-    """All settings that the packs depend on, as the manifest keeps them."""
+    """All settings that the packs depend on, as the manifest records them."""
     values = settings.model_dump(mode="json")
     return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS}
 
@@ -127,7 +133,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     bos = tokenizer.required("bos", "data.add_bos") if settings.add_bos else None
     eos = tokenizer.required("eos", "data.add_eos") if settings.add_eos else None
     source = open_source(settings)
-    # `on_bad_line` is no part of the key: whoever meets a bad line after hours, and sets it to `skip`, goes on from there.
+    # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
     key = {name: value for name, value in _content_settings(settings).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
     key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
     log = TokenLog(partial, key)
@@ -135,8 +141,8 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
     if settings.on_bad_line == "error" and log.counts.skipped:
         raise InputError(
-            f"{log.counts.first_skipped}; {partial} was made with data.on_bad_line: skip, and left that out. Set it so again, or "
-            "remove that folder"
+            f"{log.counts.first_skipped}; {partial} was made with data.on_bad_line: skip, and left that out. Set it to skip "
+            "again, or remove that folder"
         )
     if log.counts.complete:
         return log
@@ -157,8 +163,11 @@ def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: To
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
-    with TokenizerWorkers(worker, processes) as workers, log.writing(), Progress("tokenising", "tokens", progress) as line:
-        line.start_from(log.counts.tokens)
+    with (
+        TokenizerWorkers(worker, processes) as workers,
+        log.writing(),
+        Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
+    ):
         for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
             log.append(result)
             line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
@@ -170,7 +179,8 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
     lengths = log.lengths()
     begins = np.cumsum(lengths) - lengths
     places = split_documents(len(lengths), settings)
-    layouts = {split: _layout(lengths[order], settings) for split, order in places.items()}
+    lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
+    layouts = {split: lay_out(lengths[order], settings.length, settings.positions) for split, order in places.items()}
     _check_space(settings, layouts)
     fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
     tokens, total = log.tokens(), sum(map(len, layouts.values()))
@@ -194,8 +204,8 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
 def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]:
     """The documents of each split in the order they are packed, int64 indices into the source's order.
 
-    One permutation of `data.seed` decides both: its first share is held out, the rest is the training order (with shuffle: false
-    only the choice). InputError if nothing would be left to train on.
+    One permutation by `data.seed` decides both: its first part is held out, the rest is the training order. With shuffle: false
+    documents stay in the source's order. InputError if nothing would be left to train on.
     """
     shuffled = permute(np.arange(count), count, settings.seed)
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
@@ -207,12 +217,8 @@ def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]
     return {split: part if settings.shuffle else np.sort(part) for split, part in parts.items() if len(part)}
 
 
-def _layout(lengths: np.ndarray, settings: DataSettings) -> Layout:
-    return {"truncate": truncate, "best_fit": best_fit}[settings.packing](lengths, settings.length, settings.positions)
-
-
 def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
-    """A full disk is better known before the packs are written than after."""
+    """InputError before packs are written that the disk has no space for."""
     needed = sum(4 * (len(layout) * layout.length + len(layout.document)) for layout in layouts.values())
     free = shutil.disk_usage(settings.packs.absolute().parent).free
     if needed > free:
@@ -242,7 +248,7 @@ def _statistics(
 
 
 def summary(manifest: dict[str, Any]) -> str:
-    """What `prepare` says at its end."""
+    """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
     lengths = numbers["lengths"]
     lines = {
@@ -267,5 +273,5 @@ def _left_out(counts: TokenCounts) -> str:
 
 
 def _cores() -> int:
-    """Cores this process may use, which in a container can be fewer than there are."""
+    """Cores this process may use; in a container they can be fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -12,7 +12,7 @@ from foundation.settings import PositiveCount, Seed, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 
-# What says how a source becomes packs.
+# The settings that are used only to prepare packs from a source.
 _FOR_PREPARING = (
     *("format", "subset", "split", "streaming", "text", "on_bad_line", "processes"),
     *("packing", "positions", "add_bos", "add_eos", "shuffle", "seed"),
@@ -29,7 +29,7 @@ class DataSettings(Settings):
     packs: Path  # folder of packs (Arrow, MDS) or token .bin file; where packs are prepared if `source` is set
     length: PositiveCount = 4096  # tokens of a pack
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
-    mask_boundaries: bool = True  # no loss on the token that would have to guess the next document's first
+    mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
     end_token: int | None = Field(None, ge=0)  # token .bin only: the id that ends a document; null: a pack is one document
 
     source: str | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
@@ -46,17 +46,17 @@ class DataSettings(Settings):
     add_bos: bool = False  # a BOS token before each document
     add_eos: bool = True  # an EOS token after each document
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
-    seed: Seed = 42  # decides documents' order and which are held out; apart from the run's seed, as runs of several share packs
+    seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
     processes: PositiveCount | None = None  # that tokenise; null: one a core
 
     @model_validator(mode="after")
-    def _nothing_is_set_for_nothing(self) -> DataSettings:
+    def _every_setting_is_used(self) -> DataSettings:
         if self.source is None:
             fields = type(self).model_fields
-            if idle := [name for name in _FOR_PREPARING if getattr(self, name) != fields[name].default]:
+            if unused := [name for name in _FOR_PREPARING if getattr(self, name) != fields[name].default]:
                 raise ValueError(
-                    f"`{'`, `'.join(idle)}`: for preparing packs, but no `source` is set; packs that exist stay as they are"
+                    f"`{'`, `'.join(unused)}`: for preparing packs, but no `source` is set; packs that exist stay as they are"
                 )
         elif not self.source:
             raise ValueError("`source` is empty; name a file, folder or dataset, or leave it out to read packs that exist")

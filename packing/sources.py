@@ -1,7 +1,7 @@
 """Where documents come from: JSONL, Parquet, text files, folders of these, and Hugging Face datasets, all as a stream of chunks.
 
-`open_source` looks at names only and returns at once; `chunks()` reads. The chunks of a source that did not change are the same
-every time, which is what lets an interrupted `prepare` count how many it has done and go on after them.
+`open_source` looks at names only and returns at once; `chunks()` reads. An unchanged source gives the same chunks every time, so
+an interrupted `prepare` counts how many it has done and goes on after them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,7 @@ _TEXT = {
     *(".jsx", ".ts", ".tsx", ".rb", ".php", ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj"),
     *(".sh", ".sql", ".css"),
 }
-_MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs some 100 bytes a token, and takes no document in parts
+_MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _ROWS = 1024  # read from tables at once, then cut by size
 
 
@@ -39,23 +39,26 @@ class Source(ABC):
     """Documents in a fixed order."""
 
     description: str  # for people: what is read
-    identity: dict[str, Any]  # JSON-able; differs where the documents may differ, without reading them
+    identity: dict[str, Any]  # JSON-able and quick to tell; differs where the documents may differ
 
     @abstractmethod
     def chunks(self) -> Iterator[Chunk]:
-        """All records from the first on. Raises InputError that names the file and place of what cannot be read."""
+        """All records from the first on. Raises InputError with the file and place of what cannot be read."""
 
 
 def open_source(settings: DataSettings) -> Source:
-    """The source that `settings` name. InputError where there is none or its kind cannot be told."""
+    """The source that `settings` name. InputError where there is none or its format is unclear."""
     template = TextTemplate.parse(settings.text)
     path = Path(settings.source or "")
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, template)
     if path.exists():
-        source = _open_folder(path, settings, template) if path.is_dir() else _open_file(path, settings.format, template)
-        _check_all_apply(settings, source)
+        if path.is_dir():
+            source = _open_folder(path, settings, template)
+        else:
+            source = FileSource([path], _kind_of_file(path, settings.format), template)
+        _refuse_unused_settings(settings, source)
         return source
     if (
         settings.format == "auto"
@@ -67,13 +70,13 @@ def open_source(settings: DataSettings) -> Source:
 
 
 def _suffix(path: Path) -> set[str]:
-    """The suffix that tells the kind of a file, below .gz or .zst, as a set to intersect with the known ones."""
+    """The suffix of a file, without .gz or .zst, as a set to intersect with the known ones."""
     name = Path(path.stem) if path.suffix.lower() in (".gz", ".zst") else path
     return {name.suffix.lower()}
 
 
-def _check_all_apply(settings: DataSettings, source: FileSource) -> None:
-    """InputError for a setting that files do not have: whoever sets `split` would train on all of them."""
+def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
+    """InputError for a setting that files do not use: someone who sets `split` must not get all of them."""
     unused = {"subset": None, "split": "train", "streaming": False} | ({"text": "text"} if source.kind == "text" else {})
     for name, default in unused.items():
         if getattr(settings, name) != default:
@@ -81,10 +84,6 @@ def _check_all_apply(settings: DataSettings, source: FileSource) -> None:
             raise InputError(
                 f"data.{name}: {settings.source} is read as {source.kind}: {why}; leave it out, or set data.format to what it is"
             )
-
-
-def _open_file(path: Path, wanted: str, template: TextTemplate) -> FileSource:
-    return FileSource([path], _kind_of_file(path, wanted), template)
 
 
 def _kind_of_file(path: Path, wanted: str) -> str:
@@ -104,9 +103,9 @@ def _kind_of_file(path: Path, wanted: str) -> str:
 
 
 def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -> FileSource:
-    """All files below `folder` of one kind, in order of their relative paths; hidden files and the packs to be are left out.
+    """All files below `folder` of one kind, in order of their relative paths, without hidden files and the packs being prepared.
 
-    Data files outrank text, since many data sets carry a README. Where two kinds could be meant, the settings have to say which.
+    Data files come before text, since many data sets carry a README. Where two kinds are possible, `data.format` has to name one.
     """
     wanted, packs = settings.format, settings.packs.absolute()
     made = (packs, packs.with_name(f"{packs.name}.lock"), *packs.parent.glob(f"{glob.escape(packs.name)}.partial*"))
@@ -171,7 +170,7 @@ class FileSource(Source):
         return done / max(self.bytes, 1)
 
     def _jsonl_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
-        """Whole lines, about CHUNK_BYTES at a time; a line longer than that is a chunk of its own."""
+        """Whole lines, about CHUNK_BYTES at a time; a longer line is a chunk of its own."""
         stream, raw = open_stream(path)
         with raw, stream:
             line, pending = 1, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
@@ -188,7 +187,7 @@ class FileSource(Source):
                 yield Chunk("jsonl", str(path), line, payload, self._progress(before + raw.tell()))
 
     def _json_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
-        """A .json file is often JSONL under another name; one that opens with a bracket is a list of records, read whole."""
+        """A .json file that begins with a bracket is a list of records, read whole; any other is read as JSONL."""
         stream, raw = open_stream(path)
         with raw, stream:
             is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
@@ -217,7 +216,7 @@ class FileSource(Source):
                 row += len(batch)
 
     def _text_chunks(self) -> Iterator[Chunk]:
-        """Each file is one document. Only names travel: the files are read where they are tokenised."""
+        """Each file is one document. A chunk holds names only: the files are read where they are tokenised."""
         names: list[str] = []
         pending = done = 0
         for path, size in zip(self.paths, self.sizes, strict=True):
@@ -236,16 +235,11 @@ class FileSource(Source):
             yield Chunk("files", names[0], 0, json.dumps(names).encode(), 1.0)
 
 
-@dataclass
 class DatasetSource(Source):
     """A Hugging Face dataset: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes, streamed or not."""
 
-    settings: DataSettings
-    template: TextTemplate
-
-    def __post_init__(self) -> None:
-        self.name = str(self.settings.source)
-        self._data: datasets.Dataset | datasets.IterableDataset | None = None
+    def __init__(self, settings: DataSettings, template: TextTemplate) -> None:
+        self.settings, self.template, self.name = settings, template, str(settings.source)
 
     @property
     def description(self) -> str:
@@ -254,8 +248,7 @@ class DatasetSource(Source):
 
     @property
     def identity(self) -> dict[str, Any]:
-        data = self._load()
-        fingerprint = None if self.settings.streaming else data._fingerprint
+        fingerprint = None if self.settings.streaming else self._data._fingerprint
         return {
             "kind": "dataset",
             "name": self.name,
@@ -267,7 +260,7 @@ class DatasetSource(Source):
     def chunks(self) -> Iterator[Chunk]:
         import datasets
 
-        data = self._load()
+        data = self._data
         if data.features is not None:
             _check_columns(self.name, data.features.arrow_schema, self.template)
             data = data.select_columns(list(self.template.columns))
@@ -279,9 +272,8 @@ class DatasetSource(Source):
             yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
             row += len(rows)
 
-    def _load(self) -> datasets.Dataset | datasets.IterableDataset:
-        if self._data is not None:
-            return self._data
+    @cached_property
+    def _data(self) -> datasets.Dataset | datasets.IterableDataset:
         import datasets
 
         settings, folder = self.settings, Path(self.name)
@@ -300,21 +292,19 @@ class DatasetSource(Source):
         if isinstance(data, datasets.DatasetDict):
             if settings.split not in data:
                 raise InputError(f"data.split: {self.name} has no split `{settings.split}`; it has: {', '.join(data)}")
-            data = data[settings.split]
-        self._data = data
+            return data[settings.split]
         return data
 
 
 def _check_columns(where: str, schema: pa.Schema, template: TextTemplate) -> None:
-    """InputError where a table lacks a column, or a column that is to be taken as it is holds no text."""
+    """InputError where a table lacks a column, or the one column to take as it is holds no text."""
     if problem := template.missing(schema.names):
         raise InputError(f"{where}: {problem}")
     if template.pieces is None:
         kind = schema.field(template.columns[0]).type
         kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if not (
-            pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind) or pa.types.is_null(kind)
-        ):
+        of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        if not any(is_of(kind) for is_of in of_text):
             raise InputError(
                 f"{where}: column `{template.columns[0]}` holds {kind}, not text; the columns are: {', '.join(schema.names)}"
             )

@@ -1,4 +1,4 @@
-"""The lengths of documents: a few numbers and a picture, to see what pack length and which packing suit a corpus."""
+"""The lengths of documents, as numbers and as a picture: what pack length and which packing suit a corpus?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BAR, _LINE, _MARK, _INK = "#4c78a8", "#e07b39", "#b23a48", "#333333"
 
 
 def length_statistics(lengths: np.ndarray) -> dict[str, Any]:
-    """Quantiles of `lengths` [documents], and how many documents and tokens lie in each doubling of the length."""
+    """Quantiles of `lengths` [documents], and how many documents and tokens have lengths from each power of 2 to the next."""
     quantiles = np.quantile(lengths, (0.1, 0.5, 0.9), method="lower")
     doublings = np.log2(lengths.astype(np.float64)).astype(np.int64)
     documents = np.bincount(doublings)

@@ -1,8 +1,4 @@
-"""Packs on disk behind one door: Arrow written; Arrow, MDS and token .bin read.
-
-open_packs(settings, "train")     whatever lies at `data.packs`, checked before it is read
-PackWriter(path, length)          writes the Arrow folder that open_packs reads
-"""
+"""Opens packs on disk, whatever their format (Arrow, MDS or token .bin), checks them, and sets held-out packs apart."""
 
 from __future__ import annotations
 
@@ -13,14 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import MANIFEST, ArrowPacks, PackWriter, read_manifest
+from packing.arrow import MANIFEST, ArrowPacks, Pack, Packs, Split, checked_index, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.order import splitmix64
-from packing.protocol import Pack, Packs, Split, checked_index
 from packing.settings import DataSettings
 from packing.token_bin import TokenBin
-
-__all__ = ["Pack", "PackWriter", "Packs", "Split", "check_model", "open_packs"]
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
 _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
@@ -30,11 +23,10 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     """The packs at `settings.packs`, whatever their format; None where `split` is held_out and there is none.
 
     A held-out split of the data's own is used as it is. Where there is none, the share `settings.held_out` of the training packs
-    is set apart: the same packs every time, so no step trains on them. (Whoever cuts by packs leaves the two halves of a document
-    that was cut between packs on both sides; `prepare` holds out whole documents.)
+    is set apart, the same packs every time, so no step trains on them. (A document that was cut between packs may then have a
+    part on either side; `prepare` holds out whole documents.)
 
-    Raises InputError where nothing is there, where it is not what it claims to be, and where packs have another length than
-    `settings.length`.
+    Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
     openers = _find_splits(settings.packs, settings)
     if settings.end_token is not None and openers["train"].func is not TokenBin:
@@ -52,7 +44,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
     """InputError where a model of `vocab_size` embeddings, with the tokenizer of this fingerprint if given, cannot use `packs`.
 
-    Formats that know nothing of their tokenizer pass; for them, token ids are checked as batches are made.
+    Packs that do not record their tokenizer pass; their token ids are checked as batches are made.
     """
     tokenizer = packs.tokenizer or {}
     name, size, fingerprint = (tokenizer.get(key) for key in ("name", "vocab_size", "fingerprint"))
@@ -69,9 +61,9 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
-    """The training or held-out part of `packs`: disjoint, together complete, a function of the number of packs and `share` alone.
+    """The training or held-out part of `packs`: disjoint, together complete, decided by the number of packs and `share` alone.
 
-    Held out are the max(1, round(share * n)) packs whose indices have the smallest hashes (splitmix64: no two are equal).
+    The max(1, round(share * n)) packs whose indices have the smallest hashes are held out (splitmix64: no two are equal).
     """
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
@@ -109,7 +101,7 @@ class PartOfPacks:
 
 
 def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Packs]]:
-    """How to open each split that the data at `path` has of its own; InputError unless there is one to train on."""
+    """How to open each split that the data at `path` has of its own; InputError where there is none to train on."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).exists():
@@ -126,7 +118,7 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
 
 
 def find_mds(path: Path) -> dict[Split, list[Path]]:
-    """MDS folders by split: the folder's `train` and `val`, or itself or all of its parts as training data; empty without any.
+    """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts as training data; may be empty.
 
     Reads indices only. InputError where several folders are not the parts of one dataset.
     """
@@ -140,7 +132,7 @@ def find_mds(path: Path) -> dict[Split, list[Path]]:
 def _mds_parts(path: Path) -> list[Path]:
     """`path` if it has an index (its own or its parts' merged one), else those of its folders that have one.
 
-    Folders side by side may as well be datasets of their own, or splits. Taking one of those in would go unnoticed.
+    Folders side by side may also be different datasets, or splits: training on those would go unnoticed, so they are refused.
     """
     if (path / INDEX).exists():
         return [path]

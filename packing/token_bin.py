@@ -1,4 +1,4 @@
-"""Flat token files as nanoGPT writes them: token ids one after another, with nothing that says where documents or packs begin.
+"""Flat token files as nanoGPT writes them: token ids one after another, without any sign of where documents or packs begin.
 
 A folder holds `train.bin` and perhaps `val.bin`; `meta.json` or nanoGPT's `meta.pkl` beside them may name the dtype and the
 vocabulary. The format carries no checksum; a `train.bin.sha256` (as `sha256sum` writes it) is compared where there is one.
@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_hashes, digests
-from packing.protocol import Pack, checked_index
+from foundation.integrity import FileRecord, check_files, digests
+from packing.arrow import Pack, checked_index
 
 _SAMPLED_TOKENS = 2**20
 _HEADER_MAGICS = {20240520, 20240801}  # llm.c's and modded-nanogpt's files, which begin with 256 int32
@@ -25,12 +25,13 @@ _HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such 
 
 
 class TokenBin:
-    """Consecutive windows of `length` tokens of one .bin file; what the last one lacks is padding outside `lengths`.
+    """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
 
-    With `end_token`, each document ends at (and includes) that id and a cut document counts its positions anew in each pack;
-    without, a pack is one document. The fingerprint is the sha256 of the file's own sha256 with dtype, length and end token.
-    Raises InputError for an empty file, one that is no whole number of tokens, evidence of another dtype, an end token that
-    never comes, and ids beyond the vocabulary that meta names: at opening in the first million tokens, later in each pack read.
+    With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
+    document. The fingerprint is the sha256 of the file's own sha256 with dtype, length and end token.
+
+    Raises InputError for an empty file, a part of a token at its end, signs of another dtype, an end token that never occurs, and
+    ids beyond the vocabulary that meta names: at opening in the first million tokens, later in each pack read.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
@@ -76,7 +77,7 @@ class TokenBin:
             words = recorded.read_text(encoding="utf-8").split() or [""]
             record = FileRecord(self.path.name, self.path.stat().st_size, {"sha256": words[0].lower()})
             remedy = f"write it again, or remove {recorded.name} if that is out of date"
-            check_hashes(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
+            check_files(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
 
     def _window(self, index: int) -> np.ndarray:
         start = checked_index(index, len(self)) * self.length
@@ -91,7 +92,7 @@ class TokenBin:
         return np.diff(ends, prepend=0).astype(np.int32)
 
     def _check_dtype(self, named: bool) -> None:
-        """Refuse a header, and uint32 tokens about to be read as uint16 because nothing names their dtype."""
+        """Refuse a header, and uint32 tokens that would be read as uint16 because nothing names their dtype."""
         head = np.fromfile(self.path, "<i4", 1)
         if len(head) and int(head[0]) in _HEADER_MAGICS:
             raise InputError(f"{self.path}: begins with a header (llm.c's); drop its first 1024 bytes: tail -c +1025")
@@ -105,7 +106,7 @@ class TokenBin:
             )
 
     def _check_end_token(self) -> None:
-        """Refuse an id that ends no document in a million tokens: every pack would pass for one document."""
+        """Refuse an id that does not occur in a million tokens: every pack would count as one document."""
         sample = self._tokens[:_SAMPLED_TOKENS]
         if self.end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == self.end_token).any():
             raise InputError(
@@ -123,7 +124,7 @@ class TokenBin:
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What meta.json or meta.pkl in `folder` says; empty where there is neither, InputError where it cannot be read."""
+    """The content of meta.json or meta.pkl in `folder`; empty where there is neither, InputError where it cannot be read."""
     for name, load in (("meta.json", json.loads), ("meta.pkl", _load_plain_pickle)):
         path = folder / name
         if path.exists():

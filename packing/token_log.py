@@ -1,8 +1,8 @@
-"""Tokens on their way from text to packs: two files that only grow, and a note of how much of them counts.
+"""Tokens on their way from text to packs: two files that only grow, and a note of how much of them is complete.
 
-`tokens.bin` (uint32) and `lengths.bin` (int64, a number a document) take what the workers return. Every few seconds both are
-synced and `progress.json` is replaced in one step; what lies behind the sizes it names is cut off when the log is opened again.
-So a kill, a full disk or a power cut loses seconds, and packs are laid out from one memory-mapped array instead of many shards.
+`tokens.bin` (uint32) and `lengths.bin` (int64, one a document) take what the workers return. Every few seconds both are flushed
+and `progress.json` is replaced; bytes beyond the sizes it names are cut off when the log is opened again. So a kill, a full disk
+or a power cut loses seconds, and packs are laid out from one memory-mapped array instead of many shards.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from packing.workers import Tokenized
 
-SOURCE_FILES = "source files"  # the part of a log's key that changes without anyone setting it
+SOURCE_FILES = "source files"  # the part of a log's key that no setting changes
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 
 
 @dataclass
 class TokenCounts:
-    """What the log holds, as of a commit."""
+    """What the log holds."""
 
     chunks: int = 0  # of the source, done from the first on
     documents: int = 0
@@ -45,11 +45,11 @@ class TokenCounts:
 class TokenLog:
     """The log in `folder`, for the settings `key`.
 
-    Tokens take hours, so none are ever thrown away. If `folder` holds some that were made with other settings, or not all that it
-    should, that is an InputError. If it holds those of other SOURCE_FILES, it is moved aside (`moved_to` says where) and an empty
-    log begins: nothing else can come of a source that has changed.
+    Tokens take hours, so none are ever thrown away. Where `folder` holds tokens made with other settings, or lacks some that it
+    should hold, that is an InputError. Where the source has changed since (SOURCE_FILES), the folder is moved aside (`moved_to`)
+    and an empty log begins.
 
-    Use inside `with log.writing():` to append; `tokens()` and `lengths()` read once it is complete.
+    Append inside `with log.writing():`; `tokens()` and `lengths()` read once it is complete.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class TokenLog:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Open for `append`; commits on leaving, whatever the reason (a full disk excepted, where the last commit stands)."""
+        """Open for `append`; commits on leaving for whatever reason. On a full disk the last commit remains."""
         with (
             open(self.folder / "tokens.bin", "ab", buffering=0) as tokens,
             open(self.folder / "lengths.bin", "ab", buffering=0) as lengths,
@@ -134,7 +134,7 @@ class TokenLog:
 
 
 def _read_progress(folder: Path) -> tuple[TokenCounts, dict[str, Any]]:
-    """What counts of the log in `folder`, and its key; nothing where there is no log."""
+    """The counts of the log in `folder`, and its key; empty where there is no log."""
     path = folder / _PROGRESS
     if not path.is_file():
         return TokenCounts(), {}
@@ -143,7 +143,7 @@ def _read_progress(folder: Path) -> tuple[TokenCounts, dict[str, Any]]:
 
 
 def _move_aside(folder: Path) -> Path:
-    """Give `folder` the first free name after its own, and return that."""
+    """Rename `folder` to the first free of <folder>.1, <folder>.2, ...; returns that."""
     names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
     free = next(path for path in names if not path.exists())
     return folder.rename(free)
@@ -156,6 +156,6 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _write_all(file: Any, data: memoryview) -> None:
-    """Unbuffered files may take a part, on a nearly full disk for instance; the next call then says why."""
+    """Unbuffered files may take only a part, as on a nearly full disk; the next call then raises the reason."""
     while data:
         data = data[file.write(data) :]

@@ -1,4 +1,4 @@
-"""Tokenizers without a model library: what `prepare`, `inspect` and a check against a model need, quick to import."""
+"""Tokenizers for `prepare`, `inspect` and checks against a model, without a model library: quick to import."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from packing.settings import HUB_NAME
 
 _ROLES = ("bos", "eos", "pad")
 _REMEDY = "fetch or train it again, or name another"
-# A tokenizer.json alone does not say which of its special tokens ends a document; without a tokenizer_config.json beside it, the
-# names in use decide.
+# tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
     "pad": ("<|pad|>", "<pad>", "[PAD]"),
 }
-# What does not change the ids that `encode(..., add_special_tokens=False)` gives, but differs from one save to the next.
+# These differ from one save to the next without changing the ids that `encode(..., add_special_tokens=False)` gives.
 _NOT_PART_OF_THE_FINGERPRINT = ("version", "truncation", "padding", "post_processor")
 
 
@@ -33,11 +32,11 @@ class TextTokenizer:
 
     name: str
     tokenizer: Tokenizer
-    special: dict[str, int]  # bos, eos, pad -> id, those that there are
+    special: dict[str, int]  # bos, eos, pad -> id; those it has
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 hex of everything that decides which ids a text gets, independent of file formatting and of key order."""
+        """sha256 hex of everything that decides which ids a text gets; formatting and order of keys do not count."""
         content = json.loads(self.tokenizer.to_str())
         content = {key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
         canonical = json.dumps(_without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
@@ -58,11 +57,11 @@ class TextTokenizer:
         return self.special[role]
 
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json. (The library's own `save` makes every OSError a bare Exception, a full disk too.)"""
+        """Write a tokenizer.json. (The library's own `save` turns every OSError, also a full disk, into a bare Exception.)"""
         path.write_text(self.tokenizer.to_str(pretty=True), encoding="utf-8")
 
     def describe(self) -> dict[str, Any]:
-        """What packs remember of their tokenizer."""
+        """What packs record of their tokenizer."""
         ids = {f"{role}_id": self.special.get(role) for role in _ROLES}
         return {"name": self.name, "fingerprint": self.fingerprint, "vocab_size": self.vocab_size, **ids}
 
@@ -103,8 +102,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
 def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
     """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
 
-    A repository may lack the second. One that is out of reach is an InputError: which token ends a document must not depend on
-    the network.
+    A repository may lack the second. If it cannot be reached, that is an InputError: which token ends a document must not depend
+    on the network.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError

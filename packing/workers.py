@@ -1,8 +1,8 @@
 """Tokenising in several processes: chunks go out in order, arrays of ids come back in the same order.
 
-The workers are plain interpreters on two pipes, `python -m packing.workers`. Forking would copy whatever the caller has loaded
-(torch, a CUDA context, threads), and multiprocessing's `spawn` would import the caller's script again in each worker. A frame on
-a pipe is two sizes, a JSON header and raw bytes, so nothing is pickled either. One thread a worker waits on its pipes.
+The workers are interpreters on two pipes, `python -m packing.workers`. Forking would copy whatever the caller has loaded (torch,
+a CUDA context, threads), and multiprocessing's `spawn` would import the caller's script again in each worker. A frame on a pipe
+is two sizes, a JSON header and raw bytes: nothing is pickled. One thread a worker waits on its pipes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SIZES = struct.Struct("<QQ")  # bytes of the header, bytes of the payload
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """All that a worker needs to know; it travels on its command line."""
+    """What a worker gets on its command line."""
 
     tokenizer: str  # path of a tokenizer.json
     text: str  # column or template
@@ -75,7 +75,7 @@ class TokenizerWorkers:
             worker.communicate()
 
     def map(self, chunks: Iterable[Chunk]) -> Iterator[Tokenized]:
-        """Results in the order of `chunks`, at most 3 chunks a worker ahead. Raises the InputError of the first bad record."""
+        """Results in the order of `chunks`, up to 3 chunks a worker ahead. Raises the InputError of the first bad record."""
         waiting: deque[Future[Tokenized]] = deque()
         for chunk in chunks:
             waiting.append(self._threads.submit(self._ask, chunk))
@@ -110,7 +110,7 @@ class TokenizerWorkers:
     def _start(self) -> subprocess.Popen[bytes]:
         package = Path(__file__).resolve().parent.parent
         path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
-        # One thread a process: two levels of parallelism would only fight for the cores.
+        # One thread a process: more would compete for the same cores.
         environment = {**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "packing.workers", json.dumps(asdict(self._settings))]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
@@ -140,7 +140,7 @@ def _receive(pipe: BinaryIO) -> tuple[dict[str, Any], bytes]:
 
 
 def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> None:
-    """A worker's life: answer until the parent closes the pipes, be it by dying."""
+    """What a worker does: it answers until the parent closes the pipes or dies."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(settings.tokenizer)
@@ -162,15 +162,15 @@ def _serve(settings: WorkerSettings, requests: BinaryIO, replies: BinaryIO) -> N
 
 
 def _encode(tokenizer: Tokenizer, documents: list[str], settings: WorkerSettings) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of all documents in one array (uint32), and the length of each (int64); one without any is left out.
+    """Ids of all documents in one array (uint32), and the length of each (int64).
 
-    Many tokenizers give no token for blanks, and a BOS and an EOS alone are no document.
+    A document without tokens of its own is left out: many tokenizers give none for blanks.
     """
     head = [] if settings.bos is None else [settings.bos]
     tail = [] if settings.eos is None else [settings.eos]
-    ids: list[int] = []  # one list for all: an array a document would cost more than its tokens where documents are short
+    ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
     ends = [0]
-    # encode_batch_fast leaves out the character offsets, which nobody asked for.
+    # encode_batch_fast computes no character offsets.
     for encoding in tokenizer.encode_batch_fast(documents, add_special_tokens=False):
         if own := encoding.ids:
             ids += head
@@ -181,7 +181,7 @@ def _encode(tokenizer: Tokenizer, documents: list[str], settings: WorkerSettings
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides what becomes of us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     frames = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not end up between the frames
+    os.dup2(2, 1)  # what a library prints must not end up between the frames
     _serve(WorkerSettings(**json.loads(sys.argv[1])), sys.stdin.buffer, frames)

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from packing.store import Pack, PackWriter
+from packing.arrow import Pack, PackWriter
 
 # Two cores shared by several workers: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)

@@ -23,7 +23,7 @@ from packing.order import PackOrder
 from packing.store import open_packs
 from pretrain.metrics.recorder import memory_gib
 from pretrain.optimizer import schedule
-from pretrain.optimizer.build import set_learning_rate
+from pretrain.optimizer.adamw import set_learning_rate
 from pretrain.settings.config import load_recipe
 
 

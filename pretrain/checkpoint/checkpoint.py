@@ -1,14 +1,18 @@
 """Checkpoints that are complete or absent, never half, and that any world size can load.
 
-    checkpoints/step-00000100/
-      model-00000-of-00002.safetensors        parameters under their Hugging Face names, by rank
-      optimizer-00000-of-00002.safetensors
-      state.json                              step, tokens and what defines the training
-      manifest.json                           sizes, SHA-256 and tensor index; written last
+    checkpoints/
+      step-00000100/                            complete
+        model-00000-of-00002.safetensors        parameters under their Hugging Face names, by rank
+        optimizer-00000-of-00002.safetensors
+        state.json                              step, tokens and what defines the training
+        manifest.json                           sizes, SHA-256 and tensor index; written last
+      .partial-step-00000200/                   while it is written; once its manifest is there, only the name is missing
+      step-00000150.replaced-1/                 given up by the run, kept for the user to look at or remove
+      .removed-step-00000050/                   while it is deleted
 
-A checkpoint is written into a hidden sibling folder, each file is flushed to the disk, the manifest comes last, and only then the
-folder gets its name. So a process may die at any instruction, and the machine at any moment, and what is named step-* is whole.
-Disks still flip bits and people still copy folders halfway, so every byte is hashed again before it is trusted.
+Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
+instruction, and the machine at any moment: a folder named step-* is whole. Disks still flip bits and people still copy folders
+halfway, so every byte is hashed again before it is trusted.
 
 One run writes into a folder at a time: the run folder's lock sees to that (pretrain.metrics.run_folder).
 """
@@ -18,6 +22,8 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,40 +35,30 @@ import torch.distributed
 from torch import Tensor
 
 from foundation.errors import InputError
+from foundation.files import fsync, write_file
+from foundation.integrity import THREADS, FileRecord, find_damage, wrong_sizes
 from foundation.units import memory
-from pretrain.checkpoint import folder as checkpoint_folder
-from pretrain.checkpoint.folder import STATE, partial_of, step_folder, step_folders, step_of
-from pretrain.checkpoint.manifest import MANIFEST, THREADS, FileEntry, Manifest, TensorEntry, damage, read_manifest
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest, record_of
 from pretrain.checkpoint.shards import (
     PART_BYTES,
     block_of,
     lay_out,
     load_tensors,
-    local_data,
     misfits_of,
     rank_stem,
     stored_bytes,
     write_tensors,
 )
+from pretrain.optimizer.adamw_update import local_part
 
+STATE = "state.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_PARTIAL, _REMOVED = ".partial-", ".removed-"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AllGather = Callable[[Any], list[Any]]
 Tensors = Mapping[str, Tensor]
-
-
-def alone(item: Any) -> list[Any]:
-    """The all-gather of a single process."""
-    return [item]
-
-
-def all_gather_objects(item: Any) -> list[Any]:
-    """What every rank of the default process group passed, in the order of the ranks; small objects only."""
-    gathered = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, item)
-    return gathered
 
 
 @dataclass(frozen=True)
@@ -72,37 +68,23 @@ class Loaded:
 
 
 class Checkpoints:
-    """The checkpoints of one run. With several ranks every method is collective: all ranks call it, in the same order."""
+    """The checkpoints of one run.
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        all_gather: AllGather = alone,
-        part_bytes: int = PART_BYTES,
-    ) -> None:
+    Where torch.distributed is initialised, every method is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, folder: Path, keep: int, *, part_bytes: int = PART_BYTES) -> None:
         if keep < 1:
             raise ValueError("keep must be at least 1: the newest checkpoint is never deleted")
         self.folder = folder
         self.keep = keep
-        self.rank = rank
-        self.world_size = world_size
-        self.all_gather = all_gather
         self.part_bytes = part_bytes
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if distributed else 0
+        self.world_size = torch.distributed.get_world_size() if distributed else 1
         self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
         self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
         self._verified: Path | None = None  # found intact by newest(): load() need not hash it again
-
-    @classmethod
-    def of_process_group(cls, folder: Path, keep: int) -> Checkpoints:
-        """For the default process group where torch.distributed is initialised, for a single process elsewhere."""
-        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            return cls(folder, keep)
-        rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return cls(folder, keep, rank=rank, world_size=world_size, all_gather=all_gather_objects)
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -116,20 +98,22 @@ class Checkpoints:
         final = step_folder(self.folder, step)
         if self.current == final:
             return final
+        partial = final.with_name(f"{_PARTIAL}{final.name}")
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        offers = self.all_gather(blocks)
+        offers = self._gather(
+            {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        )
         index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
         try:
-            self._on_every_rank(lambda: self.rank == 0 and checkpoint_folder.start_writing(final))
-            written = self._on_every_rank(lambda: self._write_shards(partial_of(final), index, groups))
-            files = {name: entry for entries in written for name, entry in entries.items()}
+            self._on_every_rank(lambda: self.rank == 0 and _make_empty(partial))
+            written = self._on_every_rank(lambda: self._write_shards(partial, index, groups))
+            files = [*(record for records in written for record in records), record_of(STATE, state_json)]
             manifest = Manifest(step, self.world_size, files, index["model"], index["optimizer"])
-            self._on_every_rank(lambda: self.rank == 0 and checkpoint_folder.complete(final, manifest, state_json))
+            self._on_every_rank(lambda: self.rank == 0 and _complete(partial, final, manifest, state_json))
         except _Refused as refusal:
             if self.rank == 0:
-                shutil.rmtree(partial_of(final), ignore_errors=True)
+                shutil.rmtree(partial, ignore_errors=True)
             raise InputError(self._describe(refusal, step, bytes_needed(model, optimizer))) from None
         self.current = final
         self.damaged.pop(final, None)  # set aside, where it was
@@ -138,25 +122,31 @@ class Checkpoints:
 
     def _write_shards(
         self, partial: Path, index: dict[str, dict[str, TensorEntry]], groups: dict[str, Tensors]
-    ) -> dict[str, FileEntry]:
+    ) -> list[FileRecord]:
         """Write this rank's files into `partial`, several at a time."""
         mine: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
             for name, entry in index[kind].items():
                 for piece in entry.pieces:
                     if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
-                        mine.setdefault(piece.file, {})[name] = local_data(group[name])
+                        mine.setdefault(piece.file, {})[name] = local_part(group[name])
         with ThreadPoolExecutor(THREADS) as threads:
-            entries = threads.map(lambda file: write_tensors(partial / file, mine[file]), mine)
-            return dict(zip(mine, entries, strict=True))
+            return list(threads.map(lambda file: write_tensors(partial / file, mine[file]), mine))
+
+    def _gather(self, item: T) -> list[T]:
+        """What every rank passed, in the order of the ranks; small objects only."""
+        gathered: list[Any] = [item] * self.world_size
+        if self.world_size > 1:
+            torch.distributed.all_gather_object(gathered, item)
+        return gathered
 
     def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returned on each rank, once all are done; _Refused on all of them where the file system refused any."""
+        """What `work` returned on each rank, once all are done. Where the file system refused any, all ranks raise _Refused."""
         try:
             outcome: tuple[T | None, str | None, int | None] = (work(), None, None)
         except OSError as error:
             outcome = (None, f"{error.strerror or error} (rank {self.rank})", error.errno)
-        outcomes = self.all_gather(outcome)
+        outcomes = self._gather(outcome)
         if refusals := [(message, number) for _, message, number in outcomes if message is not None]:
             raise _Refused(*refusals[0])
         return [result for result, _, _ in outcomes]
@@ -173,36 +163,36 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove all but the `keep` newest checkpoints, and what dead writers left. Does nothing before this run's first save.
 
-        Never removed nor counted: damaged checkpoints, and those newer than the one just saved.
+        Damaged checkpoints, and those newer than the one just saved, are neither removed nor counted.
         """
         if self.rank != 0 or self.current is None or self.current.parent != self.folder:
             return
         steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(self.current)]
-        intact = [path for path in steps if path not in self.damaged and checkpoint_folder.looks_complete(path)]
-        checkpoint_folder.remove(self.folder, intact[self.keep :])
+        intact = [path for path in steps if path not in self.damaged and _looks_complete(path)]
+        _remove(self.folder, intact[self.keep :])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.
 
-        Without this the next automatic resume would take up the abandoned line. Returns the new paths.
+        Otherwise the next automatic resume would continue the abandoned training. Returns the new paths.
         """
         moved = []
         if self.rank == 0:
-            moved = [checkpoint_folder.set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
-        return self.all_gather(moved)[0]
+            moved = [_set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
+        return self._gather(moved)[0]
 
     # ── Resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint, every byte verified; None if there is none.
 
-        A damaged one is reported through `logging` and kept in `damaged`, left where it is, and the one before it is tried.
+        A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
         found = []
         if self.rank == 0:
-            checkpoint_folder.finish_renames(self.folder)
+            _finish_renames(self.folder)
             found = step_folders(self.folder)
-        for path in self.all_gather(found)[0]:
+        for path in self._gather(found)[0]:
             problems = self._verify(path)
             if not problems:
                 self._verified = path
@@ -231,15 +221,14 @@ class Checkpoints:
         Raises InputError, before anything is copied, where a file is damaged or names, shapes or integer dtypes differ.
         """
         self._require_intact(path)
-        manifest, notes = read_manifest(path), []
-        parts = [("model", model, manifest.model)] + (
-            [("optimizer", optimizer, manifest.optimizer)] if optimizer is not None else []
-        )
+        manifest = read_manifest(path)
+        parts = [("model", model, manifest.model)]
+        if optimizer is not None:
+            parts.append(("optimizer", optimizer, manifest.optimizer))
         if misfits := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in misfits_of(index, tensors)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(misfits)}. {remedy}")
-        for kind, tensors, index in parts:
-            notes += [f"{kind}: {note}" for note in load_tensors(path, index, tensors)]
+        notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
         self.current = path
         return Loaded(self.read_state(path), notes)
 
@@ -254,12 +243,11 @@ class Checkpoints:
     def _verify(self, path: Path) -> list[str]:
         """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""
         try:
-            files = read_manifest(path).files
-            share = sorted(files)[self.rank :: self.world_size]
-            problems = damage(path, {name: files[name] for name in share})
+            files = sorted(read_manifest(path).files, key=lambda file: file.name)
+            problems = find_damage(path, files[self.rank :: self.world_size])
         except InputError as error:
             problems = [str(error)]
-        return list(dict.fromkeys(problem for rank in self.all_gather(problems) for problem in rank))
+        return list(dict.fromkeys(problem for rank in self._gather(problems) for problem in rank))
 
 
 class _Refused(Exception):
@@ -268,6 +256,89 @@ class _Refused(Exception):
     def __init__(self, message: str, number: int | None) -> None:
         super().__init__(message)
         self.number = number
+
+
+# ── Folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def step_folder(parent: Path, step: int) -> Path:
+    return parent / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    """The step in the name of a checkpoint folder; ValueError for another name."""
+    match = _STEP.fullmatch(folder.name)
+    if match is None:
+        raise ValueError(f"{folder.name} is not the name of a checkpoint")
+    return int(match[1])
+
+
+def step_folders(parent: Path) -> list[Path]:
+    """All folders in `parent` that are named like a checkpoint, newest first."""
+    folders = [path for path in parent.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
+    return sorted(folders, key=step_of, reverse=True)
+
+
+def _make_empty(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+
+
+def _complete(partial: Path, final: Path, manifest: Manifest, state_json: bytes) -> None:
+    """Add the state and, last, the manifest to the tensor files in `partial`; then give the folder its name."""
+    write_file(partial / STATE, state_json)
+    if wrong := wrong_sizes(partial, manifest.files):
+        raise OSError(f"{wrong[0]}: rank 0 does not find what another rank wrote; all machines must share this file system")
+    write_file(partial / MANIFEST, manifest.to_json())
+    fsync(partial)
+    if final.exists():
+        _set_aside(final)
+    os.rename(partial, final)
+    fsync(final.parent)
+
+
+def _finish_renames(parent: Path) -> None:
+    """Name the partial folders that have their manifest: their writers died just before doing so."""
+    for partial in parent.glob(f"{_PARTIAL}step-*"):
+        final = parent / partial.name.removeprefix(_PARTIAL)
+        if not final.exists() and _looks_complete(partial):
+            os.rename(partial, final)
+            fsync(parent)
+
+
+def _looks_complete(folder: Path) -> bool:
+    """Whether all files are there with their sizes. Hashing them is left to loading."""
+    try:
+        return not wrong_sizes(folder, read_manifest(folder).files)
+    except InputError:
+        return False
+
+
+def _set_aside(folder: Path) -> Path:
+    """Free the name `step-*` without losing the data."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    _log.warning("%s was set aside as %s; remove it when you do not need it", folder, aside.name)
+    return aside
+
+
+def _remove(parent: Path, folders: list[Path]) -> None:
+    """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
+    try:
+        for folder in folders:
+            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
+            os.rename(folder, folder.with_name(f"{_REMOVED}{folder.name}"))
+        for prefix in (_REMOVED, _PARTIAL):
+            for leftover in parent.glob(f"{prefix}step-*"):
+                shutil.rmtree(leftover)
+    except OSError as error:
+        _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
+
+
+# ── Space ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:

@@ -8,24 +8,23 @@
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
 
 A piece is a block of its tensor: `offset` and `shape` give its place in the whole, `file` the safetensors file that holds it
-under the name of the tensor. Nothing else ties a checkpoint to the processes that wrote it, so any world size loads it. No torch
-here: a folder can be listed and verified on a machine without it.
+under the tensor's name. Nothing else ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here:
+a folder can be listed and verified on a machine without it.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
+from foundation.integrity import FileRecord
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-THREADS = 8  # hashing and file writing release the GIL; more threads than this only queue at the disk
 
 
 @dataclass(frozen=True)
@@ -47,26 +46,22 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class FileEntry:
-    bytes: int
-    sha256: str
-
-    @classmethod
-    def of(cls, data: bytes) -> FileEntry:
-        return cls(len(data), hashlib.sha256(data).hexdigest())
-
-
-@dataclass(frozen=True)
 class Manifest:
     step: int
     world_size: int
-    files: dict[str, FileEntry]
+    files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
     model: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
 
     def to_json(self) -> bytes:
-        content = {"format": FORMAT, **asdict(self)}
+        files = {file.name: {"bytes": file.size, **file.hashes} for file in self.files}
+        content = {"format": FORMAT, **asdict(self), "files": files}
         return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
+
+
+def record_of(name: str, data: bytes) -> FileRecord:
+    """What the manifest records of a file `name` that holds `data`."""
+    return FileRecord(name, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -92,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(
         step=content["step"],
         world_size=content["world_size"],
-        files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+        files=[FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()],
         model=_read_index(content["model"]),
         optimizer=_read_index(content["optimizer"]),
     )
@@ -107,32 +102,3 @@ def _read_index(index: dict[str, Any]) -> dict[str, TensorEntry]:
         )
         for name, entry in index.items()
     }
-
-
-def wrong_sizes(folder: Path, files: dict[str, FileEntry]) -> list[str]:
-    """One line for each of `files` that is missing from `folder` or has another size than its entry: what a stat can tell."""
-    wrong = []
-    for name, entry in files.items():
-        path = folder / name
-        if not path.is_file():
-            wrong.append(f"{name} is missing")
-        elif (size := path.stat().st_size) != entry.bytes:
-            wrong.append(f"{name} has {size} bytes instead of {entry.bytes}")
-    return wrong
-
-
-def damage(folder: Path, files: dict[str, FileEntry]) -> list[str]:
-    """One line for each of `files` that is not, to the bit, what was written; empty: intact. Reads every byte."""
-    if wrong := wrong_sizes(folder, files):
-        return wrong
-
-    def check(name: str) -> str | None:
-        try:
-            with open(folder / name, "rb") as file:
-                intact = hashlib.file_digest(file, "sha256").hexdigest() == files[name].sha256
-        except OSError as error:
-            return f"{name} cannot be read: {error}"
-        return None if intact else f"{name} does not match its SHA-256"
-
-    with ThreadPoolExecutor(THREADS) as threads:
-        return [problem for problem in threads.map(check, files) if problem]

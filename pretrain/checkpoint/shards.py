@@ -14,9 +14,10 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,7 +25,9 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from pretrain.checkpoint.manifest import FileEntry, Piece, TensorEntry
+from foundation.integrity import FileRecord
+from pretrain.checkpoint.manifest import Piece, TensorEntry
+from pretrain.optimizer.adamw_update import local_part
 
 PART_BYTES = 2 * 2**30  # a file ends after this many: enough files to keep the hashing threads busy, few enough to list
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
@@ -57,14 +60,9 @@ class Block:
     bytes: int
 
 
-def local_data(tensor: Tensor) -> Tensor:
-    """The values this process holds of `tensor`, sharing its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def block_of(tensor: Tensor) -> Block:
     """Where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
-    local = local_data(tensor)
+    local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
         chunks = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
@@ -132,7 +130,7 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
         yield f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors", part
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
     safetensors' own writer wants all tensors of the file in host memory and knows nothing of hashes. The format is a length, a
@@ -165,7 +163,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
                 put(block)
         file.flush()
         os.fsync(file.fileno())
-    return FileEntry(8 + len(text) + end, digest.hexdigest())
+    return FileRecord(path.name, 8 + len(text) + end, {"sha256": digest.hexdigest()})
 
 
 def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
@@ -178,51 +176,6 @@ def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
             if staging is not None:
                 block = staging[: block.numel()].copy_(block)
             yield memoryview(block.numpy())
-
-
-class ShardReader:
-    """Reads tensors of a checkpoint folder into tensors of any sharding; a context manager that owns the open files.
-
-    Files are mapped, not loaded: a rank touches only the bytes of its own part.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._stack = ExitStack()
-        self._files: dict[str, safe_open] = {}
-
-    def __enter__(self) -> ShardReader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._files.clear()
-        self._stack.close()
-
-    def fill(self, name: str, entry: TensorEntry, target: Tensor) -> None:
-        """Copy the saved tensor `name` into `target`, of the same global shape, in place and converted to its dtype.
-
-        Raises ValueError where the saved pieces do not cover the target.
-        """
-        mine = block_of(target)
-        local = local_data(target)
-        copied = 0
-        for piece in entry.pieces:
-            overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
-            if overlap is None:
-                continue
-            source = self._read(name, piece, _relative(overlap, piece.offset))
-            local[_relative(overlap, mine.offset)].copy_(source)
-            copied += source.numel()
-        if copied != local.numel():
-            raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
-
-    def _read(self, name: str, piece: Piece, where: tuple[slice, ...]) -> Tensor:
-        if piece.file not in self._files:
-            self._files[piece.file] = self._stack.enter_context(safe_open(self.folder / piece.file, framework="pt", device="cpu"))
-        file = self._files[piece.file]
-        if where == tuple(slice(0, size) for size in piece.shape):
-            return file.get_tensor(name)  # also the only way to a tensor without dimensions
-        return file.get_slice(name)[where]
 
 
 Range = tuple[int, int]
@@ -261,15 +214,37 @@ def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
 
 
 def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """Fill `targets`, which have no misfits, from the checkpoint in `folder`; returns notes about dtypes that were converted."""
+    """Fill `targets`, which have no misfits and any sharding, from the checkpoint in `folder`, converted to their dtypes.
+
+    Files are mapped, not loaded: a rank touches only the bytes of its own part. Returns notes about dtypes that were converted.
+    """
     conversions: Counter[tuple[str, str]] = Counter()
-    with ShardReader(folder) as reader, torch.no_grad():
+    with ExitStack() as stack, torch.no_grad():
+        open_file = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu")))
         for name, target in targets.items():
-            reader.fill(name, index[name], target)
+            _fill(target, name, index[name], open_file)
             conversions[index[name].dtype, DTYPE_NAMES[target.dtype]] += 1
     return [
         f"{count} tensors converted from {saved} to {wanted}" for (saved, wanted), count in conversions.items() if saved != wanted
     ]
+
+
+def _fill(target: Tensor, name: str, entry: TensorEntry, open_file: Callable[[str], safe_open]) -> None:
+    """Copy the saved tensor `name` into this process's part of `target`; ValueError where the saved pieces do not cover it."""
+    mine = block_of(target)
+    local = local_part(target)
+    copied = 0
+    for piece in entry.pieces:
+        overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
+        if overlap is None:
+            continue
+        file, where = open_file(piece.file), _relative(overlap, piece.offset)
+        is_whole = where == tuple(slice(0, size) for size in piece.shape)
+        source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # a tensor without dimensions has no slices
+        local[_relative(overlap, mine.offset)].copy_(source)
+        copied += source.numel()
+    if copied != local.numel():
+        raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
 
 
 def _some(names: list[str], limit: int = 5) -> str:

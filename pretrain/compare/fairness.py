@@ -1,8 +1,8 @@
-"""Which runs may be compared, and by how much two of them differ.
+"""Which runs may be compared, what they differ in, and by how much their losses differ.
 
-Two runs are comparable where they are one training in all but how it was computed: the same model, data, order, tokens, seed and
-rule of learning. Then the losses of one step differ by what is being compared and not by the text, and their paired difference is
-some twenty times sharper than the curves themselves (in the reference's runs its sd is 0.005 a step, against 0.127).
+Two runs are comparable where they are the same training in all but how it was computed: the same model, data, order, tokens, seed
+and rule of learning. Then both see the same text in the same step, and the difference of their losses in that step has little
+noise: in the reference's runs its standard deviation is 0.005, where that of the loss itself is 0.127.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
-from pretrain.metrics.run_files import RunRecord
-from pretrain.settings.config import identity_of
+from pretrain.metrics.run_record import RunRecord
+from pretrain.precision.registry import PRECISIONS
+from pretrain.settings.config import flatten, identity_of
 from pretrain.settings.recipe import Recipe
 
 # What a comparison is about: the dtypes of products, of weights, and of what is kept beside them. Where a run computes is no part
 # of its identity.
 COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
-LATE_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
+LAST_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
+FEWEST_STEPS = 64  # for a standard error: eight batches of eight
+# Keys of `fp8_config` that say where a precision is computed. The audit's `backend` answers that; they change no arithmetic.
+_WHERE = ("backend", "on_unsupported")
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
@@ -41,24 +45,24 @@ def training_of(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
 
 
-def unfairness(first: RunRecord, second: RunRecord) -> str | None:
-    """What makes comparing the two unfair, with keys and both values; None where nothing does. InputError as `training_of`."""
+def describe_unfairness(first: RunRecord, second: RunRecord) -> str | None:
+    """The settings that make comparing the two unfair, with both values; None without any. InputError as `training_of`."""
     ours, theirs = training_of(first), training_of(second)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-    return "; ".join(f"`{key}`: {_value(ours, key)} and {_value(theirs, key)}" for key in keys) or None
+    return "; ".join(f"`{key}`: {ours.get(key, 'not set')} and {theirs.get(key, 'not set')}" for key in keys) or None
 
 
 def check_comparable(runs: Sequence[RunRecord]) -> None:
     """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair."""
     for run in runs[1:]:
-        if differing := unfairness(runs[0], run):
+        if differing := describe_unfairness(runs[0], run):
             raise InputError(
                 f"{runs[0].path} and {run.path} cannot be compared, as they differ in more than precision and weights: "
                 f"{differing}; report each alone, or train one of them again"
             )
 
 
-def difference(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
     """(steps int64, second's loss minus first's float64) over the steps where both are finite numbers."""
     (ours, our_losses), (theirs, their_losses) = first.curve("loss"), second.curve("loss")
     steps, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
@@ -67,11 +71,16 @@ def difference(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndar
     return steps[finite], differences[finite]
 
 
-@dataclass(frozen=True)
-class Paired:
-    """A paired difference in nats per token: its mean, the sd of one step's, the standard error of the mean, and of how many.
+def last_fifth(differences: np.ndarray) -> np.ndarray:
+    """The last fifth of them, rounded up."""
+    return differences[len(differences) - math.ceil(len(differences) * LAST_SHARE) :]
 
-    sd and standard error are NaN where there are too few steps to tell.
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """Step-by-step differences of two losses in nats per token: their mean, standard deviation and the mean's standard error.
+
+    A figure is NaN where there are too few steps for it.
     """
 
     mean: float
@@ -80,7 +89,7 @@ class Paired:
     steps: int
 
     @classmethod
-    def of(cls, differences: np.ndarray) -> Paired:
+    def of(cls, differences: np.ndarray) -> PairedDifference:
         steps = len(differences)
         return cls(
             mean=float(differences.mean()) if steps else math.nan,
@@ -90,27 +99,64 @@ class Paired:
         )
 
 
-def late(differences: np.ndarray) -> np.ndarray:
-    """The last fifth of them, rounded up."""
-    return differences[len(differences) - math.ceil(len(differences) * LATE_SHARE) :]
-
-
 def batch_means_error(values: np.ndarray) -> float:
-    """Standard error of the mean of correlated `values`, by non-overlapping batch means; NaN below four values.
+    """Standard error of the mean of correlated `values`, by non-overlapping batch means; NaN below FEWEST_STEPS values.
 
-    Neighbouring steps share their past, so sd / sqrt(n) would claim too much. The n values are cut into batches of
-    b = floor(sqrt(n)) in a row; these are nearly independent of each other where single values are not, so the variance of their
-    means tells that of the whole mean: SE² = Var(batch means) · b / n (Flegal and Jones 2010, Annals of Statistics 38(2)). The
-    first n mod b values are in no batch. A trend counts as spread, which errs on the side of caution; a correlation longer than
-    a batch is missed, which errs on the other, so a fifth of a short run deserves distrust.
+    Neighbouring steps share their past, so sd / sqrt(n) would be too small. The n values are cut into batches of
+    b = floor(sqrt(n)) consecutive ones; the first n mod b are in no batch. Batches are nearly independent of each other where
+    single values are not, so the spread of their means gives the error: SE² = Var(batch means) · b / n (Flegal and Jones 2010,
+    Annals of Statistics 38(2)).
+
+    A trend counts as spread, so the error is then too large. A correlation longer than a batch is missed, and the error is too
+    small. The variance of a few batch means is itself a matter of luck: two that happen to agree would give an error of zero.
+    Hence no error is given for fewer than eight batches.
     """
     n = len(values)
-    if n < 4:
+    if n < FEWEST_STEPS:
         return math.nan
     size = math.isqrt(n)
     batches = values[n % size :].reshape(-1, size).mean(axis=1)
     return float(math.sqrt(batches.var(ddof=1) * size / n))
 
 
-def _value(values: dict[str, Any], key: str) -> Any:
-    return values.get(key, "not set")
+class Variants:
+    """What the runs of one precision differ in, and so has to stand beside the precision's name.
+
+    `options`: keys of `fp8_config` in which two runs of the same precision differ. Precisions have options of their own, so a
+    difference between runs of different precisions says nothing. `dtypes`: of the optimizer's `moments` and `gradients`, those
+    whose dtype differs between any runs. `names`: the variants' names, in the order of the runs.
+    """
+
+    def __init__(self, runs: Sequence[RunRecord]) -> None:
+        quantized = [run for run in runs if self.is_quantized(run)]
+        values: dict[tuple[str, str], set[str]] = {}
+        for run in quantized:
+            for key, value in _options(run).items():
+                values.setdefault((key, run.config["precision"]), set()).add(str(value))
+        self.options = list(dict.fromkeys(key for (key, _), found in values.items() if len(found) > 1))
+        self.dtypes = [key for key in ("moments", "gradients") if len({self.dtype(run, key) for run in runs}) > 1]
+        self.names = list(dict.fromkeys(self.name(run) for run in quantized))
+
+    @staticmethod
+    def is_quantized(run: RunRecord) -> bool:
+        precision = PRECISIONS.get(run.config.get("precision") or "")
+        return precision is not None and precision.quantized
+
+    def value(self, run: RunRecord, option: str) -> str | None:
+        """The run's value of an option; None where its precision has no such option."""
+        value = _options(run).get(option) if self.is_quantized(run) else None
+        return None if value is None else str(value)
+
+    @staticmethod
+    def dtype(run: RunRecord, key: str) -> str | None:
+        """The dtype that the run's recipe names for its moments or gradients; None where it names none."""
+        return (run.config.get("optimizer") or {}).get(key)
+
+    def name(self, run: RunRecord, *, keys: bool = True) -> str:
+        """`scope linear+head, margin 1`, or without keys `linear+head, 1`. Empty where runs of a precision do not differ."""
+        values = {option: self.value(run, option) for option in self.options}
+        return ", ".join(f"{key} {value}" if keys else value for key, value in values.items() if value is not None)
+
+
+def _options(run: RunRecord) -> dict[str, Any]:
+    return {key: value for key, value in flatten(run.config.get("fp8_config") or {}).items() if key not in _WHERE}

@@ -1,8 +1,8 @@
 """Curves and tables from what runs left behind: `python -m pretrain report RUN [RUN ...] [--baseline RUN] [--out PNG]`.
 
 Several runs are compared with the first, or with `--baseline`; runs whose comparison would be unfair are refused
-(`pretrain.compare.fairness`). A speed is shown for what it is: an emulated precision's is marked, and a run that shared its
-machine with others has none.
+(`pretrain.compare.fairness`). The speed of an emulated precision is marked, and a run that shared its machine with others shows
+none.
 
 Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
 """
@@ -10,46 +10,77 @@ Reads files only and imports no torch: it starts at once, works while a run is g
 from __future__ import annotations
 
 import argparse
+import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import count, memory, percent
-from pretrain.compare.curves import plot_losses
-from pretrain.compare.fairness import LATE_SHARE, Paired, check_comparable, difference, late, unfairness
-from pretrain.compare.tables import UNKNOWN, markdown, shown
-from pretrain.compare.variants import Variants
-from pretrain.metrics.run_files import RunRecord, read_run
-from pretrain.metrics.summary import LAST_STEPS
+from pretrain.compare.fairness import (
+    FEWEST_STEPS,
+    LAST_SHARE,
+    PairedDifference,
+    Variants,
+    check_comparable,
+    describe_unfairness,
+    last_fifth,
+    loss_differences,
+)
+from pretrain.compare.figures import plot_losses
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
+UNKNOWN = "–"
+TOO_FEW = "too few steps"
 ERRORS = (
-    "± is the standard error of the mean, by batch means over floor(sqrt(n)) steps each, as neighbouring steps are not "
-    "independent; sd is that of one step's difference."
+    "± is the standard error of the mean difference. Neighbouring steps resemble each other, so it is computed from the means of "
+    "batches of floor(sqrt(n)) consecutive steps. sd is the standard deviation of one step's difference."
+)
+NO_ERROR = (
+    f"{TOO_FEW}: ± needs at least eight batches, {FEWEST_STEPS} steps. Fewer may agree by chance, and the error would look small."
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
+    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right."""
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(values: Sequence[str]) -> str:
+        padded = [v.ljust(w) if i < names else v.rjust(w) for i, (v, w) in enumerate(zip(values, widths, strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    rule = "|".join("-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:
+    """`value` as `form` writes it; a dash for what is not known."""
+    return UNKNOWN if value is None else form(value)
+
+
 def summary_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
     variants = Variants(runs)
+    averaged = sorted({min(LAST_STEPS, run.summary["steps"]) for run in runs})
     settings: dict[str, Callable[[RunRecord], str]] = {
         "run": lambda run: run.name,
-        "precision": lambda run: run.precision or UNKNOWN,
-        "weights": lambda run: run.config.get("weights", UNKNOWN),
-        **{key: lambda run, key=key: variants.value(run, key) for key in variants.keys},
-        **{key: lambda run, key=key: variants.kept_in(run, key) for key in variants.kept},
-        "backend": lambda run: run.backend or UNKNOWN,
+        "precision": lambda run: or_dash(run.precision),
+        "weights": lambda run: or_dash(run.config.get("weights")),
+        **{key: lambda run, key=key: or_dash(variants.value(run, key)) for key in variants.options},
+        **{key: lambda run, key=key: or_dash(variants.dtype(run, key)) for key in variants.dtypes},
+        "backend": lambda run: or_dash(run.backend),
     }
     columns = settings | {
         "steps": _figure("steps", str),
         "tokens": _figure("tokens", count),
-        f"loss, last {LAST_STEPS}": _figure(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
+        f"loss, last {' or '.join(map(str, averaged))}": _figure(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
         "held-out": _figure("held_out_loss", "{:.4f}".format),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": _speed,
@@ -60,42 +91,37 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
     }
     if any("mfu_recipe_peak" in run.summary for run in runs):
         columns["MFU, recipe's peak"] = _utilisation("mfu_recipe_peak")
-    return markdown(list(columns), [[cell(run) for cell in columns.values()] for run in runs], names=len(settings))
+    return markdown(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
 
 
 def comparison_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them."""
-    baseline = runs[0]
-    header = ["run", f"minus {baseline.name}, all", "±", "sd", "steps", f"last {LATE_SHARE:.0%}", "±", "sd", "steps"]
+    header = ["run", f"minus {runs[0].name}, all", "±", "sd", "steps", f"last {LAST_SHARE:.0%}", "±", "sd", "steps"]
     rows = []
     for run in runs[1:]:
-        _, differences = difference(baseline, run)
-        rows.append([run.name, *_cells(Paired.of(differences)), *_cells(Paired.of(late(differences)))])
+        _, differences = loss_differences(runs[0], run)
+        rows.append([run.name, *_four_figures(differences), *_four_figures(last_fifth(differences))])
     return markdown(header, rows)
 
 
 def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
-    """Markdown: weights down, precision across; in each cell the paired difference to the first run over the last fifth.
+    """Markdown: weights down, precision across; in each place the paired difference to the first run over the last fifth.
 
     A grid for each variant of the low precision (its scope, say) where there are several; what is not quantized stands in all.
     """
     variants = Variants(runs)
     grids = []
-    for variant in variants.found or [""]:
-        chosen = [run for run in runs if not variants.is_quantized(run) or variants.name(run) == variant]
-        rows = _in_order({run.config.get("weights", UNKNOWN) for run in chosen}, WEIGHT_DTYPES)
-        columns = _in_order({run.precision or UNKNOWN for run in chosen}, PRECISIONS)
-        cells = [[weights, *(_grid_cell(chosen, runs[0], weights, precision) for precision in columns)] for weights in rows]
-        grids.append(markdown([f"weights ({variant})" if variant else "weights", *columns], cells))
+    for variant in variants.names or [""]:
+        places: dict[tuple[str, str], list[str]] = {}
+        for run in runs:
+            if not variants.is_quantized(run) or variants.name(run) == variant:
+                place = or_dash(run.config.get("weights")), or_dash(run.precision)
+                places.setdefault(place, []).append(_compared(run, runs[0]))
+        down = _in_order({weights for weights, _ in places}, WEIGHT_DTYPES)
+        across = _in_order({precision for _, precision in places}, PRECISIONS)
+        rows = [[weights, *("; ".join(places.get((weights, each), [UNKNOWN])) for each in across)] for weights in down]
+        grids.append(markdown([f"weights ({variant})" if variant else "weights", *across], rows))
     return grids
-
-
-def notes(runs: Sequence[RunRecord]) -> str:
-    """What a reader of the tables must know."""
-    lines = [ERRORS] if len(runs) > 1 else []
-    lines += [EMULATED] if any(run.emulated for run in runs) else []
-    lines += [SIDE_BY_SIDE] if any(run.side_by_side for run in runs) else []
-    return "\n".join(f"* {line}" for line in lines)
 
 
 def write(
@@ -116,7 +142,7 @@ def write(
     out = out or (paths[0] / "loss.png" if len(runs) == 1 else paths[0].parent / "comparison.png")
     left_out: list[str] = []
     if leave_out_unfair:
-        found = {run.path: unfairness(runs[0], run) for run in runs[1:]}
+        found = {run.path: describe_unfairness(runs[0], run) for run in runs[1:]}
         left_out = [f"{path.name} is left out: it differs from {runs[0].name} in {why}" for path, why in found.items() if why]
         runs = [run for run in runs if not found.get(run.path)]
     check_comparable(runs)
@@ -124,19 +150,21 @@ def write(
     parts = [summary_table(runs)]
     if len(runs) > 1:
         parts.append(comparison_table(runs))
-    if _spans_a_grid(runs):
-        parts += [
-            f"Loss minus that of {runs[0].name}, paired by step, over the last {LATE_SHARE:.0%} of the steps:",
-            *grid_tables(runs),
-        ]
-    parts += filter(None, [notes(runs), "\n".join(left_out)])
+    if len({run.config.get("weights") for run in runs}) > 1 and len({run.precision for run in runs}) > 1:
+        heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
+        parts += [heading, *grid_tables(runs)]
+    notes = [ERRORS] if len(runs) > 1 else []
+    notes += [NO_ERROR] if any(TOO_FEW in part for part in parts) else []
+    notes += [EMULATED] if any(run.emulated for run in runs) else []
+    notes += [SIDE_BY_SIDE] if any(run.side_by_side for run in runs) else []
+    parts += filter(None, ["\n".join(f"* {note}" for note in notes), "\n".join(left_out)])
     if page is not None:
         _write_page(page, parts, out)
     return "\n\n".join([*parts, f"Curves: {out}" + (f"\nTables: {page}" if page else "")])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status, 2 for a mistake in what it was given."""
+    """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Loss curves and tables of run folders.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
@@ -148,21 +176,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
     options = parser.parse_intermixed_args(arguments)
-    try:
-        print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown))
-    except InputError as error:
-        print(error, file=sys.stderr)
-        return 2
+    print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown))
     return 0
 
 
 def _figure(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
-    return lambda run: shown(run.summary.get(key), form)
+    return lambda run: or_dash(run.summary.get(key), form)
 
 
 def _speed(run: RunRecord) -> str:
     speed = None if run.side_by_side else run.summary.get("tokens_per_second")
-    return shown(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
+    return or_dash(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
 
 
 def _utilisation(key: str) -> Callable[[RunRecord], str]:
@@ -170,31 +194,21 @@ def _utilisation(key: str) -> Callable[[RunRecord], str]:
     return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, percent)(run)
 
 
-def _cells(paired: Paired) -> list[str]:
+def _four_figures(differences: np.ndarray) -> list[str]:
+    """Mean, standard error, sd and number of steps."""
+    paired = PairedDifference.of(differences)
     if paired.steps < 2:
         return [UNKNOWN, UNKNOWN, UNKNOWN, str(paired.steps)]
-    return [f"{paired.mean:+.4f}", _error(paired), f"{paired.sd:.4f}", str(paired.steps)]
-
-
-def _grid_cell(runs: Sequence[RunRecord], baseline: RunRecord, weights: str, precision: str) -> str:
-    """Several runs of one place stand beside each other, in their order."""
-    here = [run for run in runs if run.config.get("weights", UNKNOWN) == weights and (run.precision or UNKNOWN) == precision]
-    return "; ".join(_compared(run, baseline) for run in here) or UNKNOWN
+    error = TOO_FEW if math.isnan(paired.standard_error) else f"{paired.standard_error:.4f}"
+    return [f"{paired.mean:+.4f}", error, f"{paired.sd:.4f}", str(paired.steps)]
 
 
 def _compared(run: RunRecord, baseline: RunRecord) -> str:
+    """A run's place in the grid."""
     if run.path == baseline.path:
         return "baseline"
-    paired = Paired.of(late(difference(baseline, run)[1]))
-    return UNKNOWN if paired.steps < 2 else f"{paired.mean:+.4f} ± {_error(paired)} (sd {paired.sd:.4f})"
-
-
-def _error(paired: Paired) -> str:
-    return f"{paired.standard_error:.4f}" if paired.standard_error == paired.standard_error else UNKNOWN  # NaN: too few steps
-
-
-def _spans_a_grid(runs: Sequence[RunRecord]) -> bool:
-    return len({run.config.get("weights") for run in runs}) > 1 and len({run.precision for run in runs}) > 1
+    mean, error, sd, _ = _four_figures(last_fifth(loss_differences(baseline, run)[1]))
+    return UNKNOWN if mean == UNKNOWN else f"{mean} (sd {sd}; {TOO_FEW})" if error == TOO_FEW else f"{mean} ± {error} (sd {sd})"
 
 
 def _in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
-Plain lines, each whole in itself and labelled, so that a log file reads and greps like the screen. A terminal adds two shades
-(bold for what matters, dim for labels) and drops the least important figures where it is too narrow; nothing is drawn over.
+Labelled lines that are never rewritten, so a log file reads and greps like the screen. On a terminal, what matters is bold and
+labels are dim; a narrow one drops the least important figures.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
 class TimeLeft:
-    """Seconds until the last step, from the median of recent whole steps plus what the run has spent between steps so far.
+    """Seconds until the last step, from the median of recent steps and the mean time between steps so far.
 
-    That second part, evaluating and saving, is spread evenly over the steps that are left; before the first evaluation nobody
-    knows its cost, so the first estimate is low by it. The median keeps one slow step from shaking the figure.
+    The time between steps goes to evaluating and saving; before the first of these the estimate is too low. The median keeps one
+    slow step from changing the figure.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class TimeLeft:
         self._seconds_in_steps = 0.0
 
     def observe(self, step_ms: float) -> None:
-        """A step has just ended. The first one, which compiles, tells nothing of the others and is only a beginning."""
+        """A step has just ended. The first one compiles, so its time is not used; its end is where counting begins."""
         if self._first_end is None:
             self._first_end = self._clock()
             return
@@ -57,7 +57,7 @@ class TimeLeft:
 
 
 class Console:
-    """Writes for one run. Off the main process it is made with `enabled=False` and writes nothing."""
+    """Writes for one run; with `enabled=False`, as on all processes but the main one, it writes nothing."""
 
     def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self.total_steps = total_steps
@@ -68,7 +68,7 @@ class Console:
         self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
-        """A title, aligned `label  text` rows, and commands to run next with what each does: the first and the last screen.
+        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does.
 
         A row's text may have several lines; they stay aligned.
         """
@@ -88,7 +88,7 @@ class Console:
             self._write(self._fit(self._figures(record)))
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
-        """Held-out loss and perplexity, from the evaluation's metrics object and the seconds it took."""
+        """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
         loss, perplexity = f"{record['held_out_loss']:.4f}", f"{record['held_out_perplexity']:.4g}"
         label, position = self._shade(BOLD, "eval"), self._position(record["step"])
         self._write(
@@ -96,14 +96,14 @@ class Console:
         )
 
     def sample(self, prompt: str, text: str) -> None:
-        """How the model continued `prompt`, behind a margin. Both may hold control characters, which are shown and not obeyed."""
+        """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
         self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
         for line in _visible(text).split("\n"):
             for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
                 self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
 
     def notice(self, text: str) -> None:
-        """Something the user should know and need not act upon: a checkpoint saved, a run resumed."""
+        """Something to know that needs no action: a checkpoint saved, a run resumed."""
         self._write(text)
 
     def warning(self, text: str) -> None:
@@ -111,7 +111,7 @@ class Console:
         self._write(self._shade(YELLOW, f"WARNING  {text}"))
 
     def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
-        """(rank, text) of every figure on a step's line, in order; the widths hold still, and rank 0 is never dropped."""
+        """(rank, text) of every figure on a step's line, in order and of constant width. The highest rank is dropped first."""
         left = self.time_left.seconds(record["step"])
         loss = self._shade(BOLD, f"{record['loss']:.4f}".rjust(7))
         figures = [
@@ -133,7 +133,7 @@ class Console:
         ]
 
     def _fit(self, figures: list[tuple[int, str]]) -> str:
-        """Join the figures; on a terminal, without those that its width has no room for. A file has room for all."""
+        """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
         width = shutil.get_terminal_size().columns if self._terminal else None
         while width and len(_bare("   ".join(text for _, text in figures))) > width and max(rank for rank, _ in figures):
             figures.remove(max(figures, key=lambda figure: figure[0]))
@@ -155,25 +155,25 @@ class Console:
                 self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
             self.stream.flush()
         except OSError:
-            # The terminal closed, Ctrl-C ended the `tee` that read us, or a log's disk is full. The run goes on: it can be saved,
-            # and metrics.jsonl has every figure. What is still buffered goes nowhere, or Python would fail over it at exit.
+            # The terminal closed, Ctrl-C ended the `tee` that read our output, or a log's disk is full. The run goes on, since
+            # metrics.jsonl has every figure. What is still buffered goes nowhere: at exit Python would fail to flush it.
             self.enabled = False
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
 def _gradient(norm: float) -> str:
-    """0.412, 1.52, 38.1, 4120, 2e+07: six places at most, also for a norm that ran away."""
+    """0.412, 1.52, 38.1, 4120, 2e+07: six characters at most."""
     return three_digits(norm) if norm < 999.5 else f"{norm:.0f}" if norm < 1e6 else f"{norm:.0e}"
 
 
 def _visible(text: str) -> str:
-    """`text` with its control characters, line feeds apart, as escapes: a sample must not move the cursor or ring the bell."""
+    """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
     return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
 
 
 def _bare(text: str) -> str:
-    """`text` without shades: what it takes of the terminal's width."""
+    """`text` without shades, which take no width on the terminal."""
     for shade in (BOLD, DIM, YELLOW, PLAIN):
         text = text.replace(shade, "")
     return text

@@ -1,14 +1,14 @@
 """Training FLOPs, exactly: matrix products from the model's shapes, attention from the documents that were really there.
 
 Only matrix products count, two operations a multiply-add; norms, rotations and the softmax are vector work that no published
-utilisation includes. A backward pass costs two products for each forward one. What gradient checkpointing computes a second time
-is not counted: MFU asks how fast the model learns, and recomputing teaches it nothing. Hence MFU, and not "hardware" utilisation.
+utilisation includes. A backward pass costs two products for each forward one. Products that gradient checkpointing repeats do not
+count: this is model FLOPs utilisation (MFU), not hardware utilisation.
 
-Attention is the part that the usual formulas get wrong in a packed run. Each token attends to the earlier tokens of its own
-document only, so a step's cost grows with the sum of squared document lengths. For Wikipedia-sized documents in packs of 4,096
-tokens that is a fifth of what `12 L H Q T` claims, and an MFU computed from it flatters by as much.
+The usual formulas are wrong about attention in a packed run. Each token attends to the earlier tokens of its own document only,
+so a step's cost grows with the sum of squared document lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a
+fifth of what `12 L H Q T` gives, and an MFU computed from that is too high by as much.
 
-The formulas that other launchers print are in `legacy`, under their names, for comparison with their tables.
+`legacy` has the formulas that other launchers print, under their names, for comparison with their tables.
 """
 
 from __future__ import annotations
@@ -41,15 +41,11 @@ class WeightMatrix:
 
 @dataclass(frozen=True)
 class LowPrecisionProducts:
-    """The part of a model whose products run on a device's FP8 or FP4 units, and how fast those are.
+    """The part of a model whose products run on a device's FP8 or FP4 units, and how fast those are."""
 
-    weights: of all linears that are multiplied so, a tied head's among them if its product is; each costs three multiply-adds a
-    token. peak_tflops: dense peak of one device for that precision. head: the head's product is one of them.
-    """
-
-    weights: int
-    peak_tflops: float
-    head: bool = False
+    weights: int  # of all linears whose products do, a tied head's too if its product does; each costs 3 multiply-adds a token
+    peak_tflops: float  # dense peak of one device for that precision
+    head: bool = False  # whether the head's product is one of them
 
 
 @dataclass(frozen=True)
@@ -86,15 +82,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one model costs to train. All figures are forward and backward together.
-
-    `uncounted` names the weights that are neither in a known matrix product nor in an embedding, such as a mixture of experts'
-    stacked weights; while it is empty the count is complete.
-    """
+    """What one model costs to train. All figures are forward and backward together."""
 
     shape: Shape
     matrices: tuple[WeightMatrix, ...]
-    uncounted: tuple[str, ...]
+    uncounted: tuple[str, ...]  # weights in no known product or embedding, such as stacked experts; empty: the count is complete
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
@@ -108,7 +100,7 @@ class ModelFlops:
     def of(cls, model: PreTrainedModel) -> ModelFlops:
         """Count `model`, which may be on the meta device; before its layers are fused or converted to another precision.
 
-        A head that shares its weight with the embedding is a product like any other; looking up an embedding is none.
+        A head counts as a product, also if it shares its weight with the embedding; looking up an embedding does not count.
         """
         embeddings = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
         token_weight, head = model.get_input_embeddings().weight, model.get_output_embeddings()
@@ -129,8 +121,8 @@ class ModelFlops:
         """FLOPs for each unit of a document's squared length: `12 L H Q / 2`, as Megatron-LM counts variable-length attention.
 
         A document of n tokens takes 2 n² · query_width for the scores and as many for their sum over values, in each layer,
-        three times with backward: 12 n² · query_width. Causality leaves half of that, 6. (Exactly (n + 1) / 2n of it, but
-        kernels compute the diagonal in tiles and every published formula says one half.) A sliding window is not considered.
+        three times with backward: 12 n² · query_width. Causality leaves half of that, 6. (Exactly (n + 1) / 2n, but kernels
+        compute the diagonal in tiles and every published formula has one half.) A sliding window is not considered.
         """
         return 6.0 * self.shape.layers * self.shape.query_width
 
@@ -143,9 +135,9 @@ class ModelFlops:
     ) -> float:
         """Seconds that one device would take for the FLOPs of `step` with every product at its own peak, one after another.
 
-        `peak_tflops` is that of BF16, which attention, the head (unless the scope has it) and the layers that were kept out
-        compute in. Over the measured time this is the utilisation of a mixed run: a sum over parts of FLOPs / peak / time, and
-        never more than 1. Against the FP8 peak alone no such run could reach 1; against BF16's it could exceed it.
+        `peak_tflops` is BF16's, in which all products but those of `low` run. Divided by the measured time this is the
+        utilisation of a mixed run, at most 1. Against the FP8 peak alone such a run could not reach 1; against BF16's it could
+        exceed it.
         """
         in_low = float(2 * FORWARD_AND_BACKWARD * low.weights * tokens) if low else 0.0
         seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
@@ -159,15 +151,15 @@ class ModelFlops:
         return {**parts, "attention products": self.per_squared_length * sum_squared_lengths}
 
     def legacy(self, tokens: int, pack_length: int) -> dict[str, float]:
-        """FLOPs by the formulas behind other launchers' MFU, for comparing tables; never for judging a packed run.
+        """FLOPs by the formulas behind other launchers' MFU, to compare tables with; wrong for a packed run.
 
         All three take attention over the whole pack, T = `pack_length`, without causality, whatever the documents were.
 
-        * 6N + 12LHQT (PaLM, appendix B), N without embeddings. A tied head vanishes with them.
-        * 6N + 12LHQT as nanoGPT has it, N without learned positions only: a tied head counts, an untied model's input
-          embedding counts too, though it multiplies nothing.
-        * The sum over components of Scicom's llm_TII launcher, version 3, as written: it takes a gated MLP and
-          heads · head_dim = hidden for granted, and gives norms as many operations as they have weights.
+        * 6N + 12LHQT (PaLM, appendix B), N without embeddings, and so without a tied head.
+        * 6N + 12LHQT as nanoGPT has it, N without learned positions only: a tied head counts, and so does an untied model's
+          input embedding, though it multiplies nothing.
+        * The sum over components of Scicom's llm_TII launcher, version 3, as written: it assumes a gated MLP and
+          heads · head_dim = hidden, and gives norms as many operations as they have weights.
         """
         s = self.shape
         attention = 12.0 * s.layers * s.heads * s.head_dim * pack_length

@@ -1,9 +1,9 @@
 """Dense peak throughput of devices, in TFLOP/s: the denominator of MFU.
 
 Data sheets print tensor-core figures "with sparsity", twice what a dense product can reach; the figures here are the dense ones.
-They assume the data sheet's boost clock, so a card held back by its power limit never comes near them. A device that is not in
-the table has no peak, and a run on it reports TFLOP/s and no MFU: better no figure than one against a guess. That is why cards
-whose published figures disagree (A10G), or that have no public data sheet (H20), are left out.
+They assume the data sheet's boost clock, which a card at its power limit does not reach. A run on a device that is not in the
+table reports TFLOP/s and no MFU. Cards whose published figures disagree (A10G), or without a public data sheet (H20), are left
+out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PeakDtype = Literal["fp32", "tf32", "bf16", "fp8", "fp4"]
 class Peak:
     """Dense TFLOP/s of one device. FP32 is the plain arithmetic units; the others are tensor cores that accumulate in FP32."""
 
-    pattern: str  # what remains of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    pattern: str  # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
     bf16: float
     fp8: float | None = None
     fp4: float | None = None
@@ -29,7 +29,7 @@ class Peak:
 
 MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
 
-# A whole match keeps relatives apart: a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
+# Names are matched whole, because a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
 PEAKS = (
     # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
     Peak(rf"a100(?: sxm4| pcie| pg509)*{MEMORY}(?: pcie)?", bf16=312.0, tf32=156.0, fp32=19.5),
@@ -62,16 +62,12 @@ def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
     """Dense peak of `device_name` in TFLOP/s, or None where the device or its figure for `dtype` is not known.
 
     The name is what `torch.cuda.get_device_name` returns, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-80GB".
-    Raises ValueError for a `dtype` that no device could have.
+    Raises ValueError for an unknown `dtype`.
     """
     if dtype not in get_args(PeakDtype):
         raise ValueError(f"no peak is known by dtype {dtype!r}; known: {', '.join(get_args(PeakDtype))}")
-    name = _plain(device_name or "")
+    # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"
+    words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
+    name = " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
     entry = next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)
     return getattr(entry, dtype) if entry else None
-
-
-def _plain(device_name: str) -> str:
-    """ "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"."""
-    words = re.split(r"[\s\-_]+", device_name.strip().lower())
-    return " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})

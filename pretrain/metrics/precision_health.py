@@ -30,51 +30,35 @@ a warning changes neither curve nor weights.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from foundation.units import percent
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.definition import Condition
+from pretrain.precision.selection import ActivePrecision
 
 Record = Mapping[str, Any]
 
-SATURATION = 1e-3
-SATURATION_OF_FLOORED_SCALES = 0.03  # OCP's rounding cuts the largest value of a block off by design
-UNDERFLOW_FP8 = 0.05
-UNDERFLOW_FP4 = 0.6
 PASSED = 0.5  # a condition is over once its share is below this part of its limit; between the two it neither begins nor ends
-UNSETTLED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
-
-
-@dataclass(frozen=True)
-class Condition:
-    """Something that may be wrong with some operands: `share` is the key of their records, above `limit` it begins."""
-
-    share: str
-    roles: tuple[str, ...]
-    limit: float
-    what: str  # becomes of the values
-    remedy: str
+NEVER_SCALED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
 
 
 class PrecisionHealth:
-    """The running judgement of one run in the recipe of this name; call `check` with each due step's records."""
+    """The running judgement of one run in a quantized precision; call `check` with each due step's records."""
 
-    def __init__(self, recipe: str, settings: LowPrecisionSettings) -> None:
-        """`settings`: resolved for `recipe`, so that remedies start from what is set."""
-        self.conditions = conditions(recipe, settings)
-        self._delayed = recipe == "delayed"
+    def __init__(self, active: ActivePrecision) -> None:
+        self.conditions = active.precision.conditions(active.settings)
+        self._keeps_history = active.precision.keeps_history
         self._standing: set[Condition] = set()
         self._dead: set[tuple[str, str]] = set()
 
     def check(self, step: int, records: Sequence[Record]) -> str | None:
         """What has begun at `step`, for the user to read; None if nothing has."""
-        settled = [record for record in records if not (self._delayed and record["scale"] == UNSETTLED)]
-        said = [message for condition in self.conditions if (message := self._begun(condition, settled))]
+        scaled = [record for record in records if not (self._keeps_history and record["scale"] == NEVER_SCALED)]
+        said = [message for condition in self.conditions if (message := self._warning(condition, scaled))]
         said += self._newly_dead(records)
         return f"step {step}: {'; '.join(said)}" if said else None
 
-    def _begun(self, condition: Condition, records: Sequence[Record]) -> str | None:
+    def _warning(self, condition: Condition, records: Sequence[Record]) -> str | None:
         concerned = [record for record in records if record["operand"] in condition.roles]
         worst = max(concerned, key=lambda record: record[condition.share], default=None)
         share = worst[condition.share] if worst else 0.0
@@ -102,57 +86,3 @@ class PrecisionHealth:
             f"{layer}'s {operand} is all zeros{others}. Its products are zero in any precision: see whether the weights it began "
             "with are whole and the layer is in use at all; a lower `optimizer.learning_rate` keeps layers from dying"
         ]
-
-
-def conditions(recipe: str, settings: LowPrecisionSettings) -> tuple[Condition, ...]:
-    """What can go wrong with `recipe`, and the remedies that its settings leave."""
-    forward, backward = ("input", "weight"), ("grad_output",)
-    underflow = UNDERFLOW_FP4 if recipe == "nvfp4" else UNDERFLOW_FP8
-    zero = f"becomes zero in {'E2M1' if recipe == 'nvfp4' else 'FP8'}"
-    watched = [
-        Condition("underflow", forward, underflow, zero, _against_underflow(recipe, settings)),
-        Condition("underflow", backward, underflow, zero, _against_gradient_underflow(recipe, settings)),
-    ]
-    cut = "is cut to the format's maximum"
-    if recipe == "delayed":
-        watched.append(Condition("saturation", forward + backward, SATURATION, cut, _against_saturation(settings)))
-    elif settings.scale_rounding == "floor":
-        remedy = "`fp8_config.scale_rounding: rceil` cuts nothing off"
-        watched.append(Condition("saturation", forward + backward, SATURATION_OF_FLOORED_SCALES, cut, remedy))
-    return tuple(watched)  # the other recipes scale by the very values that they quantize, and cut nothing
-
-
-def _against_saturation(settings: LowPrecisionSettings) -> str:
-    """Delayed scales are too large for what has grown since."""
-    longer = "`fp8_config.amax_compute_algo: max`, " if settings.amax_compute_algo == "most_recent" else ""
-    return (
-        f"Delayed scales lag behind values that grow: {longer}a larger `fp8_config.margin` (now {settings.margin}), or "
-        "`precision=current`"
-    )
-
-
-def _against_gradient_underflow(recipe: str, settings: LowPrecisionSettings) -> str:
-    if recipe in ("delayed", "current", "mxfp8") and settings.fp8_format == "E4M3":
-        return "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
-    return _against_underflow(recipe, settings)
-
-
-def _against_underflow(recipe: str, settings: LowPrecisionSettings) -> str:
-    """Finer scales where there are any, else less low precision."""
-    finer = "`precision=block` or `precision=mxfp8`, with a scale for each block,"
-    match recipe:
-        case "delayed" if settings.margin:
-            return f"A smaller `fp8_config.margin` (now {settings.margin}) leaves small values more room; {finer} most"
-        case "delayed":
-            return (
-                f"If a shorter `fp8_config.amax_history_len` (now {settings.amax_history_len}) does not help, because one large "
-                f"value is old, {finer} does"
-            )
-        case "current":
-            return f"{finer} keeps small values apart from large ones"
-        case "block":
-            return "`precision=mxfp8` has a scale for every 32 values; `fp8_config.keep_bf16_layers` takes layers out"
-        case "nvfp4":
-            return "`precision=mxfp8` holds a wider range; `fp8_config.keep_bf16_layers` takes the first or last layers out"
-        case _:
-            return "`fp8_config.keep_bf16_layers` takes the first or last layers out of low precision"

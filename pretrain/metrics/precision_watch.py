@@ -33,7 +33,7 @@ class PrecisionWatch:
         self.every = every
         self._context = context
         self._statistics = OperandStatistics(active, context.backend)
-        self._health = PrecisionHealth(active.precision.name, active.settings)
+        self._health = PrecisionHealth(active)
         self._file = JsonlTracker(folder / STATISTICS_FILE, resumed_step) if main_process else None
         if self._file:
             self._file.start()

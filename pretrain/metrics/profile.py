@@ -1,9 +1,8 @@
-"""`--profile`: where the time of one step goes, as a trace to look into and as a table by part of the model.
+"""`--profile`: where the time of one step goes, as a trace and as a table by part of the model.
 
-What ran is sorted by what it is: on a GPU by the names of its kernels, on a CPU by those of its operators, and by the part of the
-program that started it, the loss or the optimizer. What no part accounts for is a gap: the device, or on a CPU the operators, had
-nothing to do while Python, the data or another rank took their time. Recording takes time of its own, the more the smaller the
-kernels are, so speeds are for `metrics.jsonl` to tell and shares for this table.
+Time is assigned to parts by the names of kernels (on a GPU) or operators (on a CPU), and by whether the loss or the optimizer
+started them. The rest is gaps: nothing ran while Python, the data or another rank took their time. Recording itself takes time,
+most for small kernels, so use this table for shares and `metrics.jsonl` for speeds.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
 from pretrain.model.loss.head import LOSS_SCOPE
 
-PROFILED = 5  # the step of this process that is recorded: everything is compiled by then, and caches are warm
+PROFILED = 5  # the step of this process that is recorded: by then everything is compiled and caches are warm
 TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
 _OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
 
-# In this order: the names of attention kernels have "gemm" in them now and then, those of products never "attention".
+# In this order: names of attention kernels sometimes contain "gemm", those of products never "attention".
 _KINDS = (
     ("attention", re.compile(r"flash|fmha|attention|sdpa|cudnn::fusion", re.I)),
     ("communication", re.compile(r"nccl|gloo|c10d::", re.I)),
@@ -39,7 +38,7 @@ _KINDS = (
     ("quantization", re.compile(r"quantiz|cast_transpose|amax|fp8|mxfp8|nvfp4|hadamard", re.I)),
     ("copies", re.compile(r"memcpy|memset|aten::copy_$", re.I)),
 )
-# Our own kernels, which no operator is named after: Triton calls them as they are called in their modules.
+# Our own Triton kernels, by the names that they have in their modules.
 _OURS = (
     ("optimizer", re.compile(r"^_adamw")),
     ("loss", re.compile(r"^_softmax")),
@@ -54,8 +53,7 @@ _GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class Work:
-    """What the profiled step computed, to hold its parts against what the device could do. Peaks are dense TFLOP/s of one device,
-    None where it is not known."""
+    """What the profiled step computed, to compare its parts with the device's limits. Peaks: dense TFLOP/s of one device."""
 
     flops: ModelFlops | None
     tokens: int  # of this device
@@ -68,7 +66,7 @@ class Work:
 
 
 class StepProfile:
-    """Records one step of this process into `folder`; with several, that is for the main one to do."""
+    """Records one step of this process into `folder`; only the main process does."""
 
     def __init__(self, folder: Path, device: torch.device, steps_done: int) -> None:
         self.step = steps_done + PROFILED
@@ -79,7 +77,7 @@ class StepProfile:
 
     @classmethod
     def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
-        """For a run that is about to begin; None off the main process. InputError where the run ends before that step."""
+        """For a run about to begin; None except on the main process. InputError where the run ends before that step."""
         profile = cls(folder, accelerator.device, state.step)
         if profile.step > state.steps:
             raise InputError(
@@ -90,7 +88,7 @@ class StepProfile:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Around `step`; does nothing around any but the one that is recorded."""
+        """Put this around every `step`; it does nothing but for the one to record."""
         if step != self.step:
             yield
             return
@@ -105,14 +103,14 @@ class StepProfile:
         self._seconds = by_part(recorded.events(), on_gpu=self._device.type == "cuda")
 
     def table(self, work: Work, data_wait_ms: float) -> str:
-        """The table of the recorded step, Markdown, also written to the folder."""
+        """The table of the recorded step, in Markdown; also writes it to the folder."""
         text = render(self._seconds, self._wall, data_wait_ms / 1e3, reached(self._seconds, work, copy_bandwidth(self._device)))
         (self._folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
 
 
 def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
-    """Seconds by part of the model. On a GPU those of its kernels, elsewhere those of operators less what they call."""
+    """Seconds by part of the model: of kernels on a GPU, elsewhere of operators without what they call."""
     seconds: Counter[str] = Counter()
     operators = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
     if not on_gpu:
@@ -120,13 +118,13 @@ def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
             if event.name.startswith(("aten::", "c10d::", "gloo")):
                 seconds[part_of(event.name, _scopes(event))] += event.self_cpu_time_total / 1e6
         return dict(seconds)
-    names = {event.name for event in operators}  # a scope is drawn on the GPU's side too, as one long kernel
+    names = {event.name for event in operators}  # a scope appears on the GPU too, as one long kernel
     totals: Counter[str] = Counter()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU and event.name not in names:
             totals[event.name] += event.time_range.elapsed_us() / 1e6
-    # From which scopes a kernel was launched, the operators tell, though some kernels are told of twice, and some, like Triton's,
-    # not at all. So they decide only how the time of all kernels of one name is shared out.
+    # Operators know from which scope a kernel was launched, but list some kernels twice and some, like Triton's, not at all. So
+    # they only decide how the time of all kernels of one name is divided over the parts.
     launched: dict[str, Counter[str]] = {}
     for event in operators:
         for kernel in event.kernels:
@@ -139,7 +137,7 @@ def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
 
 
 def part_of(name: str, scopes: set[str]) -> str:
-    """Which part of the model a kernel or operator of this name belongs to, started from within `scopes`."""
+    """The part of the model that a kernel or operator of this name belongs to if it was started within `scopes`."""
     if own := next((part for part, pattern in _OURS if pattern.search(name)), None):
         return own
     kind = next((kind for kind, pattern in _KINDS if pattern.search(name)), _REST)
@@ -159,7 +157,7 @@ def _scopes(event: FunctionEvent) -> set[str]:
 
 
 def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float | None) -> dict[str, str]:
-    """For the parts whose work is known, the rate they reached and its share of the device's limit."""
+    """The rate that each part of known work reached, and its share of the device's limit."""
     rates = {}
     if work.flops is not None:
         parts = work.flops.by_part(work.tokens, work.sum_squared_lengths)
@@ -181,7 +179,7 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
 
 
 def copy_bandwidth(device: torch.device, size: int = 2**28) -> float | None:
-    """Bytes a second, read and written, of a copy on the GPU, measured now; None elsewhere, where caches make it mean little."""
+    """Bytes a second, read and written, of a copy on the GPU, measured now; None on a CPU, where caches distort it."""
     if device.type != "cuda":
         return None
     source = torch.empty(size, dtype=torch.uint8, device=device)

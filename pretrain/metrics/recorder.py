@@ -1,7 +1,7 @@
 """Times whole steps, waiting for data included, and makes each step's line of `metrics.jsonl`.
 
-The clock is the wall's. A step reads its figures from the device, the last of them after the optimizer's update, so its time
-holds all of its work without stopping the device once more to look at the clock.
+Times are wall-clock. A step reads its figures from the device, the last of them after the optimizer's update, so its time covers
+all of its work without a further synchronisation.
 """
 
 from __future__ import annotations
@@ -10,53 +10,42 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import torch
 
 from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
-from pretrain.metrics.summary import WARM_UP_STEPS
+from pretrain.metrics.run_record import WARM_UP_STEPS
 
 GIB = 2**30
 
 
+@dataclass(kw_only=True)
 class Recorder:
-    """One process's measuring of its steps.
+    """Measures the steps of one process.
 
-    flops: the model's floating-point operations, or None to leave `tflops` and both utilisations out.
-    peak_tflops: dense BF16 peak of one device, or None where the device is not known: then there is no utilisation.
-    world_size: devices that share each step.
-    low_precision: the products that run on the device's FP8 or FP4 units; None where there are none, in BF16 and emulated runs
-    (which compute in BF16), or where their peak is not known: then there is no `mfu_recipe_peak`, which would say nothing new.
+    low_precision: the products that run on the device's FP8 or FP4 units. None where there are none, as in BF16 runs and emulated
+    ones (which compute in BF16), and where their peak is not known: then there is no `mfu_recipe_peak`.
     """
 
-    def __init__(
-        self,
-        *,
-        flops: ModelFlops | None,
-        peak_tflops: float | None,
-        device: torch.device,
-        world_size: int = 1,
-        low_precision: LowPrecisionProducts | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.flops = flops
-        self.peak_tflops = peak_tflops
-        self.device = device
-        self.world_size = world_size
-        self.low_precision = low_precision
-        self._clock = clock
-        self._steps_here = 0  # of this process, which compiles anew after every resume
-        self._seconds = 0.0
-        self._recompiles = 0
+    flops: ModelFlops | None  # the model's floating-point operations; None leaves `tflops` and both utilisations out
+    peak_tflops: float | None  # dense BF16 peak of one device; None where the device is not known: then no utilisation
+    device: torch.device
+    world_size: int = 1  # devices that share each step
+    low_precision: LowPrecisionProducts | None = None
+    clock: Callable[[], float] = time.perf_counter
+    _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
+    _seconds: float = field(default=0.0, init=False)
+    _recompiles: int = field(default=0, init=False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it."""
-        graphs, begin = compiled_graphs(), self._clock()
+        graphs, begin = compiled_graphs(), self.clock()
         yield
-        self._seconds = self._clock() - begin
+        self._seconds = self.clock() - begin
         self._steps_here += 1
         self._recompiles = compiled_graphs() - graphs if self._steps_here > WARM_UP_STEPS else 0
 
@@ -76,14 +65,14 @@ class Recorder:
     ) -> dict[str, Any]:
         """The metrics object of the step that `step()` timed last; `more` is added as it is.
 
-        tokens: trained on so far. step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter the sum of
-        the squared document lengths, which attention's work grows with).
+        tokens: trained on so far. step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter sums the
+        squares of the document lengths, to which attention's work is proportional).
 
-        In the object, step_ms and tokens_per_second (of all devices) count the whole step including data. tflops is per device,
+        In the object, step_ms and tokens_per_second (of all devices) are of the whole step, with data. tflops is per device,
         mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
-        have taken, each at the peak of the precision it ran in. memory_gib is the most this process ever had allocated on its GPU
-        or, without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, if the process
-        had two steps before it: a steady loop makes none.
+        have taken, each at the peak of the precision it ran in. memory_gib is the most this process ever allocated on its GPU or,
+        without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, not counting the
+        process's first two steps: after those there should be none.
         """
         record = {
             "step": step,

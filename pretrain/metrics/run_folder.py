@@ -1,34 +1,31 @@
-"""The folder of one run: who may write into it, and the small files that say what it was."""
+"""The folder of one run: its files, its lock, and what its environment was."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import platform
 import re
-import socket
 import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, replace_file
+from foundation.files import PARTIAL, FileLock, replace_file
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
 
 
 class RunFolder:
-    """Creates the folder at `path` and locks it for this process; a context manager that gives the lock back.
+    """Creates the folder at `path` and locks it for this process; a context manager that releases the lock.
 
-    The lock is the kernel's (flock), so a killed run leaves none behind. Raises InputError where the folder cannot be made or
-    another process holds it. With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of
-    paths.
+    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. Raises InputError
+    where the folder cannot be made or another process holds it, whose pid and host the message names.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
@@ -41,16 +38,18 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
         if not owner:
             return
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = _lock(path)
+            self._lock = FileLock(path / ".lock", self._refuse)
             for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
                 leftover.unlink()
         except OSError as error:
             raise InputError(f"{path}: cannot be used as the run folder: {error.strerror}; set another `run_dir`") from None
+
+    def _refuse(self, holder: str) -> None:
+        raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
 
     def __enter__(self) -> RunFolder:
         return self
@@ -59,13 +58,12 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Give the lock back; the folder stays."""
-        if self._lock is not None and not self._lock.closed:
-            self._lock.truncate(0)
-            self._lock.close()
+        """Release the lock; the folder stays."""
+        if self._lock is not None:
+            self._lock.release()
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Make the file at `path` hold `content`, at no moment half; InputError where the disk refuses."""
+        """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
         self._replace(path, json.dumps(content, indent=2).encode() + b"\n")
 
     def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
@@ -80,33 +78,12 @@ class RunFolder:
 
 
 def check_free(path: Path) -> None:
-    """InputError as RunFolder(path) would raise it now; creates nothing and holds nothing.
+    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock.
 
-    For the main process, before data is prepared: hours later would be a bad time to learn it.
+    Call it before data is prepared: hours later would be a bad time to learn that the folder is in use.
     """
     if path.exists():
         RunFolder(path).close()
-
-
-def _lock(path: Path) -> IO[str]:
-    """The open lock file of the run folder `path`, holding the pid and host of its owner: this process."""
-    lock = open(path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run; "w" would empty the owner's)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read().strip() or "another process"
-        lock.close()
-        raise InputError(
-            f"{path}: the run folder is in use by {owner}; wait for it or stop it, or set another `run_dir`"
-        ) from None
-    except OSError:
-        lock.close()
-        raise
-    lock.truncate(0)
-    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    lock.flush()
-    return lock
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +109,7 @@ def _version(package: str) -> str | None:
 
 
 def _devices() -> dict[str, Any]:
-    import torch  # slow to import, and the lock above must answer at once
+    import torch  # slow to import, and a run folder in use must be refused at once
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {"cuda": torch.version.cuda, "gpus": names, "driver": _driver() if names else None}

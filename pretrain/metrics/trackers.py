@@ -1,10 +1,9 @@
-"""Where a step's figures go: `metrics.jsonl` always, and any of accelerate's trackers by name.
+"""Where a step's figures go: `metrics.jsonl` and any of accelerate's trackers, by name.
 
-`resolve` checks the names before any work; `Trackers` then carries the same record to all of them. Only the main process has any.
+`resolve` checks the names before any work; `Trackers` then gives the same record to all of them. Only the main process has any.
 
-After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so every step stands in them exactly once. The
-hosted services cannot take a point back; there each resume is a new segment, grouped under the run folder's name by those that
-have groups.
+After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so they hold every step exactly once. The hosted
+services cannot remove a point; there each resume is a new segment, grouped under the run folder's name where groups exist.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pretrain.settings.config import flatten
 
 METRICS_FILE = "metrics.jsonl"
 
-# Modules, any one of which is enough, and what installs the first, for the trackers whose name is not already both.
+# For trackers whose name is not that of their module and package: the modules, of which one is enough, and the package.
 _PACKAGES = {
     "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
     "comet_ml": (("comet_ml",), "comet-ml"),
@@ -36,7 +35,7 @@ _PACKAGES = {
 
 
 class JsonlTracker(GeneralTracker):
-    """One JSON object a line, flushed line by line: a killed run loses at most the line it was writing, which `start` removes."""
+    """One JSON object a line, flushed at each: a killed run loses at most the line it was writing, which `start` removes."""
 
     name = "jsonl"
     requires_logging_directory = False
@@ -48,7 +47,7 @@ class JsonlTracker(GeneralTracker):
         self._file: TextIO | None = None
 
     def start(self) -> None:
-        """Cut the file back to the steps that the resumed checkpoint knows, and open it to go on from there."""
+        """Remove the steps after the resumed checkpoint's from the file, and open it to append."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         cut_back(self.path, self.resumed_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -61,12 +60,12 @@ class JsonlTracker(GeneralTracker):
         """Nothing to store: `config.yaml` stands beside the file."""
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write `values`, which hold their own `step`; what is not a finite number becomes null, as JSON has no word for it."""
+        """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
         try:
             self._file.write(json.dumps(_nulls_for_nan(values), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
-            with contextlib.suppress(OSError):  # it cannot flush either; what it wrote of a line, the next start removes
+            with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
                 self._file.close()
             raise InputError(
                 f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
@@ -74,7 +73,7 @@ class JsonlTracker(GeneralTracker):
             ) from None
 
     def sync(self) -> None:
-        """Flush to the disk, for a checkpoint that is about to be: the steps before it must not go missing if the power does."""
+        """Flush to the disk before a checkpoint is saved: a power cut must not lose the steps before it."""
         os.fsync(self._file.fileno())
 
     def finish(self) -> None:
@@ -83,7 +82,7 @@ class JsonlTracker(GeneralTracker):
 
 @dataclass(frozen=True)
 class Trackers:
-    """The trackers of one run, on the main process; on the others there are none and every call does nothing."""
+    """The trackers of one run; other processes than the main one have none, and there every call does nothing."""
 
     trackers: Sequence[GeneralTracker]
 
@@ -92,7 +91,7 @@ class Trackers:
 
         Accelerate's trackers want its state to exist: make the Accelerator first.
         """
-        flat = {key: _plain(value) for key, value in flatten(config).items()}
+        flat = {key: _scalar(value) for key, value in flatten(config).items()}
         for tracker in self.trackers:
             tracker.start()
             tracker.store_init_configuration(dict(flat))
@@ -108,7 +107,7 @@ class Trackers:
             tracker.log(dict(record) if isinstance(tracker, JsonlTracker) else dict(numbers), step=record["step"])
 
     def sync(self) -> None:
-        """Call it before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
+        """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
         for tracker in self.trackers:
             if isinstance(tracker, JsonlTracker):
                 tracker.sync()
@@ -134,7 +133,7 @@ def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: 
 def cut_back(path: Path, last_step: int) -> None:
     """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole.
 
-    The new file takes the old one's place in one rename, so a kill leaves one or the other. Nothing to cut: nothing written.
+    The new file replaces the old one in one rename, so a kill leaves one or the other.
     """
     if not path.exists():
         return
@@ -145,7 +144,7 @@ def cut_back(path: Path, last_step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """The step of a line of metrics, or infinity where a kill, or a crash of the machine, left less than a whole line."""
+    """The step of a line of metrics, or infinity where a kill or crash left only a part of the line."""
     if not line.endswith(b"}\n"):
         return math.inf
     try:
@@ -188,8 +187,8 @@ def _nulls_for_nan(value: Any) -> Any:
     return [_nulls_for_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _plain(value: Any) -> bool | int | float | str:
-    """Trackers take scalars only: a list is shown as JSON, and none as the word."""
+def _scalar(value: Any) -> bool | int | float | str:
+    """`value` as a scalar, which is all that trackers take: a list as JSON, None as text."""
     if isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Iterable):

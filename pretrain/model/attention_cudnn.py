@@ -131,7 +131,7 @@ def obstacle(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
         return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
     if capability[0] == 9 and torch.are_deterministic_algorithms_enabled():
         return "has no deterministic backward on sm_90 whose workspace would fit: do without torch.use_deterministic_algorithms"
-    if missing := transformer_engine.lacking():
+    if missing := transformer_engine.missing():
         return f"needs {missing}"
     refusal = _refusal(heads, length, dtype)
     return f"is refused by Transformer Engine: {refusal}" if refusal else None

@@ -19,6 +19,7 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.loss.low_precision import LowPrecisionHeadProduct
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, norm_kind, plain_norm
+from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.selection import ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
@@ -28,7 +29,7 @@ _SAME_NORM = 0.02
 
 
 def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
-    """InputError where `engaged` could take no linear of `hf`, which would train in BF16 under another name. Shapes are enough:
+    """InputError where `active` could take no linear of `hf`, which would train in BF16 under another name. Shapes are enough:
     `hf` may be on the meta device."""
     outside = hf.get_output_embeddings() if active.settings.scope == "linear" else None
     linears = [module for module in hf.modules() if isinstance(module, LINEARS) and module is not outside]
@@ -57,7 +58,7 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
     scope, keep, head = active.settings.scope, active.settings.keep_bf16_layers, hf.get_output_embeddings()
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
     inside = {id(module) for layer in kept for module in layer.modules()}
-    decisions = {}
+    decisions, left_out = {}, UNQUANTIZED[active.precision.compute_dtype].name
     for name, module in hf.named_modules():
         if module is head:
             reason = "scope linear leaves the LM head out" if scope == "linear" else _misfit(module, active)
@@ -67,7 +68,7 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
             reason = "keep_bf16_layers" if id(module) in inside else _other_norm(module)
         else:
             continue
-        decisions[name] = Decision(name, active.precision.name if reason is None else "bf16", reason)
+        decisions[name] = Decision(name, active.precision.name if reason is None else left_out, reason)
     return decisions
 
 

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import fsync_folder, fsync_tree
+from foundation.files import fsync, fsync_tree
 from packing.batch import Microbatch
 from packing.settings import HUB_NAME
 from pretrain.model import attention
@@ -317,7 +317,7 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     if folder.exists():
         os.replace(folder, previous)
     os.replace(writing, folder)
-    fsync_folder(folder.parent)
+    fsync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 

@@ -1,23 +1,94 @@
-"""One AdamW update, Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2), on one parameter stored in any weight mode.
+"""How weights are stored, and one AdamW update of one parameter that is stored in any of these ways.
 
-The operations and their order are those of torch.optim.adam._single_tensor_adam, in FP32 whatever is stored: FP32 masters get
-torch.optim.AdamW's bits, and BF16 moments and plain BF16 weights are rounded once, when they are written. The kernel for GPUs
-(pretrain.optimizer.exact_adamw_kernel) rounds in the same places.
+`weights: fp32`        An FP32 parameter is its own master, the weight that updates apply to. State is FP32.
+`weights: bf16`        A BF16 parameter is its own master. Updates below half a unit in its last place are lost.
+                       State is BF16, half the memory.
+`weights: bf16_exact`  A BF16 parameter and 16 remainder bits in the optimizer are an FP32 master. No update is lost. This takes 2
+                       more bytes a parameter, where a separate master takes 4, and the model needs no cast to compute in BF16.
+
+The encoding of bf16_exact is Transformer Engine's `store_param_remainders`. The BF16 weight is the master rounded to nearest. The
+int16 remainder is the master's low half, unchanged:
+
+    weight    = (master + 0x8000) >> 16        (integers; rounds to nearest, ties away from zero)
+    remainder = low 16 bits of master, read as int16: negative exactly where rounding went up
+    master    = (weight << 16) + remainder     (a negative remainder undoes the rounding up)
+
+Hardware rounds ties to even instead, so a weight differs from it on exact ties alone, about one value in 65,536. Ties to even do
+not fit: an even BF16 number is then the rounding of 65,537 masters, one more than 16 bits can tell apart. Zeros, subnormals,
+infinities and signs are kept, because the arithmetic is on integers. Every NaN becomes the NaN 0x7FC00000: a GPU's own NaN,
+0x7FFFFFFF, would carry into the sign bit and read as -0.0, which looks like a healthy weight.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from pretrain.optimizer.exact_weights import join, split
+Weights = Literal["fp32", "bf16", "bf16_exact"]
+
+_NAN = 0x7FC00000
+_CONVERSIONS: dict[tuple[Weights, Weights], str] = {
+    ("fp32", "bf16_exact"): "split each FP32 weight into a BF16 weight and its 16 remaining bits; nothing is lost",
+    ("bf16_exact", "fp32"): "joined each BF16 weight and its remainder into the FP32 weight they are; nothing is lost",
+    ("bf16", "bf16_exact"): "gave each BF16 weight a remainder of zero; updates are exact from here on",
+    ("bf16", "fp32"): "widened each BF16 weight to FP32; updates are exact from here on",
+    ("fp32", "bf16"): "rounded each FP32 weight to BF16; its lower 16 bits are LOST",
+    ("bf16_exact", "bf16"): "kept each BF16 weight and dropped its remainder; those 16 bits are LOST",
+}
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """The BF16 weight and the int16 remainder of FP32 masters, of their shape."""
+    if master.dtype != torch.float32:
+        raise ValueError(f"a master is FP32, not {master.dtype}")
+    bits = master.view(torch.int32).masked_fill(master.isnan(), _NAN)
+    # Integer conversions keep the low 16 bits, whatever the sign.
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The FP32 masters that split() took apart, bit for bit; of any other pair of BF16 and int16, their sum as bits."""
+    if weight.dtype != torch.bfloat16 or remainder.dtype != torch.int16:
+        raise ValueError(f"a master is joined from BF16 and int16, not from {weight.dtype} and {remainder.dtype}")
+    return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This process's part of a DTensor, live; any other tensor as it is."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def mode_of(weight: Tensor, remainder: Tensor | None) -> Weights:
+    """The weight mode that stores its weights like this."""
+    if remainder is not None:
+        return "bf16_exact"
+    if weight.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"weights are FP32 or BF16, not {weight.dtype}")
+    return "fp32" if weight.dtype == torch.float32 else "bf16"
+
+
+def convert_weight(weight: Tensor, remainder: Tensor | None, to: Weights) -> tuple[Tensor, Tensor | None]:
+    """A weight of any mode as mode `to` stores it: the weight, and its remainder in mode bf16_exact. Plain or local tensors."""
+    if mode_of(weight, remainder) == to:
+        return weight, remainder
+    if to == "bf16":
+        return weight.to(torch.bfloat16), None
+    master = weight.to(torch.float32) if remainder is None else join(weight, remainder)
+    return (master, None) if to == "fp32" else split(master)
+
+
+def describe_conversion(source: Weights, to: Weights) -> str | None:
+    """What convert_weight() did to a checkpoint of mode `source`, in a sentence for the user; None if nothing."""
+    return None if source == to else f"weights: {source} became {to}: {_CONVERSIONS[source, to]}"
 
 
 @dataclass(frozen=True)
-class Factors:
+class Hyperparameters:
     """The numbers of one update, in double precision; each is rounded to FP32 where it is used, as torch does with its own."""
 
     learning_rate: float
@@ -41,7 +112,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Operands:
+class ParameterTensors:
     """The local tensors of one parameter: contiguous, of one shape and device."""
 
     weight: Tensor  # FP32 or BF16
@@ -51,30 +122,35 @@ class Operands:
     exp_avg_sq: Tensor
 
 
-def update(operands: Operands, factors: Factors, clip_coefficient: Tensor | None) -> Tensor:
+def update_parameter(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
     """Update one parameter in place, its gradient times the FP32 scalar `clip_coefficient`; returns how many updates were lost.
 
-    Lost: not zero, and the master as it is stored is what it was (see ExactAdamW.frozen_counts). int64 scalar, any device.
+    The algorithm is Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2). The operations and their order are those of
+    torch.optim.adam._single_tensor_adam, in FP32 whatever is stored: FP32 masters get torch.optim.AdamW's bits, and BF16 moments
+    and plain BF16 weights are rounded once, when they are written. The kernel for GPUs rounds in the same places.
+
+    An update is lost where it was not zero and the stored master did not change (see ExactAdamW.frozen_counts). The count is an
+    int64 scalar on any device.
     """
-    weight, remainder = operands.weight, operands.remainder
+    weight, remainder = tensors.weight, tensors.remainder
     in_place = weight.dtype == torch.float32  # the weight is its own master
     before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
-    gradient = operands.gradient.float()
+    gradient = tensors.gradient.float()
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
     master = weight if in_place else before.clone()
-    exp_avg, exp_avg_sq = operands.exp_avg.float(), operands.exp_avg_sq.float()  # FP32 moments: no copies
+    exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()  # FP32 moments: no copies
 
-    if factors.weight_decay != 0:
-        master.mul_(factors.decay)
-    exp_avg.lerp_(gradient, 1 - factors.beta1)
-    exp_avg_sq.mul_(factors.beta2).addcmul_(gradient, gradient, value=1 - factors.beta2)
-    denominator = exp_avg_sq.sqrt().div_(factors.bias_correction2_sqrt).add_(factors.eps)
-    master.addcdiv_(exp_avg, denominator, value=-factors.step_size)
+    if hyper.weight_decay != 0:
+        master.mul_(hyper.decay)
+    exp_avg.lerp_(gradient, 1 - hyper.beta1)
+    exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
+    denominator = exp_avg_sq.sqrt().div_(hyper.bias_correction2_sqrt).add_(hyper.eps)
+    master.addcdiv_(exp_avg, denominator, value=-hyper.step_size)
 
-    if exp_avg is not operands.exp_avg:
-        operands.exp_avg.copy_(exp_avg)
-        operands.exp_avg_sq.copy_(exp_avg_sq)
+    if exp_avg is not tensors.exp_avg:
+        tensors.exp_avg.copy_(exp_avg)
+        tensors.exp_avg_sq.copy_(exp_avg_sq)
     if remainder is None:
         if not in_place:
             weight.copy_(master)
@@ -86,6 +162,6 @@ def update(operands: Operands, factors: Factors, clip_coefficient: Tensor | None
     if not unchanged.any():  # the rule in FP32, and half the work of counting
         return torch.zeros((), dtype=torch.int64, device=weight.device)
     moved = exp_avg != 0
-    if factors.weight_decay != 0:
+    if hyper.weight_decay != 0:
         moved |= before != 0
-    return (unchanged & moved).sum() * (factors.learning_rate != 0)
+    return (unchanged & moved).sum() * (hyper.learning_rate != 0)

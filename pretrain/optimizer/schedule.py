@@ -1,12 +1,13 @@
 """The learning rate as a pure function of the step, so that resuming needs no scheduler state.
 
-Steps count from 0, and the rate of step s is the one that its update uses. Both ends follow one convention:
+Steps count from 0 here and from 1 wherever a user sees them. The rate of step s is the one that its update uses. No step
+has a rate of zero, which would waste its work:
 
-* warm-up is linear and its first step already moves: (s + 1) / warmup. A first rate of zero would waste a step's work.
-* decay starts from the full rate and would reach its end at step `total_steps`, which is never run. The last step that is run
-  therefore still has min + (peak - min) / decay_steps, and none is wasted at a rate of zero.
+* Warm-up is linear. Its first step already moves: (s + 1) / warmup.
+* Decay starts from the full rate and would reach its end at step `total_steps`, which is never run. The last step that is run
+  still has min + (peak - min) / decay_steps.
 
-From the end of warm-up on this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
+From the end of warm-up on, this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
-
-BRAILLE = 0x2800
-DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # bit of a braille cell's dot by column (2) and row from the top (4)
 
 
 def learning_rate(
@@ -69,14 +67,9 @@ def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) ->
 
 
 def preview(
-    settings: ScheduleSettings,
-    optimizer: OptimizerSettings,
-    total_steps: int,
-    tokens_per_step: int,
-    path_png: Path,
-    width: int = 72,
+    settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int, path_png: Path
 ) -> str:
-    """Draw the whole schedule to `path_png` and return a picture of it for a terminal, `width` characters wide.
+    """Draw the rate of every step to `path_png`; returns the schedule in a line, and its rate where phases begin and end.
 
     Raises InputError as `check` does, and where the PNG cannot be written.
     """
@@ -86,10 +79,14 @@ def preview(
     rates = [learning_rate(step, settings, optimizer, total_steps, tokens_per_step) for step in range(total_steps)]
     title = describe(settings, optimizer, total_steps, tokens_per_step)
     try:
-        _draw_png(rates, title, tokens_per_step, path_png)
+        _draw(rates, title, tokens_per_step, path_png)
     except OSError as error:
         raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
-    return f"{title}\n{_draw_text(rates, width)}"
+    warmup = warmup_steps(settings, tokens_per_step)
+    decay = decay_steps(settings, total_steps) if settings.kind == "wsd" else 0
+    marks = {"first": 1} | ({"end of warmup": warmup} if warmup else {})
+    marks |= ({"start of decay": total_steps - decay + 1} if decay else {}) | {"last": total_steps}
+    return "\n".join([title, *(f"  step {step:>9,}  {rates[step - 1]:.3e}  {name}" for name, step in marks.items())])
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int) -> str:
@@ -105,18 +102,14 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
 
 
-def _draw_png(rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
-    # Drawn on a figure of its own: pyplot would pick a backend, and keep state, for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _draw(rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
+    from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate")
-    axes.plot(range(len(rates)), rates, linewidth=1.8)
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate", ylim=(0, max(rates) * 1.08))
+    axes.plot(range(1, len(rates) + 1), rates, linewidth=1.8)
     axes.margins(x=0)
-    axes.set_ylim(0, max(rates) * 1.08)
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.3)
@@ -125,24 +118,3 @@ def _draw_png(rates: list[float], title: str, tokens_per_step: int, path: Path) 
     tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def _draw_text(rates: list[float], width: int, height: int = 8) -> str:
-    """The curve in braille, 2 x 4 dots a character, between a labelled axis of rates and one of steps."""
-    top, last = max(rates), len(rates) - 1
-    labels = [f"{top:.1e}", f"{top / 2:.1e}", "0"]
-    margin = max(map(len, labels))
-    columns = max(10, width - margin - 2)
-    cells = [[BRAILLE] * columns for _ in range(height)]
-    previous = None
-    for x in range(2 * columns):
-        rate = rates[round(x / (2 * columns - 1) * last)]
-        y = round((1 - rate / top) * (4 * height - 1))
-        for dot in range(min(y, y if previous is None else previous), max(y, y if previous is None else previous) + 1):
-            cells[dot // 4][x // 2] |= DOTS[x % 2][dot % 4]  # the dots between two columns join a steep flank
-        previous = y
-    named = {0: labels[0], height // 2: labels[1], height - 1: labels[2]}
-    lines = [f"{named.get(i, ''):>{margin}} {'┤' if i in named else '│'}{''.join(map(chr, row))}" for i, row in enumerate(cells)]
-    first, middle, end = "0", f"step {last // 2:,}", f"{last:,}"
-    axis = f"{first}{middle:^{columns - len(first) - len(end)}}{end}"
-    return "\n".join([*lines, f"{'':>{margin}} └{'─' * columns}", f"{'':>{margin}}  {axis}"])

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
@@ -31,9 +32,9 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
 
 def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: int | None = None) -> None:
     """What settings and the number of devices tell alone, before data or model are looked at. Raises InputError."""
-    if recipe.weights != "fp32" and precision == "fp32":
+    if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
-            f"`weights: {recipe.weights}` and `precision: fp32` contradict each other: BF16 weights compute in BF16; "
+            f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
     gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size)

@@ -12,11 +12,11 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from packing.arrow import Pack, Packs
 from packing.batch import Microbatch, build_microbatch, read_pack, sum_of_squares
 from packing.prepare import prepare
-from packing.protocol import Pack
 from packing.settings import DataSettings
-from packing.store import Packs, check_model, open_packs
+from packing.store import check_model, open_packs
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.settings.recipe import ModelSettings
 

@@ -38,15 +38,11 @@ from pretrain.model.fused.fuse import verdict
 from pretrain.model.fused.layers import Parts, parts_of
 from pretrain.model.fused.weights import StackedWeight
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.definition import Precision
+from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-# Bytes of a quantized number, its share of a block's scale included; in one layout of the two that a step's products read.
-OPERAND_BYTES = {"delayed": 1.0, "current": 1.0, "block": 1 + 4 / 128, "mxfp8": 1 + 1 / 32, "nvfp4": 1 / 2 + 1 / 16}
-_WEIGHT_BYTES = OPERAND_BYTES | {"block": 1.0}  # a scale for a square of 128 x 128 is next to nothing
-# Whose activated values backward makes again in the format they had (pretrain.model.fused.activation); of others they are kept.
-_ACTIVATED_AGAIN = ("delayed", "current", "block")
 # What a compiled layer in pieces keeps for backward, over what a whole one does: measured, see pretrain.plan.memory.
 IN_PIECES = 1.15
 
@@ -77,24 +73,24 @@ def layers_of(
     if active.precision.quantized:
         decisions = decide(model, list(layers.values()), dataclasses.replace(active, settings=settings))
     off = not_fused_because(recipe.model.fused, active, device_type, dtype)
-    compiled = compiled_layer(ModelFlops.of(model), active.precision.name, recipe.weights)
+    compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights)
+    left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
     for name, layer in layers.items():
         reason, low_precision = verdict(name, layer, decisions)
-        precision = active.precision.name if low_precision or not active.precision.quantized else "bf16"
+        precision = active.precision if low_precision else left_out
         is_fused = not (off or reason)
         found.append(fused_layer(layer, precision, recipe, device_type, attention) if is_fused else compiled)
     return found
 
 
-def fused_layer(layer: nn.Module, precision: str, recipe: Recipe, device_type: str, attention: str) -> LayerMemory:
+def fused_layer(layer: nn.Module, precision: Precision, recipe: Recipe, device_type: str, attention: str) -> LayerMemory:
     """`layer` by its shapes; `precision`: what its products compute in, on `device_type` in packed `attention`."""
-    parts, number = parts_of(layer), _bytes_of_number(precision)
+    parts, number, quantized = parts_of(layer), precision.number_bytes, precision.quantized
     stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.below, parts.above)]
     qkv, output, below, above = stacks
     weights = sum(weight.numel() for stack in stacks for weight in stack.weights)
-    quantized = precision in OPERAND_BYTES
-    operand = OPERAND_BYTES[precision] if quantized else number
+    operand = precision.operand_bytes if quantized else number
     statistics = 4 if parts.attention_norm.kind == "rms" else 8
     kept = 2 * number * qkv.in_features + 2 * (operand * qkv.in_features + statistics) + number * below.out_features
     kept += _attention(parts, number, attention, recipe.data.length) + (operand * output.in_features if quantized else 0)
@@ -103,37 +99,37 @@ def fused_layer(layer: nn.Module, precision: str, recipe: Recipe, device_type: s
         inputs=number * qkv.in_features,
         kept=round(kept + activated),
         workspace=round(workspace),
-        quantized_weights=round(2 * _WEIGHT_BYTES[precision] * weights) if quantized else 0,
+        quantized_weights=round(2 * (precision.weight_bytes or operand) * weights) if quantized else 0,
         working_copies=number * weights if _weights_are_cast(recipe.weights, precision) and not quantized else 0,
         fused=True,
     )
 
 
 def _mlp_backward(
-    parts: Parts, precision: str, device_type: str, hidden: int, inside: int, activated: int
+    parts: Parts, precision: Precision, device_type: str, hidden: int, inside: int, activated: int
 ) -> tuple[float, float]:
     """Bytes a token of the activated values that are kept for it, and of what it makes by the time that it holds most of all.
 
     That is where the gradient of `inside`, of the gate and up widths together, is made: from that of the `activated` values,
     which was made from that of the layer's output. The attention's backward comes when what the MLP kept is free again.
     """
-    number = _bytes_of_number(precision)
+    number = precision.number_bytes
     made = number * hidden + number * activated
     if device_type == "cpu":  # plain torch: the formula's steps one by one, in FP32
         return 0, made + number * (inside + activated) + 4 * 4 * inside
     gated = parts.activation == "swiglu"
-    if precision not in OPERAND_BYTES:
+    if not precision.quantized:
         return (0, made + number * (inside + activated)) if gated else (number * activated, made + number * inside)
-    operand = OPERAND_BYTES[precision]
+    operand = precision.operand_bytes
     made += 2 * operand * (hidden + inside)
-    if gated and precision in _ACTIVATED_AGAIN:
+    if gated and precision.activates_again:
         return 0, made + operand * activated
     return operand * activated, made + (0 if gated else number * inside)
 
 
-def compiled_layer(flops: ModelFlops, precision: str, weights: str) -> LayerMemory:
+def compiled_layer(flops: ModelFlops, precision: Precision, weights: str) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `weights`: as a recipe says it."""
-    shape, number, quantized = flops.shape, _bytes_of_number(precision), PRECISIONS[precision].quantized
+    shape, number, quantized = flops.shape, precision.number_bytes, precision.quantized
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if quantized else 1))
@@ -161,9 +157,5 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     return result + number * width
 
 
-def _bytes_of_number(precision: str) -> int:
-    return {"float32": 4, "bfloat16": 2}[PRECISIONS[precision].compute_dtype]
-
-
-def _weights_are_cast(weights: str, precision: str) -> bool:
-    return weights == "fp32" and precision != "fp32"
+def _weights_are_cast(weights: str, precision: Precision) -> bool:
+    return weights == "fp32" and precision.compute_dtype != "float32"

@@ -29,7 +29,6 @@ from pretrain.settings.recipe import Recipe
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
 _BYTES = {"fp32": 4, "bf16": 2}
-_FUSED_HEADS = ("delayed", "current")  # whose FP8 products add a chunk's gradient to the sum (pretrain.model.loss.fp8_head)
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class MemoryEstimate:
         """
         length, stored = recipe.data.length, 4 if recipe.weights == "fp32" else 2
         values = math.ceil(flops.parameters / (world_size if sharded else 1))
-        layers = layers or [compiled_layer(flops, precision, recipe.weights)] * flops.shape.layers
+        layers = layers or [compiled_layer(flops, PRECISIONS[precision], recipe.weights)] * flops.shape.layers
         again = _recomputed(recipe, len(layers))
         head = _HeadMemory.of(recipe, flops, precision)
         return cls(
@@ -145,11 +144,12 @@ class _HeadMemory:
 
     @classmethod
     def of(cls, recipe: Recipe, flops: ModelFlops, precision: str) -> _HeadMemory:
-        shape, kind = flops.shape, recipe.loss.kind
-        weights, computed = shape.vocabulary * shape.hidden, 4 if precision == "fp32" else 2
-        quantized = PRECISIONS[precision].quantized and recipe.fp8_config.scope != "linear"
-        cast = recipe.weights == "fp32" and precision != "fp32" and not quantized
-        a_chunks_own = computed * weights if quantized and kind == "chunked" and precision not in _FUSED_HEADS else 0
+        shape, kind, products = flops.shape, recipe.loss.kind, PRECISIONS[precision]
+        weights, computed = shape.vocabulary * shape.hidden, products.number_bytes
+        quantized = products.quantized and recipe.fp8_config.scope != "linear"
+        cast = recipe.weights == "fp32" and computed == 2 and not quantized
+        # A fused head's products add a chunk's gradient to the sum (pretrain.model.loss.fp8_head).
+        a_chunks_own = computed * weights if quantized and kind == "chunked" and not products.fuses_head else 0
         # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
         # reference keeps the product, the softmax and its gradient, the last two in FP32.
         logit = {"chunked": computed + (2 if quantized else 0), "reference": 8 + computed, "cce": 0}[kind]

@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from pretrain.metrics.flops import Shape
-from pretrain.metrics.run_files import read_metrics
-from pretrain.metrics.summary import summary
+from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.model import attention
 from pretrain.model import huggingface as model
@@ -25,7 +24,7 @@ from pretrain.plan.checks import check_fit, check_model, check_settings
 from pretrain.plan.data import Data, check_data, check_samples, check_tokenizer, load_tokenizer, open_data
 from pretrain.plan.layer_memory import layers_of
 from pretrain.plan.plan import Plan
-from pretrain.precision.device import missing_on
+from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.selection import ActivePrecision, select_precision
 from pretrain.settings import config

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.precision.operands import grid_of
 from pretrain.precision.product import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.selection import ActivePrecision
@@ -36,7 +35,7 @@ class AmaxHistory:
         settings = active.settings
         self.amax_history = torch.zeros(settings.amax_history_len, columns, device=device)
         self.scale = torch.ones(columns, device=device)
-        self._rule = (grid_of(active, role).maximum, settings.margin, settings.amax_compute_algo)
+        self._rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
 
     def record(self, column: int, amax: Tensor) -> None:
         """Note the FP32 scalar `amax` of a tensor; of several in one step the largest counts."""

@@ -1,4 +1,4 @@
-"""Low-precision products on any device: operands rounded as the recipe would have them, multiplied in the precision at hand.
+"""Low-precision products on any device: operands rounded as the precision has them, multiplied in the precision at hand.
 
 The values that the formats hold are few, and BF16 holds every one of them, even times a block scale that is a power of two or, in
 NVFP4, an E4M3 value. So on a GPU an emulated product is a BF16 product with FP32 sums, as fast as BF16 training's, and the tensor
@@ -17,17 +17,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from pretrain.precision.definition import Along
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.linear import plain_norm
-from pretrain.precision.observation import significant_bits
-from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantizer, serves_both
+from pretrain.precision.observation import BITS, significant_bits
 from pretrain.precision.product import NormFunction, ObservedProduct, Role
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -40,7 +40,7 @@ SAMPLED_ROWS = 256  # of an operand that is observed
 
 @dataclass(frozen=True)
 class Operand:
-    """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale` where the recipe has one."""
+    """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale`, if there is one."""
 
     values: Tensor
     scale: Tensor | None
@@ -50,14 +50,14 @@ class Operand:
 
 
 class EmulationBackend:
-    """Emulated products of one model, in the recipe that is engaged."""
+    """Emulated products of one model."""
 
     name: Literal["emulation"] = "emulation"
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.active = active
         self.device = device
-        self.delayed = DelayedState(active, device) if active.precision.name == "delayed" else None
+        self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self.recomputing = False
         self.seen: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
         self._products: list[EmulatedProduct] = []
@@ -94,7 +94,7 @@ class EmulationBackend:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def state(self) -> dict[str, Tensor]:
-        """Delayed scaling's histories and scales, live (see DelayedState.state); nothing for the other recipes."""
+        """Delayed scaling's histories and scales, live (see DelayedState.state); nothing for other precisions."""
         return {} if self.delayed is None else self.delayed.state()
 
     def reset(self) -> None:
@@ -121,8 +121,8 @@ class EmulationBackend:
     @property
     def operand_dtype(self) -> torch.dtype:
         """What operands are multiplied in: the smallest dtype that holds them and is not slow."""
-        exact_in_bf16 = not self.active.settings.use_f32_scales
-        return torch.bfloat16 if self.device.type == "cuda" and exact_in_bf16 else torch.float32
+        bits = [self.active.precision.significant_bits(self.active.settings, role) for role in get_args(Role)]
+        return torch.bfloat16 if self.device.type == "cuda" and max(bits) <= BITS["bfloat16"] else torch.float32
 
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
@@ -130,8 +130,8 @@ class EmulationBackend:
         return Operand(values, tensor_scale), amax
 
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
-        quantize = quantizer(self.active, role, along)
-        scaled = self.active.precision.name in SCALED_PER_TENSOR
+        precision = self.active.precision
+        quantize, scaled = precision.quantizer(self.active.settings, role, along), precision.tensor_scaled
         noting_amax = self.delayed is not None and along == "features"
         dtype = self.operand_dtype
 
@@ -160,7 +160,7 @@ class EmulatedProduct:
 
     def __init__(self, backend: EmulationBackend, name: str) -> None:
         self.name = name
-        self.serves_both = partial(serves_both, backend.active)
+        self.serves_both = partial(backend.active.precision.serves_both, backend.active.settings)
         self._backend = backend
         self._module = None if backend.delayed is None else backend.delayed.register(name)
         self._weight: tuple[Operand, Operand] | None = None
@@ -169,7 +169,7 @@ class EmulatedProduct:
         """x [tokens, in], weight [out, in], bias [out] -> [tokens, out] in x's dtype, differentiable in each.
 
         The weight is quantized if this is the first microbatch, and otherwise what was kept of that one is used. Gradients have
-        their tensors' dtypes; all sums are in FP32. Raises RuntimeError where the recipe's blocks do not divide a dimension.
+        their tensors' dtypes; all sums are in FP32. Raises RuntimeError where the precision's blocks do not divide a dimension.
         """
         if self._weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
@@ -184,7 +184,7 @@ class EmulatedProduct:
         return self._weight
 
     def scale(self, role: Role) -> Tensor | None:
-        """The scale in force of delayed scaling, an FP32 scalar; None for the other recipes."""
+        """The scale in force of delayed scaling, an FP32 scalar; None for other precisions."""
         return None if self._module is None else self._backend.delayed.scale(self._module, role)
 
     def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
@@ -240,7 +240,7 @@ class _Products(torch.autograd.Function):
             if product.serves_both("grad_output"):
                 along_tokens = along_features.t()
             else:
-                del along_features  # before its like is made along the other axis
+                del along_features  # two of them would be in memory at once
                 along_tokens = product.operand("grad_output", grad_output, "rows", scale)
             inputs = product.operand("input", x, "rows", ctx.input_scale)
             grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype)

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Significant bits, the leading one included, of a format's values; NVFP4's two, times its E4M3 block scale's four.
-BITS = {"e5m2": 3, "e4m3": 4, "nvfp4": 6, "bfloat16": 8, "float32": 24}
+BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included
 
 
 def significant_bits(tensor: Tensor) -> int:

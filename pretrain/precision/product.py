@@ -8,7 +8,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
+from pretrain.precision.definition import Role
+
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 Show = Callable[[Role, Tensor], None]  # a tensor to whoever is watching
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -1,8 +1,8 @@
 """Which precision a run gets on this machine, on what it computes it, and why that is not what was asked for.
 
-A recipe runs on Transformer Engine where the device has it. Where it has not, `fp8_config.on_unsupported` decides: stop and say
-which device has it, compute the same numbers slowly, or train in the nearest precision that the device does have. What comes of
-it is an `Engaged`, which everything after asks; nothing later may change its mind.
+A precision runs on Transformer Engine where the device has it. Elsewhere `fp8_config.on_unsupported` decides: stop and say which
+device has it, compute the same numbers slowly, or train in the nearest precision that the device does have. The result is an
+`ActivePrecision`, which everything after asks; nothing later changes it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foundation.errors import InputError
-from pretrain.precision.registry import PRECISIONS, Precision
+from pretrain.precision.definition import Precision
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 
-_FALLBACK = "delayed"  # the low precision that most GPUs have; where not even that, BF16
-
-# Why a device cannot run a quantized recipe, as in "needs a GPU of ...; this is ..."; None where it can.
+# Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
 Missing = Callable[[Precision], str | None]
 
 
@@ -45,9 +44,9 @@ class ActivePrecision:
 
 
 def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> ActivePrecision:
-    """What a run in `precision` gets on a device that lacks what `missing` says (`device.missing_on`).
+    """What a run in `precision` gets on a device where `missing` is missing (`backends.missing_on`).
 
-    Raises InputError where the device lacks the precision and `on_unsupported` is `error`.
+    Raises InputError where the device does not have the precision and `on_unsupported` is `error`.
     """
     wanted = PRECISIONS[precision]
     settings = fp8_config.resolved(wanted.name)
@@ -55,27 +54,24 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
         return ActivePrecision(wanted.name, wanted, "torch", settings)
     if settings.backend == "emulation":
         return ActivePrecision(wanted.name, wanted, "emulation", settings)
-    lacking = missing(wanted)
-    if lacking is None and settings.scale_rounding == "floor":
-        lacking = "needs emulation for `fp8_config.scale_rounding: floor`; the hardware rounds scales up"
-    if lacking is None:
+    need = missing(wanted)
+    if need is None and (emulation := wanted.needs_emulation(settings)):
+        need = f"needs {emulation}"
+    if need is None:
         return ActivePrecision(wanted.name, wanted, "transformer_engine", settings)
 
-    reason = f"`precision: {wanted.name}` {lacking}"
+    reason = f"`precision: {wanted.name}` {need}"
     if settings.on_unsupported == "emulate":
         return ActivePrecision(wanted.name, wanted, "emulation", settings, reason)
+    available = [each for each in PRECISIONS.values() if not each.quantized or missing(each) is None]
+    ranked = [each for each in available if each.fallback_rank is not None and each is not wanted]
+    nearest = min(ranked, key=lambda each: each.fallback_rank)
     if settings.on_unsupported == "fallback":
-        low_precision = wanted.name != _FALLBACK and missing(PRECISIONS[_FALLBACK]) is None
-        nearest = PRECISIONS[_FALLBACK if low_precision else "bf16"]
         settings = fp8_config.without_options().resolved(nearest.name)
-        return ActivePrecision(wanted.name, nearest, "transformer_engine" if low_precision else "torch", settings, reason)
-    raise InputError(f"{reason}. {_remedies(missing)}")
-
-
-def _remedies(missing: Missing) -> str:
-    available = [name for name, recipe in PRECISIONS.items() if not recipe.quantized or missing(recipe) is None]
-    fallback = _FALLBACK if _FALLBACK in available else "bf16"
-    return (
-        "Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
-        f"`fp8_config.on_unsupported: fallback` to train in {fallback}, or a `precision` that runs here: {', '.join(available)}"
+        backend = "transformer_engine" if nearest.quantized else "torch"
+        return ActivePrecision(wanted.name, nearest, backend, settings, reason)
+    raise InputError(
+        f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
+        f"`fp8_config.on_unsupported: fallback` to train in {nearest.name}, or a `precision` that runs here: "
+        f"{', '.join(each.name for each in available)}"
     )

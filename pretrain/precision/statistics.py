@@ -20,17 +20,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pretrain.precision.context import PrecisionContext
-from pretrain.precision.operands import quantize_operand
+from pretrain.precision.definition import QuantizedPrecision
 from pretrain.precision.product import Backend, LinearProduct, Role
-from pretrain.precision.quantizers.grid import Grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.selection import ActivePrecision
 
 SLICE_VALUES = 2**24  # quantized at once: a run that fills its memory must not end because it was watched
@@ -55,9 +53,10 @@ class OperandStatistics:
     """
 
     def __init__(self, active: ActivePrecision, backend: Backend) -> None:
-        """`engaged`: in a quantized recipe. `backend`: the one that computes it."""
-        to_nearest = {"disable_stochastic_rounding": True} if active.precision.name == "nvfp4" else {}
-        self.active = replace(active, settings=active.settings.model_copy(update=to_nearest))
+        """`active`: a quantized precision. `backend`: the one that computes it."""
+        self.precision: QuantizedPrecision = active.precision
+        to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in self.precision.options else {}
+        self.settings = active.settings.model_copy(update=to_nearest)
         self.backend = backend
         self._figures: dict[tuple[str, Role], Tensor] = {}
         self._scales: dict[tuple[str, Role], Tensor] = {}
@@ -99,16 +98,17 @@ class OperandStatistics:
         table = torch.stack(list(self._figures.values())).tolist()
         rows = (dict(zip(MAXIMA + SUMS, values, strict=True)) for values in table)
         return [
-            {"layer": name, "operand": role, **_record(row, self.active.precision.name)}
+            {"layer": name, "operand": role, **_record(row, self.precision)}
             for (name, role), row in zip(self._figures, rows, strict=True)
         ]
 
     def _measure(self, name: str, role: Role, x: Tensor) -> Tensor:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
-        scale = self._scale_in_force(name, role) if self.active.precision.name == "delayed" else None
+        scale = self._scale_in_force(name, role) if self.precision.keeps_history else None
+        quantize = self.precision.quantizer(self.settings, role, "features")
         total = None
         for rows in x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS):
-            figures = measure(rows.float(), quantize_operand(self.active, role, rows, along="features", scale=scale, amax=amax))
+            figures = measure(rows.float(), quantize(rows, scale, amax))
             total = figures if total is None else merge(total, figures)
         return total
 
@@ -179,17 +179,17 @@ def summary(records: Sequence[Record]) -> dict[str, float]:
     return result
 
 
-def _record(row: Mapping[str, float], recipe: str) -> dict[str, float | None]:
+def _record(row: Mapping[str, float], precision: QuantizedPrecision) -> dict[str, float | None]:
     """Scales and shares of one operand, from its row of figures."""
     tensor_scale = -row["-tensor_scale"]
-    if recipe in ("delayed", "current"):
+    if not precision.block_scaled:
         scales = {"scale": tensor_scale}
     elif row["scaled"]:
         mean = math.exp2(row["log2_scale"] / row["scaled"])
         scales = {"scale": mean, "scale_min": -row["-scale_min"], "scale_max": row["scale_max"]}
     else:
         scales = dict.fromkeys(("scale", "scale_min", "scale_max"))
-    if recipe == "nvfp4":
+    if precision.block_scaled and precision.tensor_scaled:
         scales["tensor_scale"] = tensor_scale if row["scaled"] else None
     return {
         "amax": row["amax"],

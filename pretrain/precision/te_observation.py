@@ -84,7 +84,7 @@ def operand_kind(te: ModuleType, operand: Any) -> str:
     if isinstance(operand, te.MXFP8TensorStorage):
         return f"mxfp8 {_format(te, operand._fp8_dtype)}"
     if isinstance(operand, te.NVFP4TensorStorage):
-        return "nvfp4"
+        return "nvfp4 e2m1"
     return dtype_name(operand.dtype) if isinstance(operand, torch.Tensor) else type(operand).__name__
 
 

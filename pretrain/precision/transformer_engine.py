@@ -10,6 +10,7 @@ The library is imported when it is first needed: it takes seconds, and cannot be
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
 import importlib.util
@@ -21,30 +22,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from foundation.errors import InputError
+from pretrain.precision.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.product import NormFunction, ObservedProduct
-from pretrain.precision.registry import Precision
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.te_observation import GemmObserver
-from pretrain.precision.te_recipes import te_recipe
 
-OLDEST = (2, 20)  # the first whose recipes have every field that te_recipes sets
-_AVAILABLE = {
-    "delayed": "is_fp8_available",
-    "current": "is_fp8_available",
-    "block": "is_fp8_block_scaling_available",
-    "mxfp8": "is_mxfp8_available",
-    "nvfp4": "is_nvfp4_available",
-}
+OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # Transformer Engine's name of a direction's state -> ours, in checkpoints.
 _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 _BLACKWELL = (10, 0)  # whose FP8 products read operands as they lie
+_MISSING = object()
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def lacking() -> str | None:
-    """What this process lacks for Transformer Engine, worded to follow "needs"; None: nothing."""
+def missing() -> str | None:
+    """What this process would need for Transformer Engine, worded to follow "needs"; None: nothing more."""
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
@@ -58,12 +53,51 @@ def lacking() -> str | None:
     return None
 
 
-def unavailable_because(recipe: Precision) -> str | None:
-    """The same for running a quantized `recipe` on it."""
-    if missing := lacking():
-        return missing
-    available, reason = getattr(library(), _AVAILABLE[recipe.name])(return_reason=True)
+def unavailable_because(precision: QuantizedPrecision) -> str | None:
+    """The same for running `precision` on it."""
+    if precision.te_available is None:
+        return precision.hardware.missing(None, None)
+    if need := missing():
+        return need
+    available, reason = getattr(library(), precision.te_available)(return_reason=True)
     return None if available else f"what Transformer Engine misses here: {reason}"
+
+
+def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
+    """The `transformer_engine.common.recipe` object of `precision`, with nothing in it that was not asked for.
+
+    Transformer Engine takes the defaults of its recipes from NVTE_* variables when it is imported, drops keyword arguments that
+    it does not know, and keeps some of what its quantizers read outside of the constructor's reach: with
+    `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then read
+    back. Raises InputError for an option that only the emulation has, and where the installed Transformer Engine does not take a
+    recipe as it is written here.
+    """
+    if emulation := precision.needs_emulation(settings):
+        raise InputError(f"`precision: {precision.name}` needs {emulation}; set `fp8_config.backend: emulation`")
+    te = importlib.import_module("transformer_engine.common.recipe")
+    kind, arguments, attributes = precision.te_recipe(te, settings)
+    # Attention has its own kernels here, and backward multiplies what forward quantized.
+    arguments |= {"fp8_dpa": False, "fp8_mha": False, "backward_override": None}
+    unknown = {field.name for field in dataclasses.fields(kind)} - set(arguments)
+    te_recipe = kind(**arguments)
+    for name, value in attributes.items():
+        setattr(te_recipe, name, value)
+    lost = {name for name, value in (arguments | attributes).items() if getattr(te_recipe, name, _MISSING) != value}
+    if unknown or lost:
+        differences = ", ".join(sorted(unknown | lost))
+        raise InputError(
+            f"precision {precision.name!r}: the installed Transformer Engine's {kind.__name__} is not the one this launcher was "
+            f"written for (it differs in {differences}), and might round otherwise than asked; install the version of "
+            "requirements-cuda.txt"
+        )
+    return te_recipe
+
+
+def split_accumulator(te_recipe: Any, product: str) -> bool:
+    """Whether `product` (fprop, dgrad, wgrad) adds up its partial sums in full under `te_recipe`, as te.Linear's does: what the
+    recipe says, and where it says nothing, gradients alone."""
+    wanted = getattr(te_recipe, f"fp8_gemm_{product}", None)
+    return product != "fprop" if wanted is None else wanted.use_split_accumulator
 
 
 class TransformerEngineProduct:
@@ -91,9 +125,8 @@ class TransformerEngineProduct:
     @property
     def fuses_head(self) -> bool:
         """Where one scale a tensor and operands along the inner dimension are what FP8 products take; without a bias."""
-        recipe = self.backend.recipe
-        per_tensor = recipe.delayed() or recipe.float8_current_scaling()
-        return per_tensor and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
+        fuses_head = self.backend.precision.fuses_head
+        return fuses_head and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
 
 
 class TransformerEngineBackend:
@@ -102,10 +135,11 @@ class TransformerEngineBackend:
     name: Literal["transformer_engine"] = "transformer_engine"
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        """Raises InputError where the installed Transformer Engine does not take the recipe as asked."""
+        """Raises InputError where the installed Transformer Engine does not take the precision's recipe as asked."""
         self.te = library()
+        self.precision: QuantizedPrecision = active.precision
+        self.te_recipe = build_te_recipe(active.precision, active.settings)
         self._device = device
-        self.recipe = te_recipe(active.precision.name, active.settings)
         self._products: dict[str, TransformerEngineProduct] = {}
         self.observer: GemmObserver | None = None
 
@@ -143,7 +177,7 @@ class TransformerEngineBackend:
         ranks, moves its histories on and makes new scales; a forward without gradients leaves no trace in either."""
         with self._autocast():
             yield
-        if self.recipe.delayed() and not torch.is_grad_enabled():
+        if self.precision.keeps_history and not torch.is_grad_enabled():
             # What the kernels saw, the next training forward would take for its own.
             for product in self._products.values():
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
@@ -168,7 +202,7 @@ class TransformerEngineBackend:
         Slots are input, weight, output in forward, grad_output, grad_input in backward. Between steps nothing else is pending:
         the backward of each microbatch ends with the update of its own histories.
         """
-        if not self.recipe.delayed():
+        if not self.precision.keeps_history:
             return {}
         return {
             f"fp8/{name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
@@ -190,7 +224,7 @@ class TransformerEngineBackend:
 
     def describe(self) -> str:
         """Library, version and recipe, for the audit."""
-        return f"Transformer Engine {_version()}, {type(self.recipe).__name__}"
+        return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
 
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
@@ -205,7 +239,7 @@ class TransformerEngineBackend:
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         """No reduction group means the default one, all ranks."""
-        return self.te.autocast(enabled=enabled, recipe=self.recipe)
+        return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:

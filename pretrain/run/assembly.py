@@ -24,8 +24,7 @@ from pretrain.model.distributed import prepare, sharded_like, unwrapped
 from pretrain.model.fused.choice import choose_arithmetic
 from pretrain.model.fused.fuse import FusedLayers, fuse
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.optimizer import build as optimizer
-from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.plan.preflight import Job
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
@@ -57,7 +56,7 @@ class Assembly:
 
     @property
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        return optimizer.named_state(self.optimizer, self.hf)
+        return named_state(self.optimizer, self.hf)
 
     @property
     def precision_tensors(self) -> dict[str, Tensor]:
@@ -121,7 +120,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     model.wrap_layers(hf, recipe.model, cast_to=cast_to, compile_layers=compiled, precision=precision)
-    adamw = optimizer.build_optimizer(packed, recipe.optimizer, exact=exact)
+    adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
     kept_in = recipe.gradients_kept_in(accelerator.num_processes)
     # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
@@ -189,7 +188,7 @@ def rehearse(
     if isinstance(prepared, DistributedDataParallel):
         with packed.precision.preserving_state() if packed.precision else nullcontext():
             lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
-    optimizer.clear_gradients(adamw, prepared)
+    clear_gradients(adamw, prepared)
     return entries
 
 
@@ -203,7 +202,7 @@ def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):
             ddp(**model.inputs_of(batch, ddp.device)).backward()
-    optimizer.clear_gradients(adamw, ddp)
+    clear_gradients(adamw, ddp)
 
 
 def what_is_compiled(compiled: bool, precision: PrecisionContext | None, fused: FusedLayers | None) -> str:

@@ -15,8 +15,8 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.state import TrainState, check_same_training
 from pretrain.metrics.health import Health
-from pretrain.optimizer import build as optimizer
-from pretrain.optimizer.exact_weights import Weights, convert, describe_conversion, local_part
+from pretrain.optimizer.adamw import set_updates_done
+from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
@@ -59,7 +59,7 @@ def restore(
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
     scales, scale_notes = scales_to_load(source.path, assembly.precision_tensors)
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
-    optimizer.set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
+    set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"])
     checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
@@ -84,7 +84,7 @@ def load_weights(
     loaded = checkpoints.load(source.path, assembly.tensors | stored, kept)
     for name, parameter in parameters.items():
         remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" else None
-        master, _ = convert(local_part(stored.pop(name)), remainder, "fp32")
+        master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)
     return [describe_conversion(saved, mode), *loaded.notes]
 

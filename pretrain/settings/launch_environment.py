@@ -18,13 +18,14 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
-from pretrain.precision.registry import PRECISIONS, Precision, find
+from pretrain.precision.definition import Precision
+from pretrain.precision.registry import PRECISIONS, find, find_by_accelerate_name
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
-_NAMES = {"no": "fp32", "bf16": "bf16"}
 _PREFIX = "ACCELERATE_FP8_"
+_FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config`
 
 # What accelerate sets for options of ours that its file leaves out.
 _FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
@@ -41,7 +42,7 @@ _WITHOUT_EFFECT = {
 
 
 class _Fp8Config(LowPrecisionSettings):
-    recipe: str = "delayed"  # what accelerate means as well where nobody says
+    recipe: str = ""  # found before this is parsed; a key like the others for messages
 
 
 class _File(Settings):
@@ -85,36 +86,37 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> Requested:
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
     variables = {key.removeprefix(_PREFIX): environ.pop(key) for key in list(environ) if key.startswith(_PREFIX)}
-    if mixed_precision == "fp8":
+    if mixed_precision == _FP8:
         return _read_fp8_config(_in_our_names(variables))
-    if mixed_precision not in _NAMES:
+    if (precision := find_by_accelerate_name(mixed_precision)) is None:
         raise InputError(
             f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
             "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"
         )
-    return Requested(PRECISIONS[_NAMES[mixed_precision]], LowPrecisionSettings())
+    return Requested(precision, LowPrecisionSettings())
 
 
 def _read_fp8_config(values: dict[str, Any]) -> Requested:
     for key, (nothing, remedy) in _WITHOUT_EFFECT.items():
         if (value := values.pop(key, nothing)) != nothing:
             raise InputError(f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect: {remedy}")
-    recipe = find(str(values.get("recipe", "delayed")), f"{_ORIGIN}: `fp8_config.recipe`")
-    if not recipe.quantized:
+    named = values.get("recipe")
+    precision = find_by_accelerate_name(_FP8) if named is None else find(str(named), f"{_ORIGIN}: `fp8_config.recipe`")
+    if not precision.quantized:
         raise InputError(
-            f"{_ORIGIN}: `fp8_config.recipe: {recipe.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
+            f"{_ORIGIN}: `fp8_config.recipe: {precision.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
         )
     for key, value in _FILLED_IN.items():
-        if values.get(key) == value and not recipe.takes(key, value):
+        if values.get(key) == value and not precision.takes(key, value):
             del values[key]
 
     settings = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
-    if contradictions := settings.contradictions(recipe):
+    if contradictions := settings.contradictions(precision):
         raise InputError(
-            f"{_ORIGIN}: `fp8_config: {{{', '.join(contradictions)}}}` and `recipe: {recipe.name}` contradict each other: "
-            f"{recipe.describe_options()}; leave out the others"
+            f"{_ORIGIN}: `fp8_config: {{{', '.join(contradictions)}}}` and `recipe: {precision.name}` contradict each other: "
+            f"{precision.describe_options()}; leave out the others"
         )
-    return Requested(recipe, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"})))
+    return Requested(precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"})))
 
 
 def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:

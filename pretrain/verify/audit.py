@@ -23,10 +23,18 @@ from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
-from pretrain.precision.observation import BITS, dtype_name
-from pretrain.precision.product import ObservedProduct
+from pretrain.precision.observation import dtype_name
+from pretrain.precision.product import ObservedProduct, Role
+from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.selection import ActivePrecision
 from pretrain.verify.observation import DtypesOfLinears, matrices_of
+
+# The left and the right operand of a linear's products: x w^T, g w and g^T x.
+OPERANDS: dict[str, tuple[Role, Role]] = {
+    "forward": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
 
 Entry = dict[str, Any]
 Observed = Mapping[str, Sequence[ObservedProduct]]
@@ -158,7 +166,8 @@ def _plain_dtypes(seen: Collection[str] | None, within_fused: Sequence[ObservedP
 
 
 def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, active: ActivePrecision) -> str:
-    """The recipe's name if every product that ran multiplied operands of its formats, and all three ran; else what ran instead.
+    """The precision's name if every product that ran multiplied operands of its formats, and all three ran; else what ran
+    instead.
 
     `plain`: the dtypes seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
     layer that is recomputed after it was left.
@@ -167,42 +176,22 @@ def _effective(observed: Sequence[ObservedProduct], plain: str, outside: int, ac
         return _plain_name(plain)
     if outside:
         return f"{outside} calls outside the low-precision context"
-    formats = expected_formats(active)
-    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, formats[p.gemm], active)})
-    missing = sorted(f"{gemm} not run" for gemm in formats.keys() - {product.gemm for product in observed})
+    wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
+    missing = sorted(f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed})
     return ", ".join([*wrong, *missing]) or active.precision.name
 
 
-def expected_formats(active: ActivePrecision) -> dict[str, tuple[str, str]]:
-    """The formats that each product of a linear multiplies under this recipe: x w^T, g w and g^T x."""
-    if active.precision.name == "nvfp4":
-        return dict.fromkeys(("forward", "dgrad", "wgrad"), ("nvfp4", "nvfp4"))
-    gradient = "e5m2" if active.settings.fp8_format == "HYBRID" else "e4m3"
-    return {"forward": ("e4m3", "e4m3"), "dgrad": (gradient, "e4m3"), "wgrad": (gradient, "e4m3")}
-
-
-def _is_expected(product: ObservedProduct, formats: tuple[str, str], active: ActivePrecision) -> bool:
-    """Whether both operands are what the recipe makes of them: by their kind on Transformer Engine, which says what a tensor is,
-    and by their significant bits in emulation, where it is an ordinary tensor of few values."""
-    if active.backend == "emulation":
-        most = {name: BITS["float32"] for name in BITS} if active.settings.use_f32_scales else BITS  # FP32 scales have all bits
-        return all(_bits(kind) <= most[name] for kind, name in zip((product.left, product.right), formats, strict=True))
-    weights = (False, product.gemm != "wgrad")  # the right-hand operand of forward and dgrad
-    expected = [_kinds(active.precision.name, name, weight) for name, weight in zip(formats, weights, strict=True)]
-    return product.left in expected[0] and product.right in expected[1]
-
-
-def _kinds(recipe: str, name: str, weight: bool) -> set[str]:
-    """What Transformer Engine's operands of this format are called (pretrain.precision.te_observation)."""
-    match recipe:
-        case "delayed" | "current":
-            return {f"{name} tensor-scaled"}
-        case "block":  # a Blackwell computes it as MXFP8
-            return {f"{name} {'128x128' if weight else '1x128'} blocks", f"mxfp8 {name}"}
-        case "mxfp8":
-            return {f"mxfp8 {name}"}
-        case _:
-            return {name}
+def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
+    """Whether both operands are what the precision makes of them: by their kind on Transformer Engine, which says what a tensor
+    is, and by their significant bits in emulation, where it is an ordinary tensor of few values."""
+    for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True):
+        if active.backend == "emulation":
+            expected = _bits(kind) <= active.precision.significant_bits(active.settings, role)
+        else:
+            expected = kind in active.precision.te_operand_kinds(active.settings, role)
+        if not expected:
+            return False
+    return True
 
 
 def _bits(kind: str) -> int:
@@ -215,8 +204,8 @@ def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
 
 
 def _plain_name(dtypes: str) -> str:
-    """Observed dtypes under the name of the recipe that they are, where they are one."""
-    return {"float32": "fp32", "bfloat16": "bf16"}.get(dtypes, dtypes)
+    """Observed dtypes under the name of the precision that they are, where they are one."""
+    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
 
 
 def _norm_entry(name: str, norm: LowPrecisionNorm, active: ActivePrecision) -> Entry:

@@ -31,8 +31,8 @@ from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import gradient_of
 from pretrain.model.step import forward_backward
-from pretrain.optimizer.build import clear_gradients
-from pretrain.precision.registry import Tolerance
+from pretrain.optimizer.adamw import clear_gradients
+from pretrain.precision.definition import Tolerance
 from pretrain.verify.plain_model import Pass, plain_model, plain_pass, whole
 
 # Of each rank. The first microbatch quantizes the weights and the second takes the first one's copies, so two are the fewest that

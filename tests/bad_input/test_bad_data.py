@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from packing.arrow import Pack, PackWriter
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from packing.store import Pack, PackWriter
 from packing.tokenizer import load_tokenizer
 
 MDS = Path(__file__).parents[1] / "data" / "mds" / "reference"

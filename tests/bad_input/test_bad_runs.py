@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from packing.store import Pack, PackWriter
+from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import JsonlTracker, cut_back

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.throughput_packs import write, zipf
+from packing.arrow import Packs
 from packing.settings import DataSettings
-from packing.store import Packs, open_packs
+from packing.store import open_packs
 
 
 def packs_at(folder: Path, length: int = 4096, vocabulary: int = 151_936, count: int = 64) -> Packs:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.precision.quantizers.grid import E4M3, E5M2, round_to_grid
+from pretrain.precision.quantizers.grid import E4M3, E5M2
+from pretrain.precision.quantizers.rounding import round_to_grid
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packing.arrow import Pack
 from packing.batch import build_microbatch
-from packing.protocol import Pack
 from pretrain.model import huggingface as model
 from pretrain.model.conversion import convert, decide
 from pretrain.model.huggingface import PackedLanguageModel, decoder_layers, inputs_of

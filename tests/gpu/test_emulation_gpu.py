@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from pretrain.precision.definition import Along
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
-from pretrain.precision.operands import Along
 from pretrain.precision.product import Role
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 if torch.cuda.is_available():

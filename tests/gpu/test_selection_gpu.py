@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.precision.device import missing_on
+from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import select_precision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -28,7 +28,7 @@ def test_a_recipe_runs_where_transformer_engine_says_that_it_does(name: str) -> 
     available = getattr(te, AVAILABLE[name])()
     capability = torch.cuda.get_device_capability()
     cuda = tuple(map(int, torch.version.cuda.split(".")[:2]))
-    assert (PRECISIONS[name].hardware.lacking(capability, cuda) is None) == available
+    assert (PRECISIONS[name].hardware.missing(capability, cuda) is None) == available
     values = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}, "precision": name}
     recipe = Recipe.model_validate(values | {"fp8_config": LowPrecisionSettings(on_unsupported="emulate")})
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on("cuda"))

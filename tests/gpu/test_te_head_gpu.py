@@ -34,8 +34,8 @@ class Model:
     """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
 
     def __init__(self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any) -> None:
-        if lacking := unavailable_because(PRECISIONS[recipe]):
-            pytest.skip(f"{recipe} needs {lacking}")
+        if missing := unavailable_because(PRECISIONS[recipe]):
+            pytest.skip(f"{recipe} needs {missing}")
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
         settings = LowPrecisionSettings(**options).resolved(recipe)
@@ -182,8 +182,8 @@ def test_a_head_alone_moves_its_own_history_on() -> None:
 def test_peak_memory_is_the_logits_twice_the_sum_and_the_weight_in_fp8_without_a_second_copy() -> None:
     tokens, hidden, vocabulary, chunk = 8192, 512, 50_304, 2048
     settings = LowPrecisionSettings().resolved("current")
-    if lacking := unavailable_because(PRECISIONS["current"]):
-        pytest.skip(f"current needs {lacking}")
+    if missing := unavailable_because(PRECISIONS["current"]):
+        pytest.skip(f"current needs {missing}")
     backend = TransformerEngineBackend(
         ActivePrecision("current", PRECISIONS["current"], "transformer_engine", settings), torch.device("cuda")
     )

@@ -17,15 +17,15 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
+from packing.arrow import Pack
 from packing.batch import BatchStream, Microbatch, build_microbatch
 from packing.order import PackOrder
-from packing.protocol import Pack
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model import huggingface as model
 from pretrain.model.huggingface import PackedLanguageModel
 from pretrain.model.step import forward_backward
-from pretrain.optimizer import build as optimizer
+from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -172,9 +172,9 @@ def test_pinned_batches_train_the_model_with_fused_adamw(
     order = PackOrder(len(packs), 16, seed=1)
     stream = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True, pin_memory=True)
     unpinned = BatchStream(packs, order, microbatch=8, rank=0, world_size=1, mask_boundaries=True).step(0)
-    adamw = optimizer.build_optimizer(packed, OptimizerSettings(learning_rate=3e-3), exact=False)
+    adamw = build_optimizer(packed, OptimizerSettings(learning_rate=3e-3), exact=False)
     adamw.materialise()
-    moments = optimizer.named_state(adamw, packed.hf)
+    moments = named_state(adamw, packed.hf)
     assert {tensor.device.type for tensor in moments.values()} == {"cuda"}
     assert {tensor.dtype for tensor in moments.values()} == {torch.float32}
     losses = []
@@ -185,7 +185,7 @@ def test_pinned_batches_train_the_model_with_fused_adamw(
                 pairs = zip(batches.microbatches, unpinned.microbatches, strict=True)
                 assert all(torch.equal(a.labels.to(DEVICE, non_blocking=True).cpu(), b.labels) for a, b in pairs)
             losses.append(forward_backward(packed, batches, accelerator).item())
-            adamw.step(clip_coefficient=optimizer.clip_coefficient(optimizer.gradient_norm(packed.parameters()), 1.0))
+            adamw.step(clip_coefficient=clip_coefficient(gradient_norm(packed.parameters()), 1.0))
             adamw.zero_grad(set_to_none=True)
     assert losses[-1] < 0.8 * losses[0]
     assert all(state["step"] == 10 for state in adamw.state.values())

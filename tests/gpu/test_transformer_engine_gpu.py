@@ -36,8 +36,8 @@ SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
 
 def needs(name: str) -> str:
     """`name`, or the test is skipped where this machine cannot run it."""
-    if lacking := unavailable_because(PRECISIONS[name]):
-        pytest.skip(f"{name} needs {lacking}")
+    if missing := unavailable_because(PRECISIONS[name]):
+        pytest.skip(f"{name} needs {missing}")
     return name
 
 

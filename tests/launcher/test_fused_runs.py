@@ -19,7 +19,7 @@ from benchmarks.kill_resume import differences
 from pretrain.model import huggingface as model
 from pretrain.model.fused.functions import NormMLPAdd
 from pretrain.model.fused.plain import TorchStackedProduct
-from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.adamw import ExactAdamW
 from tests.launcher.test_weights import masters
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64} | dict.fromkeys(

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from pretrain.metrics.run_files import read_metrics
+from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.registry import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]

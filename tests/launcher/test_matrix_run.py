@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from pretrain.checkpoint.folder import step_folders, step_of
-from pretrain.metrics.run_files import read_metrics
+from pretrain.checkpoint.checkpoint import step_folders, step_of
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

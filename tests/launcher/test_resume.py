@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.kill_resume import differences, kill_in, left_behind, start, write_packs, write_recipe
-from pretrain.checkpoint.folder import step_folder, step_folders, step_of
-from pretrain.metrics.run_files import read_metrics
+from pretrain.checkpoint.checkpoint import step_folder, step_folders, step_of
+from pretrain.metrics.run_record import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60

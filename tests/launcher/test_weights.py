@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pretrain.optimizer.exact_weights import join
+from pretrain.optimizer.adamw_update import join
 
 # A rate at which most updates are smaller than half a unit in a BF16 weight's last place.
 SLOW = ["precision=bf16", "optimizer.learning_rate=2e-5", "schedule.kind=constant", "schedule.warmup=0", "evaluate.every=6"]

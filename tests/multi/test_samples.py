@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from packing.store import Pack, PackWriter
+from packing.arrow import Pack, PackWriter
 
 pytestmark = pytest.mark.multi
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.arrow import Pack
 from packing.batch import IGNORE, BatchStream, Microbatch, StepBatches, build_microbatch, count_valid_tokens, evaluation_batches
 from packing.order import PackOrder
 from packing.pack import best_fit, materialise
-from packing.store import Pack
 
 LENGTH = 32
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from foundation import integrity
 from foundation.errors import InputError
-from packing.arrow import ArrowPacks, PackWriter
+from packing.arrow import ArrowPacks, Pack, PackWriter
 from packing.settings import DataSettings
-from packing.store import Pack, carve, check_model, open_packs
+from packing.store import carve, check_model, open_packs
 
 LENGTH = 16
 TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "bos_id": None, "eos_id": 0, "pad_id": 0}

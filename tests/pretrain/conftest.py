@@ -12,7 +12,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from packing.protocol import Pack
+from packing.arrow import Pack
 from pretrain.model import attention, attention_cudnn
 from pretrain.model import huggingface as model
 from pretrain.model.huggingface import PackedLanguageModel

@@ -21,7 +21,7 @@ def choose_arithmetic(
 ) -> tuple[Arithmetic | None, str]:
     """The arithmetic for activations of `dtype`, or None and the reason, worded for the audit.
 
-    `context`: of the low precision that is `engaged`, None without one. Raises InputError as `not_fused_because`.
+    `context`: of a low precision, None without one. Raises InputError as `not_fused_because`.
     """
     if reason := not_fused_because(setting, active, device_type, dtype):
         return None, reason
@@ -53,5 +53,5 @@ def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
         return "it gains nothing on a CPU"
     if dtype != torch.bfloat16:
         return "on a GPU it gains in BF16 and below"
-    lacking = transformer_engine.lacking()
-    return f"it needs {lacking}" if lacking else None
+    missing = transformer_engine.missing()
+    return f"it needs {missing}" if missing else None

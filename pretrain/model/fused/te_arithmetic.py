@@ -29,8 +29,7 @@ from pretrain.model.fused.weights import StackedWeight
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.product import Role
 from pretrain.precision.te_observation import operand_kind
-from pretrain.precision.te_recipes import split_accumulator
-from pretrain.precision.transformer_engine import TransformerEngineBackend
+from pretrain.precision.transformer_engine import TransformerEngineBackend, split_accumulator
 
 _BF16 = tex.DType.kBFloat16
 _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backend empties when it forgets what it keeps
@@ -160,7 +159,7 @@ class TEStackedProduct:
         self, gemm: str, left: Operand, right: Operand, *, out_dtype: torch.dtype = torch.bfloat16, **options: Any
     ) -> Any:
         """In TE's order: cuBLAS counts columns first, so what multiplies from the left is named second."""
-        split = self.low_precision and split_accumulator(self._arithmetic.recipe, gemm)
+        split = self.low_precision and split_accumulator(self._arithmetic.te_recipe, gemm)
         return general_gemm(left, right, out_dtype=out_dtype, use_split_accumulator=split, **options)[0]
 
 
@@ -183,8 +182,8 @@ class TransformerEngineArithmetic(Witness):
         return TEStackedProduct(name, members, weights, self, holder)
 
     @property
-    def recipe(self) -> Any:
-        return self._backend.recipe
+    def te_recipe(self) -> Any:
+        return self._backend.te_recipe
 
     def kind(self, operand: Operand) -> str:
         return operand_kind(te, operand)

@@ -26,8 +26,7 @@ from pretrain.model.loss.chunked import ChunkLoss, HeadGradients
 from pretrain.model.loss.softmax import softmax_gradient_
 from pretrain.model.loss.softmax_fp8_kernel import QuantizedGradient, quantized_softmax_gradient
 from pretrain.precision.product import Show
-from pretrain.precision.te_recipes import split_accumulator
-from pretrain.precision.transformer_engine import TransformerEngineProduct
+from pretrain.precision.transformer_engine import TransformerEngineBackend, TransformerEngineProduct, split_accumulator
 
 _BF16 = torch.bfloat16
 _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
@@ -43,14 +42,14 @@ def fused_head(
     """
     backend = product.backend
     watched = backend.observer.forward_of(product.name) if backend.observer else nullcontext()
-    head = fp8_head(backend.te, product.linear, backend.recipe, weight, first_microbatch=first_microbatch, show=show)
+    head = fp8_head(backend, product.linear, weight, first_microbatch=first_microbatch, show=show)
     with watched, head as chunk_loss:
         yield chunk_loss
 
 
 @contextmanager
 def fp8_head(
-    te: ModuleType, linear: nn.Module, recipe: Any, weight: Tensor, *, first_microbatch: bool, show: Show | None
+    backend: TransformerEngineBackend, linear: nn.Module, weight: Tensor, *, first_microbatch: bool, show: Show | None
 ) -> Iterator[ChunkLoss]:
     """Around the chunks of one forward with gradients, inside of the backend's `forward`.
 
@@ -64,8 +63,8 @@ def fp8_head(
         quantized = _quantized_weight(module, linear, weight, first_microbatch=first_microbatch)
         if show:
             show("weight", weight.detach().to(_BF16))
-        yield Fp8ChunkLoss(te, module, linear, recipe, quantized, show)
-    if alone and recipe.delayed():
+        yield Fp8ChunkLoss(backend, module, linear, quantized, show)
+    if alone and backend.precision.keeps_history:
         # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
         module.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
@@ -93,10 +92,9 @@ def _quantized_weight(module: ModuleType, linear: nn.Module, weight: Tensor, *, 
 class Fp8ChunkLoss:
     """`weight`: quantized, both layouts."""
 
-    te: ModuleType
+    backend: TransformerEngineBackend
     module: ModuleType  # of te.Linear
     linear: nn.Module
-    recipe: Any
     weight: Any
     show: Show | None
 
@@ -129,15 +127,15 @@ class Fp8ChunkLoss:
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
         """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
         quantizer = self._gradient_quantizer
-        fp8 = _FORMATS[self.te.DType.cast(quantizer.dtype).name]
-        if self.recipe.delayed():
+        fp8 = _FORMATS[self.backend.te.DType.cast(quantizer.dtype).name]
+        if self.backend.precision.keeps_history:
             return quantized_softmax_gradient(logits, labels, IGNORE, fp8, quantizer.amax, quantizer.scale)
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
         power_of_two = quantizer.force_pow_2_scales
         return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
 
     def _operand(self, gradient: QuantizedGradient) -> Any:
-        return self.te.Float8TensorStorage(
+        return self.backend.te.Float8TensorStorage(
             data=gradient.rows,
             data_transpose=gradient.columns,
             fp8_scale_inv=gradient.scale_inv,
@@ -151,5 +149,5 @@ class Fp8ChunkLoss:
 
     def _multiply(self, left: Any, right: Any, product: str, **options: Any) -> Any:
         """TE's GEMM, looked up at each call, with the accumulators that te.Linear takes for `product`."""
-        split = split_accumulator(self.recipe, product)
+        split = split_accumulator(self.backend.te_recipe, product)
         return self.module.general_gemm(left, right, use_split_accumulator=split, grad=product != "fprop", **options)

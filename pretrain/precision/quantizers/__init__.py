@@ -1,1 +1,1 @@
-"""What each low-precision recipe makes of a tensor, in FP32 arithmetic that runs on any device and agrees bit for bit with TE."""
+"""What low precision makes of a tensor, in FP32 arithmetic that runs on any device and agrees bit for bit with TE."""

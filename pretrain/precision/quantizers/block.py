@@ -1,4 +1,4 @@
-"""FP8 with one scale for every 128 values of a row, or for every square of 128 x 128: TE's `block` recipe.
+"""FP8 with one scale for every 128 values of a row, or for every square of 128 x 128: Transformer Engine's block scaling.
 
 An outlier then costs precision only to its own block. Activations and gradients take rows, as fine as the products' inner loop
 allows; weights take squares, which a transpose leaves as they are, so that one quantization serves forward and backward (the
@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.precision.quantizers.blocks import BlockQuantized, Blocks
-from pretrain.precision.quantizers.grid import Grid, round_to_grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.blocks import Blocks
+from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, scale_from_amax
 
 BLOCK = 128
@@ -31,7 +30,7 @@ def quantize(x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool
     split = blocks.split(padded)
     amax, overflow = absolute_maximum(split, blocks.within, keepdim=True), torch.finfo(x.dtype).max
     scale = scale_from_amax(amax, grid.maximum, power_of_two=power_of_two, overflow=overflow)
-    quantized = BlockQuantized.joining(blocks, round_to_grid(split.float() * scale, grid), decode_scale(scale), grid)
+    quantized = blocks.quantized(split.float() * scale, decode_scale(scale), grid)
     if padded is x:
         return quantized
     inside = tuple(slice(size) for size in x.shape)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pretrain.precision.quantizers.grid import Grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import Grid, Quantized
+from pretrain.precision.quantizers.rounding import round_stochastically, round_to_grid
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,19 @@ class Blocks:
             split = split.flatten(-3, -2) if self.transposed else split.flatten(-2)
         return split.mT if self.transposed else split
 
+    def quantized(
+        self, scaled: Tensor, scale: Tensor, grid: Grid, uniform: Tensor | None = None, tensor_scale: Tensor | None = None
+    ) -> BlockQuantized:
+        """From split values that are `scaled` to the grid, and the scales of their blocks that undo it; both FP32.
+
+        Rounds to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape. Without a tensor scale it
+        is 1.
+        """
+        codes = round_to_grid(scaled, grid) if uniform is None else round_stochastically(scaled, grid, self.split(uniform))
+        if tensor_scale is None:
+            tensor_scale = torch.ones((), device=codes.device)
+        return BlockQuantized(self.join(codes), self.join(scale.expand_as(codes)), tensor_scale, grid, self, codes, scale)
+
 
 @dataclass(frozen=True)
 class BlockQuantized(Quantized):
@@ -63,15 +76,6 @@ class BlockQuantized(Quantized):
     blocks: Blocks
     split_codes: Tensor
     split_scale: Tensor  # broadcasts against them
-
-    @classmethod
-    def joining(
-        cls, blocks: Blocks, codes: Tensor, scale: Tensor, grid: Grid, tensor_scale: Tensor | None = None
-    ) -> BlockQuantized:
-        """Of split codes and the scales of their blocks; without a tensor scale it is 1."""
-        if tensor_scale is None:
-            tensor_scale = torch.ones((), device=codes.device)
-        return cls(blocks.join(codes), blocks.join(scale.expand_as(codes)), tensor_scale, grid, blocks, codes, scale)
 
     def operand_in(self, dtype: torch.dtype) -> Tensor:
         """`operand` in another dtype, rounded before the blocks are joined."""

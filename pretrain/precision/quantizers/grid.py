@@ -1,22 +1,13 @@
-"""The few values that a low-precision format can hold, and rounding to them.
-
-A value on a grid is kept as FP32, which holds every one of them exactly. That costs four bytes where the format takes one or
-less, and buys emulation without a torch.float8 cast: those exist for some formats, on some devices, in some versions, and what
-they do beyond the maximum changed from one version to the next.
-
-Rounding needs no table. A format's values between two powers of two lie evenly spaced, one quantum apart, and the quantum is a
-power of two that the bits of x name: dividing by it, rounding to an integer and multiplying back loses nothing but what rounding
-is to lose. Below the smallest normal value the quantum stays what it was there, which is all that subnormals are.
-"""
+"""The few values that a low-precision format can hold, and a tensor of them with its scales. Nothing here imports torch."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-FP32_EXPONENT_BIAS, FP32_MANTISSA_BITS = 127, 23
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -28,48 +19,39 @@ class Grid:
     min_exponent: int  # of the smallest normal value
     maximum: float  # the largest finite value
 
+    @property
+    def max_exponent(self) -> int:
+        return math.frexp(self.maximum)[1] - 1
+
 
 E4M3 = Grid("E4M3", mantissa_bits=3, min_exponent=-6, maximum=448.0)  # FP8 without infinities (OCP FP8, torch's float8_e4m3fn)
 E5M2 = Grid("E5M2", mantissa_bits=2, min_exponent=-14, maximum=57344.0)
 E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)  # FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
 
 
-def round_to_grid(x: Tensor, grid: Grid) -> Tensor:
-    """FP32 x, any shape, to the nearest value of `grid`, FP32; of two equally near, to the one whose last mantissa bit is zero.
+@dataclass(frozen=True)
+class Quantized:
+    """x ~= codes * block_scale * tensor_scale, all FP32.
 
-    What lies beyond the maximum, infinities too, becomes the maximum, as in the GPU's saturating conversions (PTX cvt.satfinite).
-    NaN stays NaN, even where the format has none, and the sign of zero is kept.
+    Scales are those that decode, the reciprocals of what x was multiplied by. A matrix product can take the tensor scale out of
+    its sum and must apply block scales inside it, so the two are kept apart.
     """
-    x, quantum, per_quantum = _in_quanta(x, grid)
-    return torch.round(x * per_quantum) * quantum
 
+    codes: Tensor  # values of `grid`, the shape of x
+    block_scale: Tensor  # of each value's block, broadcastable to x; the scalar 1 where one scale serves the whole tensor
+    tensor_scale: Tensor  # scalar; 1 where only blocks are scaled
+    grid: Grid
 
-def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
-    """FP32 x to one of the two values of `grid` around it, by chance, so that the result's expectation is x; FP32.
+    @property
+    def operand(self) -> Tensor:
+        """What a product multiplies, FP32 of x's shape; as exact in BF16 where block scales are powers of two or on a grid."""
+        return self.codes * self.block_scale
 
-    `uniform`, FP32 in [0, 1) and of x's shape, decides: the value farther from zero is taken where `uniform` is below the part of
-    the way that x has come to it. Values of the grid stay. Zeros, NaN and all beyond the maximum become what they become in
-    `round_to_grid`.
-    """
-    x, quantum, per_quantum = _in_quanta(x, grid)
-    magnitude = x.abs() * per_quantum  # of the magnitude, as 1 - tiny would be 1 for a tiny negative x
-    lower = magnitude.floor()
-    rounded = lower + (uniform < magnitude - lower).float()
-    return torch.copysign(rounded * quantum, x)
+    def dequantize(self) -> Tensor:
+        """The values that the codes stand for, FP32 of x's shape."""
+        return self.operand * self.tensor_scale
 
-
-def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
-
-    The reciprocal is spelled out as bits because compilers for GPUs turn an FP32 division into an approximate one. An x that FP32
-    itself holds as a subnormal has the exponent field 0, far below any grid's, and the clamp takes care of it.
-    """
-    x = x.float().clamp(-grid.maximum, grid.maximum)
-    exponent = ((x.view(torch.int32) >> FP32_MANTISSA_BITS) & 0xFF) - FP32_EXPONENT_BIAS
-    quantum_exponent = exponent.clamp(min=grid.min_exponent) - grid.mantissa_bits
-    return x, power_of_two(quantum_exponent), power_of_two(-quantum_exponent)
-
-
-def power_of_two(exponent: Tensor) -> Tensor:
-    """2 ** exponent, int32 from -126 to 127 to FP32, without a rounding: torch.exp2 need not be exact on every device."""
-    return ((exponent + FP32_EXPONENT_BIAS) << FP32_MANTISSA_BITS).view(torch.float32)
+    def t(self) -> Quantized:
+        """The quantized x^T, where the scales serve it as well."""
+        blocks = self.block_scale
+        return Quantized(self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid)

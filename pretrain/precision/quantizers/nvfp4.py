@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.quantizers.blocks import BlockQuantized, Blocks
-from pretrain.precision.quantizers.grid import E2M1, E4M3, round_stochastically, round_to_grid
+from pretrain.precision.quantizers.grid import E2M1, E4M3
+from pretrain.precision.quantizers.rounding import round_to_grid
 from pretrain.precision.quantizers.tensor import FP32_MAX, decode_scale, scale_from_amax
 
 BLOCK = 16
@@ -38,10 +39,9 @@ def quantize(x: Tensor, *, two_dimensional: bool, uniform: Tensor | None = None,
     block_amax = split.abs().amax(dim=blocks.within, keepdim=True).float()
     block_scale, encode_scale = block_scales(block_amax, amax)
 
-    scaled = (split.float() * encode_scale).clamp(-E2M1.maximum, E2M1.maximum)
+    scaled = split.float() * encode_scale
     scaled = torch.where(scaled == 0, 0.0, scaled)  # -0.0 becomes 0.0, while what rounds to zero keeps its sign
-    codes = round_to_grid(scaled, E2M1) if uniform is None else round_stochastically(scaled, E2M1, blocks.split(uniform))
-    return BlockQuantized.joining(blocks, codes, block_scale, E2M1, tensor_scale=(amax.double() / MAXIMUM).float())
+    return blocks.quantized(scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / MAXIMUM).float())
 
 
 def block_scales(block_amax: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:

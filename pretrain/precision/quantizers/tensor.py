@@ -1,4 +1,4 @@
-"""FP8 with one scale for the whole tensor: TE's `current` and `delayed` recipes.
+"""FP8 with one scale for the whole tensor: current and delayed scaling.
 
 Both multiply by a scale that takes the tensor's largest magnitude, its amax, to the format's maximum, and saturate what still
 lies beyond. They differ in whose amax: current scaling reads the tensor twice, delayed scaling takes the largest of the steps
@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pretrain.precision.quantizers.grid import FP32_MANTISSA_BITS, Grid, round_to_grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import Grid, Quantized
+from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
 
 FP32_MAX = torch.finfo(torch.float32).max
 AmaxAlgorithm = Literal["max", "most_recent"]
@@ -51,6 +51,12 @@ def quantize(x: Tensor, scale: Tensor, grid: Grid) -> Quantized:
     """x [rows, columns] of any float dtype, multiplied by `scale` (FP32, one element) in FP32 and rounded to `grid`."""
     scale = scale.reshape(())
     return Quantized(round_to_grid(x.float() * scale, grid), torch.ones_like(scale), decode_scale(scale), grid)
+
+
+def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid, *, power_of_two: bool) -> Quantized:
+    """`quantize` by the scale that takes `amax` (scalar; None: x's own) to the grid's maximum: current scaling."""
+    amax = absolute_maximum(x) if amax is None else amax.float()
+    return quantize(x, scale_from_amax(amax, grid.maximum, power_of_two=power_of_two), grid)
 
 
 def update_scale(

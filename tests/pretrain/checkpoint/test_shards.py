@@ -36,7 +36,7 @@ def test_the_file_equals_the_one_the_library_writes_and_the_hash_is_the_files(tm
     save_file(tensors, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
     written = (tmp_path / "ours.safetensors").read_bytes()
     assert written == (tmp_path / "theirs.safetensors").read_bytes()
-    assert (entry.bytes, entry.sha256) == (len(written), hashlib.sha256(written).hexdigest())
+    assert (entry.size, entry.hashes) == (len(written), {"sha256": hashlib.sha256(written).hexdigest()})
 
 
 def test_tensors_larger_than_a_block_and_not_contiguous_are_written_whole(tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def _in_group(rank: int, world_size: int, folder: str, work: str) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store-{world_size}", world_size)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    checkpoints = Checkpoints.of_process_group(Path(folder) / "checkpoints", keep=2)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=2)
     model, optimizer = {name: distributed(name) for name in SHAPES}, {f"exp_avg/{name}": distributed(name) for name in SHAPES}
     if work == "save":
         checkpoints.save(5, model, optimizer, {"step": 5})
@@ -132,7 +132,7 @@ def _refuse_on_rank_1(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    checkpoints = Checkpoints.of_process_group(Path(folder) / "checkpoints", keep=2)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", keep=2)
     tensors = {name: torch.full((50_000,), 1.0) for name in "abcd"}
     checkpoints.save(1, tensors, {}, {})
     if rank == 1:

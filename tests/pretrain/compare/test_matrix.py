@@ -1,4 +1,4 @@
-"""What `pretrain.compare.matrix` does around the cells; real trainings are in tests/test_matrix_run.py."""
+"""What `pretrain.compare.matrix` does around its runs; real trainings are in tests/launcher/test_matrix_run.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from pretrain.compare.cells import Cell, Matrix, load_matrix
-from pretrain.compare.matrix import RunningCell, environment_on, least_busy, mark, write_report
+from pretrain.compare.matrix import StartedRun, environment_on, least_busy, mark, write_report
+from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
@@ -38,7 +38,7 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
     return load
 
 
-def leave_behind(cell: Cell, loss: float) -> None:
+def leave_behind(cell: MatrixRun, loss: float) -> None:
     """The files of a run of `cell` that has come to its end."""
     cell.run_dir.mkdir(parents=True)
     lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": loss, "step_ms": 10.0} for step in range(1, 13)]
@@ -47,9 +47,9 @@ def leave_behind(cell: Cell, loss: float) -> None:
     (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
 
 
-def started(cell: Cell, script: str, *, gpu: int | None = None, log_begins: int = 0) -> RunningCell:
+def started(cell: MatrixRun, script: str, *, gpu: int | None = None, log_begins: int = 0) -> StartedRun:
     """A cell whose processes are a shell script's."""
-    return RunningCell(cell, subprocess.Popen(["sh", "-c", script], start_new_session=True), gpu=gpu, log_begins=log_begins)
+    return StartedRun(cell, subprocess.Popen(["sh", "-c", script], start_new_session=True), gpu=gpu, log_begins=log_begins)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
     found = matrix({"weights": ["fp32"]})
-    [cell] = found.cells
+    [cell] = found.runs
     for side_by_side, marked in ((False, False), (True, True), (False, True)):
         mark(found, cell, side_by_side=side_by_side)
         content = json.loads((cell.run_dir / "matrix.json").read_text())
@@ -70,7 +70,7 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
 
 def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
     """As when `accelerate launch` is signalled, and goes while its trainer is still saving."""
-    one = started(matrix({"weights": ["fp32"]}).cells[0], "sleep 30 & exit 0")
+    one = started(matrix({"weights": ["fp32"]}).runs[0], "sleep 30 & exit 0")
     one.process.wait()
     assert not one.has_ended()
     one.signal(signal.SIGTERM)
@@ -79,17 +79,17 @@ def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
 
 
 def test_the_last_words_of_a_cell_are_those_since_this_start(matrix):
-    cell = matrix({"weights": ["fp32"]}).cells[0]
+    cell = matrix({"weights": ["fp32"]}).runs[0]
     cell.log.parent.mkdir(parents=True)
     before = "error: of an earlier start\n"
     cell.log.write_text(before + "".join(f"line {i}\n" for i in range(30)))
-    words = started(cell, "true", log_begins=len(before)).last_words().splitlines()
+    words = started(cell, "true", log_begins=len(before)).end_of_log()
     assert words == [f"line {i}" for i in range(18, 30)]
 
 
 def test_cells_are_spread_over_the_gpus_that_we_see_one_gpu_a_cell(matrix, monkeypatch: pytest.MonkeyPatch):
-    [cell] = matrix({"weights": ["fp32"]}).cells
-    running: list[RunningCell] = []
+    [cell] = matrix({"weights": ["fp32"]}).runs
+    running: list[StartedRun] = []
     for _ in range(5):
         running.append(started(cell, "true", gpu=least_busy(2, running)))
     assert [one.gpu for one in running] == [0, 1, 0, 1, 0] and least_busy(2, running[1:3]) == 0 and least_busy(None, []) is None
@@ -102,7 +102,7 @@ def test_cells_are_spread_over_the_gpus_that_we_see_one_gpu_a_cell(matrix, monke
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
     found = matrix({"weights": ["fp32", "bf16", "bf16_exact"]})
     assert "nothing to report" in write_report(found)
-    for cell, loss in zip(found.cells[:2], (2.0, 2.25), strict=True):
+    for cell, loss in zip(found.runs[:2], (2.0, 2.25), strict=True):
         leave_behind(cell, loss)
     said = write_report(found)
     assert "minus fp32" in said and "+0.2500" in said and "1 of 3 cells are not finished" in said
@@ -111,7 +111,7 @@ def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
 
 def test_cells_that_were_trained_differently_are_left_out_of_the_report_by_name(matrix):
     found = matrix({"optimizer.learning_rate": [0.01, 0.02], "weights": ["fp32", "bf16"]})
-    for cell in found.cells:
+    for cell in found.runs:
         leave_behind(cell, 2.0)
     said = write_report(found)
     table = said.partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""Run folders read, compared and drawn: `run_files`, `fairness`, `variants`, `report`, `curves` and `panels`."""
+"""Run folders read, compared and drawn: `run_files`, `fairness`, `report` and `figures`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from foundation.errors import InputError
-from pretrain.compare.curves import plot_losses
-from pretrain.compare.drawing import COLOURS, moving_mean
-from pretrain.compare.fairness import Paired, batch_means_error, check_comparable, difference, late
-from pretrain.compare.report import comparison_table, grid_tables, main, summary_table, write
-from pretrain.metrics.run_files import RunRecord, read_metrics, read_run
+from pretrain.__main__ import main
+from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
+from pretrain.compare.figures import COLOURS, moving_mean, plot_losses, window_of
+from pretrain.compare.report import comparison_table, grid_tables, summary_table, write
+from pretrain.metrics.run_record import RunRecord, read_metrics, read_run
 from pretrain.settings.config import load_recipe, resolved
 
 RECIPE = {
@@ -133,7 +133,7 @@ def test_figures_come_from_the_metrics_even_where_an_older_summary_says_otherwis
 )
 def test_runs_that_were_trained_differently_are_refused_and_the_difference_is_named(setting, named, tmp_path, capsys):
     ours, theirs = make_run(tmp_path / "ours"), make_run(tmp_path / "theirs", (4.0, 3.0), setting)
-    assert main([str(ours), str(theirs)]) == 2
+    assert main(["report", str(ours), str(theirs)]) == 2
     message = capsys.readouterr().err
     assert named in message and "ours" in message and "theirs" in message
     assert not (tmp_path / "comparison.png").exists()
@@ -165,12 +165,22 @@ def test_a_run_whose_data_is_not_known_is_reported_alone_and_compared_with_none(
 def test_the_paired_difference_uses_the_steps_that_both_runs_have_and_only_finite_losses(tmp_path):
     first = trained(tmp_path / "first", [4.0, 3.0, None, 2.0, 2.0])
     second = trained(tmp_path / "second", [4.5, 3.1, 2.5, 2.3])
-    steps, differences = difference(first, second)
+    steps, differences = loss_differences(first, second)
     assert steps.tolist() == [1, 2, 4] and differences == pytest.approx([0.5, 0.1, 0.3])
-    assert cells(comparison_table([first, second]))[-1] == ["second", "+0.3000", "–", "0.2000", "3", "–", "–", "–", "1"]
+    assert cells(comparison_table([first, second]))[-1] == [
+        "second",
+        "+0.3000",
+        "too few steps",
+        "0.2000",
+        "3",
+        "–",
+        "–",
+        "–",
+        "1",
+    ]
 
 
-@given(st.lists(st.floats(-10, 10), min_size=4, max_size=200))
+@given(st.lists(st.floats(-10, 10), min_size=64, max_size=200))
 def test_the_standard_error_is_that_of_batch_means_computed_plainly(values: list[float]):
     size = math.floor(math.sqrt(len(values)))
     rest = values[len(values) % size :]
@@ -196,9 +206,22 @@ def test_the_standard_error_allows_for_correlated_steps(correlation: float):
 
 
 def test_too_few_steps_have_no_spread_and_no_error():
-    assert math.isnan(batch_means_error(np.ones(3))) and math.isnan(Paired.of(np.ones(1)).sd)
-    assert Paired.of(np.zeros(0)).steps == 0 and math.isnan(Paired.of(np.zeros(0)).mean)
-    assert late(np.arange(11)).tolist() == [8, 9, 10]
+    assert math.isnan(batch_means_error(np.arange(63.0))) and not math.isnan(batch_means_error(np.arange(64.0)))
+    assert math.isnan(PairedDifference.of(np.ones(1)).sd)
+    assert PairedDifference.of(np.zeros(0)).steps == 0 and math.isnan(PairedDifference.of(np.zeros(0)).mean)
+    assert last_fifth(np.arange(11)).tolist() == [8, 9, 10]
+
+
+def test_where_steps_are_too_few_for_an_error_the_report_says_so_and_shows_none(tmp_path):
+    """Two batches that happen to agree would give an error of zero."""
+    losses = [4.0 + 0.1 * (step % 2) for step in range(100)]
+    runs = [trained(tmp_path / "a", losses), trained(tmp_path / "b", [loss + 0.25 for loss in losses], "precision=delayed")]
+    row = cells(comparison_table(runs))[-1]
+    assert row == ["b", "+0.2500", "0.0000", "0.0000", "100", "+0.2500", "too few steps", "0.0000", "20"]
+    page = write([run.path for run in runs], out=tmp_path / "x.png")
+    assert "too few steps: ± needs at least eight batches" in page
+    runs.append(trained(tmp_path / "c", losses, "weights=bf16"))
+    assert rows(grid_tables(runs)[0])["fp32"]["delayed"] == "+0.2500 (sd 0.0000; too few steps)"
 
 
 # ── Tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -211,6 +234,13 @@ def test_the_table_shows_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_
     assert a[7:] == ["2.4000", "11.02", "10.2k", "50.0 %", "512 MiB", "1.2 %", "1.0 %"]
     assert b[7:9] == ["–", "–"] and b[:1] + b[9:] == ["b", *a[9:]]
     assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_the_loss_column_says_over_how_many_steps_it_is_the_mean(tmp_path):
+    short, long = trained(tmp_path / "short", [3.0] * 12), trained(tmp_path / "long", [3.0] * 60)
+    assert "loss, last 12" in rows(summary_table([short]))["short"]
+    assert "loss, last 50" in rows(summary_table([long]))["long"]
+    assert "loss, last 12 or 50" in rows(summary_table([short, long]))["long"]
 
 
 def test_a_speed_that_is_not_the_hardwares_is_marked_and_one_that_was_shared_is_not_shown(tmp_path):
@@ -238,12 +268,12 @@ def test_what_runs_of_one_precision_differ_in_has_a_column(tmp_path):
 
 def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[RunRecord]:
     rng = np.random.default_rng(0)
-    base, runs = 3 + rng.normal(0, 0.1, 50), []
+    base, runs = 3 + rng.normal(0, 0.1, 400), []
     for weights in ("bf16_exact", "fp32"):
         for precision in ("nvfp4", "bf16"):
             for scope in scopes if precision == "nvfp4" else scopes[:1]:
                 settings = [f"precision={precision}", f"weights={weights}", f"fp8_config.scope={scope}"]
-                losses = (base + rng.normal(0.01, 0.005, 50)).tolist()
+                losses = (base + rng.normal(0.01, 0.005, 400)).tolist()
                 runs.append(trained(folder / f"{precision}-{weights}-{scope}", losses, *settings))
     return runs
 
@@ -251,14 +281,13 @@ def grid_of_runs(folder: Path, scopes: Sequence[str] = ("linear",)) -> list[RunR
 def test_the_grid_holds_the_paired_difference_of_the_last_fifth_with_its_error_and_sd(tmp_path):
     runs = grid_of_runs(tmp_path)
     [grid] = grid_tables(runs)
-    assert cells(grid)[0] == ["weights", "bf16", "nvfp4"] and list(rows(grid)) == ["fp32", "bf16_exact"], (
-        "in the registry's order"
-    )
+    assert cells(grid)[0] == ["weights", "bf16", "nvfp4"], "in the registry's order"
+    assert list(rows(grid)) == ["fp32", "bf16_exact"]
     for run in runs[1:]:
-        losses = [[record["loss"] for record in r.metrics[:50]] for r in (runs[0], run)]
-        last = [theirs - ours for ours, theirs in zip(*losses, strict=True)][-10:]
-        means = [statistics.fmean(last[1 + 3 * i : 4 + 3 * i]) for i in range(3)]  # ten steps: the first left out, three threes
-        error = math.sqrt(statistics.variance(means) * 3 / 10)
+        losses = [[record["loss"] for record in r.metrics[:400]] for r in (runs[0], run)]
+        last = [theirs - ours for ours, theirs in zip(*losses, strict=True)][-80:]
+        means = [statistics.fmean(last[8 * i : 8 * i + 8]) for i in range(10)]  # 80 steps: batches of floor(sqrt(80))
+        error = math.sqrt(statistics.variance(means) * 8 / 80)
         cell = rows(grid)[run.config["weights"]][run.config["precision"]]
         assert cell == f"{statistics.fmean(last):+.4f} ± {error:.4f} (sd {statistics.stdev(last):.4f})"
     assert rows(grid)["bf16_exact"]["nvfp4"] == "baseline"
@@ -275,14 +304,23 @@ def test_each_scope_has_a_grid_of_its_own_and_what_has_none_stands_in_all(tmp_pa
 # ── Pictures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), window=st.integers(1, 60))
-def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, window):
+@given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), half=st.integers(0, 30))
+def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
     values = np.array(losses, dtype=np.float64)
-    got = moving_mean(values, window)
+    got = moving_mean(values, 2 * half + 1)
     for i in range(len(values)):
-        around = values[max(0, i - (window - 1) // 2) : i + window // 2 + 1]
+        around = values[max(0, i - half) : i + half + 1]
         around = around[np.isfinite(around)]
         assert np.isnan(got[i]) if not len(around) else got[i] == pytest.approx(around.mean(), abs=1e-8)
+
+
+@given(steps=st.integers(1, 5000))
+def test_smoothing_does_not_move_a_curve_by_part_of_a_step(steps):
+    window = window_of(steps)
+    assert window % 2 == 1 and abs(window - steps / 50) <= 1.5
+    straight = np.arange(float(steps))
+    inner = slice(window // 2, steps - window // 2)
+    assert moving_mean(straight, window)[inner] == pytest.approx(straight[inner], abs=1e-6)
 
 
 LOSSES = {
@@ -308,7 +346,7 @@ def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
 def test_many_runs_are_drawn_in_a_colour_for_each_precision(tmp_path):
     """Nine runs are more than there are colours: by the registry's order bf16 takes the first and nvfp4 the second."""
     runs = grid_of_runs(tmp_path, ("linear", "linear+head", "linear+head+norm"))
-    runs.append(trained(tmp_path / "last", [3.0] * 50, "weights=bf16", side_by_side=True))
+    runs.append(trained(tmp_path / "last", [3.0] * 400, "weights=bf16", side_by_side=True))
     plot_losses(runs, tmp_path / "comparison.png")
     picture = imread(tmp_path / "comparison.png")[..., :3]
 
@@ -324,17 +362,17 @@ def test_many_runs_are_drawn_in_a_colour_for_each_precision(tmp_path):
 
 def test_the_command_line_draws_into_the_run_folder_and_prints_the_table(tmp_path, capsys):
     run = make_run(tmp_path / "run")
-    assert main([str(run)]) == 0
+    assert main(["report", str(run)]) == 0
     assert (run / "loss.png").exists() and "| run |" in capsys.readouterr().out
 
 
 def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys):
     runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", [4.1, 3.1, 2.6, 2.35])]
-    assert main([*map(str, runs)]) == 0
+    assert main(["report", *map(str, runs)]) == 0
     assert (tmp_path / "comparison.png").exists() and not (runs[0] / "loss.png").exists()
     assert "+0.1000" in capsys.readouterr().out
     page, picture = tmp_path / "pages" / "mine.md", tmp_path / "mine.png"
-    assert main([*map(str, runs), "--out", str(picture), "--markdown", str(page), "--baseline", str(runs[1])]) == 0
+    assert main(["report", *map(str, runs), "--out", str(picture), "--markdown", str(page), "--baseline", str(runs[1])]) == 0
     assert picture.exists() and "![curves](../mine.png)" in page.read_text()
     assert "-0.1000" in page.read_text() and "minus b" in page.read_text()
 
@@ -343,5 +381,20 @@ def test_importing_the_report_needs_neither_torch_nor_the_drawing_library():
     program = (
         "import sys, pretrain.compare.report; print([m for m in ('torch', 'matplotlib', 'transformers') if m in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
-    assert shown.stdout.strip() == "[]"
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert printed.strip() == "[]"
+
+
+@pytest.mark.parametrize("command", ["report", "matrix"])
+def test_the_help_of_a_command_names_the_program_as_it_is_typed(command, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0 and f"usage: python -m pretrain {command}" in capsys.readouterr().out
+
+
+def test_without_a_known_command_all_are_listed_and_the_nearest_is_named(capsys):
+    for arguments, said in (([], ""), (["reprot"], "unknown command 'reprot'; did you mean 'report'?"), (["x"], "command 'x'")):
+        assert main(arguments) == 2
+        err = capsys.readouterr().err
+        assert said in err and "report" in err and "matrix" in err
+    assert main(["--help"]) == 0 and "matrix" in capsys.readouterr().out

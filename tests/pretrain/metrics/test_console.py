@@ -5,12 +5,12 @@ import io
 import math
 import os
 import pty
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.units import count, duration, memory, three_digits
 from pretrain.metrics.console import Console, TimeLeft
 
 
@@ -42,11 +42,14 @@ def on_a_terminal(act, columns: int, monkeypatch) -> str:
     return text.decode()
 
 
-def test_a_step_is_one_labelled_line():
+def test_a_step_is_one_line_that_labels_each_figure():
     line = written(lambda console: console.step(record()))
     assert line.count("\n") == 1
-    figures = "step  120/2776|loss  2.1337|lr 1.96e-05|grad   1.52| 47.5k tok/s|MFU 49.6 %| 80.9 GiB|data  0.1 %|        … left"
-    assert line == figures.replace("|", "   ") + "\n"
+    labelled = {"step": "120/2776", "loss": "2.1337", "lr": "1.96e-05", "grad": "1.52", "MFU": "49.6 %", "data": "0.1 %"}
+    for label, figure in labelled.items():
+        assert re.search(rf"{label} +{re.escape(figure)}", line)
+    assert "47.5k tok/s" in line and "80.9 GiB" in line
+    assert "… left" in line, "only the first step has run: nobody knows the time that is left"
 
 
 def test_lines_stay_aligned_whatever_the_figures():
@@ -109,14 +112,19 @@ def test_an_evaluation_names_its_step_loss_perplexity_and_time():
     line = written(
         lambda console: console.evaluation({"step": 250, "held_out_loss": 2.05612, "held_out_perplexity": 7.8155}, 3.2)
     )
-    assert line == "eval  250/2776   held-out loss 2.0561   perplexity 7.816   in 3.2 s\n"
+    assert line.count("\n") == 1
+    assert not [fact for fact in ("250/2776", "loss 2.0561", "perplexity 7.816", "3.2 s") if fact not in line], line
 
 
 def test_panels_align_and_keep_several_lines_under_one_label():
-    text = written(
-        lambda console: console.panel("run", {"model": "qwen3", "run folder": "runs/x\n12 GB free"}, {"compare": "report a b"})
-    )
-    assert text == "\nrun\n  model       qwen3\n  run folder  runs/x\n              12 GB free\n\n  compare\n    report a b\n\n"
+    rows = {"model": "qwen3", "run folder": "runs/x\n12 GB free"}
+    lines = written(lambda console: console.panel("title", rows, {"compare": "report a b"})).splitlines()
+    starts = {next(line.index(text) for line in lines if text in line) for text in ("qwen3", "runs/x", "12 GB free")}
+    assert len(starts) == 1
+    places = [
+        next(place for place, line in enumerate(lines) if text in line) for text in ("title", "runs/x", "12 GB", "report a b")
+    ]
+    assert places == sorted(places) and places[2] == places[1] + 1
 
 
 @given(prompt=st.text(), text=st.text())
@@ -145,43 +153,6 @@ def test_time_left_is_the_recent_median_and_what_went_by_between_steps():
     now[0] += 18.0  # an evaluation: a second for each of the 18 steps so far
     assert left.seconds(19) == pytest.approx(81 * 3.0)
     assert left.seconds(100) == 0
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [
-        (0, "0"),
-        (950, "950"),
-        (999.6, "1.00k"),
-        (47523, "47.5k"),
-        (999_999, "1.00 M"),
-        (364e6, "364 M"),
-        (1.72e9, "1.72 B"),
-        (0.5, "0.500"),
-    ],
-)
-def test_counts_have_three_digits(value, shown):
-    assert count(value) == shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        *[(0, "0 s"), (0.42, "0.42 s"), (0.996, "1.0 s"), (3.2, "3.2 s"), (9.96, "10 s"), (59.7, "1 m 00 s"), (245, "4 m 05 s")],
-        *[(3599.6, "1 h 00 m"), (6720, "1 h 52 m"), (86399, "1 d 00 h"), (3 * 86400 + 4 * 3600, "3 d 04 h")],
-    ],
-)
-def test_durations_have_the_two_units_that_matter(seconds, shown):
-    assert duration(seconds) == shown
-
-
-@given(value=st.floats(1e-3, 999.4))
-def test_three_digits_are_within_half_a_unit_of_the_last(value):
-    assert abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501) and len(three_digits(value)) <= 5
-
-
-def test_memory_changes_its_unit_below_a_gib():
-    assert (memory(80.94), memory(1.0), memory(0.5)) == ("80.9 GiB", "1.0 GiB", "512 MiB")
 
 
 def test_a_reader_that_went_away_ends_the_output_and_not_the_run():

@@ -4,15 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.precision_health import SATURATION, UNDERFLOW_FP4, UNDERFLOW_FP8, PrecisionHealth
+from pretrain.metrics.precision_health import PrecisionHealth
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
 def watched(recipe: str, **settings) -> PrecisionHealth:
-    return PrecisionHealth(recipe, LowPrecisionSettings(**settings).resolved(recipe))
+    resolved = LowPrecisionSettings(**settings).resolved(recipe)
+    return PrecisionHealth(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", resolved))
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
@@ -21,7 +23,7 @@ def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_operands_that_lose_what_is_usual_raise_no_alarm(recipe):
-    usual = 0.3 if recipe == "nvfp4" else 1e-3
+    usual = PRECISIONS[recipe].underflow_limit / 2
     health = watched(recipe)
     for step in range(100, 1000, 100):
         assert health.check(step, [operand(role, underflow=usual) for role in ("input", "weight", "grad_output")]) is None
@@ -64,7 +66,7 @@ def test_the_worst_operand_is_named_and_the_others_are_counted():
 
 def test_a_warning_comes_when_it_begins_and_again_only_after_it_was_over():
     health = watched("delayed")
-    said = [health.check(step, [operand(saturation=share * SATURATION)]) for step, share in enumerate((2, 3, 0.9, 2, 0.4, 1, 2))]
+    said = [health.check(step, [operand(saturation=share * 1e-3)]) for step, share in enumerate((2, 3, 0.9, 2, 0.4, 1, 2))]
     assert [message is not None for message in said] == [True, False, False, False, False, False, True]
 
 
@@ -93,7 +95,7 @@ def test_an_operand_of_zeros_is_said_once_with_how_many_others_there_are():
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12), start=st.integers(0, 3))
 def test_any_course_of_shares_is_warned_of_at_most_once_each_time_it_crosses_the_limit(recipe, shares, start):
-    limit = UNDERFLOW_FP4 if recipe == "nvfp4" else UNDERFLOW_FP8
+    limit = PRECISIONS[recipe].underflow_limit
     health = watched(recipe)
     standing = False
     for step, share in enumerate(shares, start=start):

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.recorder import Recorder, compiled_graphs, memory_gib
-from pretrain.metrics.summary import summary
+from pretrain.metrics.run_record import summary
 
 CPU = torch.device("cpu")
 BATCH = {"step_tokens": 4096, "sum_squared_lengths": 1_000_000}

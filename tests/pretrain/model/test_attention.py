@@ -192,7 +192,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    monkeypatch.setattr(transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(transformer_engine, "missing", lambda: None)
     monkeypatch.setattr(attention_cudnn, "_refusal", lambda *asked: None)
     return monkeypatch
 
@@ -225,7 +225,7 @@ def test_what_stands_in_cudnns_way_is_named_and_auto_goes_on_to_varlen(on_an_h20
     on_an_h200.setattr(attention_cudnn, "_refusal", lambda *asked: asked_of.append(asked) or "head_dim_qk is odd")
     refused_with("is refused by Transformer Engine: head_dim_qk is odd")
     assert set(asked_of) == {(HEADS_OF_QWEN3, 4096, torch.bfloat16)}
-    on_an_h200.setattr(transformer_engine, "lacking", lambda: "Transformer Engine, which is not installed")
+    on_an_h200.setattr(transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
     refused_with("needs Transformer Engine, which is not installed")
     on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     refused_with("has no deterministic backward on sm_90")

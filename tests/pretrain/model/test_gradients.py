@@ -16,8 +16,7 @@ from packing.batch import StepBatches, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import PackedLanguageModel, round_weights
 from pretrain.model.step import forward_backward
-from pretrain.optimizer.build import build_optimizer, clear_gradients, clip_coefficient, gradient_norm
-from pretrain.optimizer.exact_adamw import ExactAdamW
+from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.settings.recipe import LossSettings, OptimizerSettings
 
 FP32, BF16 = torch.float32, torch.bfloat16

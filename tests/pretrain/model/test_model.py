@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from foundation.errors import InputError
+from packing.arrow import Pack
 from packing.batch import build_microbatch
-from packing.protocol import Pack
 from pretrain.model import huggingface as model
 from pretrain.settings.recipe import LossSettings, ModelSettings
 

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
-from packing.protocol import Pack
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.step import forward_backward
 

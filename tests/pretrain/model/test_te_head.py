@@ -127,10 +127,10 @@ class Head:
 
     def __init__(self, *, delayed: bool, first_module: bool = False) -> None:
         self.linear, self.updates = StandInLinear(), 0
-        self.recipe = SimpleNamespace(delayed=lambda: delayed)
+        self.te_recipe, self.precision = SimpleNamespace(), SimpleNamespace(keeps_history=delayed)
         if not delayed:
             for gemm, split in (("fprop", False), ("dgrad", True), ("wgrad", True)):
-                setattr(self.recipe, f"fp8_gemm_{gemm}", SimpleNamespace(use_split_accumulator=split))
+                setattr(self.te_recipe, f"fp8_gemm_{gemm}", SimpleNamespace(use_split_accumulator=split))
         self.first_module = first_module
         self.context = SimpleNamespace(first_microbatch=True, observers=[], low_precision=True)
         self.low_precision = LowPrecisionHeadProduct("head", self, self.context)
@@ -142,7 +142,7 @@ class Head:
     @property
     def backend(self) -> Any:
         te = SimpleNamespace(Float8TensorStorage=Storage, DType=SimpleNamespace(cast=lambda name: SimpleNamespace(name=name)))
-        return SimpleNamespace(te=te, recipe=self.recipe, observer=None)
+        return SimpleNamespace(te=te, te_recipe=self.te_recipe, precision=self.precision, observer=None)
 
     def _update(self, *, forward: bool) -> None:
         assert not forward

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.model.gradients import attach_main_gradients
-from pretrain.optimizer.exact_adamw import ExactAdamW
-from pretrain.optimizer.exact_weights import split
+from pretrain.optimizer.adamw import ExactAdamW
+from pretrain.optimizer.adamw_update import split
 
 ROOT = Path(__file__).resolve().parents[3]
 SHAPES = ((33, 17), (17,), (5, 3, 2))
@@ -143,7 +143,8 @@ def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     for _ in range(300):
         give([weight], [torch.sign(optimizer.master(weight) - 1.01)])
         optimizer.step()
-        frozen.append(optimizer.frozen_updates().item())
+        lost, total = optimizer.frozen_counts().tolist()
+        frozen.append(lost / total)
     return sum(frozen) / len(frozen), (optimizer.master(weight) - 1.01).abs().max().item()
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.optimizer.exact_weights import convert, describe_conversion, join, mode_of, split
+from pretrain.optimizer.adamw_update import convert_weight, describe_conversion, join, mode_of, split
 
 MODES = ("fp32", "bf16", "bf16_exact")
 # Zeros, subnormals, the smallest normal, ones, ties above even and odd, the largest, what rounds to infinity, infinities.
@@ -75,20 +75,20 @@ def test_every_nan_stays_a_nan_that_the_model_sees() -> None:
 def test_a_bf16_weight_gets_a_remainder_of_zero(patterns: list[int]) -> None:
     weight = floats([pattern << 16 for pattern in patterns]).bfloat16()
     weight = weight[~weight.isnan()]
-    exact, remainder = convert(weight, None, "bf16_exact")
+    exact, remainder = convert_weight(weight, None, "bf16_exact")
     assert same_bits(exact, weight)
     assert not remainder.any()
 
 
 def test_fp32_to_exact_and_back_loses_nothing_and_bf16_keeps_what_the_model_computed_with() -> None:
     master = torch.randn(1000)
-    weight, remainder = convert(master, None, "bf16_exact")
+    weight, remainder = convert_weight(master, None, "bf16_exact")
     assert mode_of(weight, remainder) == "bf16_exact"
-    back, nothing = convert(weight, remainder, "fp32")
+    back, nothing = convert_weight(weight, remainder, "fp32")
     assert nothing is None and same_bits(back, master)
-    assert same_bits(convert(weight, remainder, "bf16")[0], weight)
-    assert same_bits(convert(master, None, "bf16")[0], master.bfloat16())
-    assert same_bits(convert(weight, None, "fp32")[0], weight.float())
+    assert same_bits(convert_weight(weight, remainder, "bf16")[0], weight)
+    assert same_bits(convert_weight(master, None, "bf16")[0], master.bfloat16())
+    assert same_bits(convert_weight(weight, None, "fp32")[0], weight.float())
 
 
 def test_a_conversion_is_said_and_a_loss_is_said_loudly() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pretrain.optimizer.build import (
+from pretrain.optimizer.adamw import (
     build_optimizer,
     clear_gradients,
     clip_coefficient,

@@ -53,7 +53,7 @@ def estimate(
 @pytest.fixture
 def fused(model: PreTrainedModel, qwen3: ModelFlops, monkeypatch: pytest.MonkeyPatch) -> Callable[..., MemoryEstimate]:
     """Of layers that are fused, as on a GPU with Transformer Engine."""
-    monkeypatch.setattr(choice.transformer_engine, "lacking", lambda: None)
+    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
 
     def of(precision: str = "bf16", *, world_size: int = 1, **changes: object) -> MemoryEstimate:
         asked, chosen = recipe(**changes), PRECISIONS[precision]

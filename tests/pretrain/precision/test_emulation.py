@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
-from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
+from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
@@ -55,7 +55,7 @@ def fp8(recipe: str, format: Any, **options: Any) -> Any:
         ).dequantize()
     if recipe == "block":
         return lambda x: block.quantize(x, format, **{"two_dimensional": False, "power_of_two": True, **options}).dequantize()
-    return lambda x: mxfp8.quantize(x, format, **{"rounding": "rceil", **options}).dequantize()
+    return lambda x: mx.quantize(x, format, **{"rounding": "rceil", **options}).dequantize()
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.operands import SCALED_PER_TENSOR, Along, quantize_operand, quantizer, serves_both
+from pretrain.precision.definition import Along
 from pretrain.precision.product import Role
-from pretrain.precision.quantizers import block, hadamard, mxfp8, nvfp4, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Quantized
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings
@@ -40,8 +39,14 @@ def assert_same(ours: Quantized, expected: Quantized, *, transposed: bool = Fals
     assert torch.equal(ours.operand, expected.operand.t() if transposed else expected.operand)
 
 
+def quantize_operand(
+    case: ActivePrecision, role: Role, x: Tensor, *, along: Along, scale: Tensor | None = None, amax: Tensor | None = None
+) -> Quantized:
+    return case.precision.quantizer(case.settings, role, along)(x, scale, amax)
+
+
 def quantized(case: ActivePrecision, role: Role, x: Tensor, along: Along) -> Quantized:
-    scale = torch.tensor(3.0) if case.precision.name == "delayed" else None
+    scale = torch.tensor(3.0) if case.precision.keeps_history else None
     torch.manual_seed(1)  # for stochastic rounding
     return quantize_operand(case, role, x, along=along, scale=scale)
 
@@ -50,14 +55,14 @@ def quantized(case: ActivePrecision, role: Role, x: Tensor, along: Along) -> Qua
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("along", ALONG)
 def test_codes_come_with_the_axis_of_the_sum_last_and_stand_for_the_values(recipe: str, role: Role, along: Along) -> None:
-    case = active(recipe, **({"disable_rht": True} if recipe == "nvfp4" else {}))
+    case = active(recipe, **({"disable_rht": True} if "disable_rht" in PRECISIONS[recipe].options else {}))
     x = torch.randn(256, 384).bfloat16()
     result = quantized(case, role, x, along)
     expected = x if along == "features" else x.t()
     assert result.codes.shape == result.operand.shape == expected.shape
     error = (result.dequantize() - expected.float()).norm() / expected.float().norm()
-    assert error < (0.2 if recipe == "nvfp4" else 0.08)
-    if recipe not in SCALED_PER_TENSOR:
+    assert error < (0.2 if case.precision.peak == "fp4" else 0.08)
+    if not case.precision.tensor_scaled:
         assert result.tensor_scale == 1
 
 
@@ -78,7 +83,7 @@ def test_one_quantization_serves_both_directions_exactly_where_the_recipe_says_s
 ) -> None:
     case, x = active(recipe, **options), values()
     for role in ROLES:
-        assert serves_both(case, role) == (role in both)
+        assert case.precision.serves_both(case.settings, role) == (role in both)
         along_features, along_rows = (quantized(case, role, x, along).dequantize() for along in ALONG)
         assert torch.equal(along_features.t(), along_rows) == (role in both)
 
@@ -122,11 +127,11 @@ def test_blocks_of_32_lie_along_the_sum_and_weights_have_squares_on_request() ->
     for rounding, role in itertools.product(("rceil", "floor"), ROLES):
         case = active("mxfp8", scale_rounding=rounding)
         for along, operand in zip(ALONG, (x, x.t()), strict=True):
-            assert_same(quantized(case, role, x, along), mxfp8.quantize(operand, E4M3, rounding=rounding))
-    square = mxfp8.quantize(x, E4M3, rounding="rceil", two_dimensional=True)
+            assert_same(quantized(case, role, x, along), mx.quantize(operand, E4M3, rounding=rounding))
+    square = mx.quantize(x, E4M3, rounding="rceil", two_dimensional=True)
     case = active("mxfp8", enable_2d_quantization=True)
     assert_same(quantized(case, "weight", x, "rows"), square, transposed=True)
-    assert_same(quantized(case, "input", x, "rows"), mxfp8.quantize(x.t(), E4M3, rounding="rceil"))
+    assert_same(quantized(case, "input", x, "rows"), mx.quantize(x.t(), E4M3, rounding="rceil"))
 
 
 def test_nvfp4_transforms_the_operands_of_the_weight_gradient_alone() -> None:
@@ -186,9 +191,10 @@ def test_an_axis_that_blocks_do_not_divide_is_refused() -> None:
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_compiler_sees_one_graph_and_gives_the_same_codes(recipe: str) -> None:
     torch._dynamo.reset()
-    case, x = active(recipe, **({"disable_stochastic_rounding": True} if recipe == "nvfp4" else {})), values()
-    scale = torch.tensor(3.0) if recipe == "delayed" else None
+    to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in PRECISIONS[recipe].options else {}
+    case, x = active(recipe, **to_nearest), values()
+    scale = torch.tensor(3.0) if case.precision.keeps_history else None
     for role, along in (("input", "features"), ("weight", "rows"), ("grad_output", "rows")):
-        quantize = quantizer(case, role, along)
+        quantize = case.precision.quantizer(case.settings, role, along)
         compiled = torch.compile(lambda x, quantize=quantize: quantize(x, scale, None).operand, fullgraph=True, backend="eager")
         assert torch.equal(compiled(x), quantize(x, scale, None).operand)

@@ -9,22 +9,23 @@ import pytest
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.plan.checks import check_fit
-from pretrain.precision.device import missing_on
+from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import PRECISIONS, Precision
 from pretrain.precision.selection import ActivePrecision, Missing, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
 
 def gpu(name: str, capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> Missing:
     """A machine with such a GPU and Transformer Engine."""
 
     def missing(recipe: Precision) -> str | None:
-        lacking = recipe.hardware.lacking(capability, cuda)
-        return f"needs {lacking}; this is an {name}" if lacking else None
+        need = recipe.hardware.missing(capability, cuda)
+        return f"needs {need}; this is an {name}" if need else None
 
     return missing
 
@@ -48,7 +49,7 @@ def test_what_quantizes_nothing_runs_on_torch_anywhere(name: str) -> None:
         assert (active.requested, active.precision.name, active.backend, active.reason) == (name, name, "torch", None)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", ON_TE)
 def test_a_device_that_has_it_runs_it_on_transformer_engine(name: str) -> None:
     active = select_precision(*asked(recipe_with(name)), B200)
     assert (active.requested, active.precision.name, active.backend) == (name, name, "transformer_engine")
@@ -63,7 +64,7 @@ def test_emulation_can_be_asked_for_where_the_hardware_could(name: str) -> None:
         assert (active.precision.name, active.backend, active.reason) == (name, "emulation", None)
 
 
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", ON_TE)
 def test_a_cpu_has_none_of_them_and_says_which_device_has(name: str) -> None:
     says = (
         rf"`precision: {name}` needs a GPU of compute capability .*\d\); this run is on cpu\. .*`fp8_config.on_unsupported: emul"

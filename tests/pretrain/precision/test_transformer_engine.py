@@ -22,10 +22,8 @@ from foundation.errors import InputError
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.te_observation import GemmObserver
-from pretrain.precision.te_recipes import te_recipe
-from pretrain.precision.transformer_engine import _lent, unavailable_because
+from pretrain.precision.transformer_engine import _lent, build_te_recipe, unavailable_because
 
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 CLASSES = {
     "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",
@@ -33,6 +31,7 @@ CLASSES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
+ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
 # Each turns a default of Transformer Engine's recipes into its opposite.
 ADVERSE = {
     "NVTE_BACKWARD_OVERRIDE": "dequantized",
@@ -78,12 +77,12 @@ def resolved(name: str, **options: Any) -> LowPrecisionSettings:
 
 
 @pytest.mark.parametrize("environ", [{}, ADVERSE], ids=["no variables set", "variables set"])
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", ON_TE)
 def test_without_options_a_recipe_is_transformer_engines_default_whatever_the_environment_says(
     te_recipes: Install, name: str, environ: dict[str, str]
 ) -> None:
     default = getattr(te_recipes(), CLASSES[name])()
-    ours = (te_recipes(environ), te_recipe(name, resolved(name)))[1]
+    ours = (te_recipes(environ), build_te_recipe(PRECISIONS[name], resolved(name)))[1]
     assert type(ours).__name__ == CLASSES[name]
     assert repr(ours) == repr(default)
     assert {key: repr(value) for key, value in vars(ours).items() if key not in ("_cached_repr", *FP8_QUANTIZATION)} == {
@@ -147,7 +146,7 @@ def test_an_option_reaches_what_the_quantizers_read(
     te_recipes: Install, environ: dict[str, str], name: str, options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     te_recipes(environ)
-    recipe = te_recipe(name, resolved(name, **options))
+    recipe = build_te_recipe(PRECISIONS[name], resolved(name, **options))
     for path, value in expected.items():
         found: Any = recipe
         for part in path.split("."):
@@ -163,20 +162,24 @@ def test_every_option_of_the_registry_changes_the_recipe_object(te_recipes: Inst
         "amax_history_len": {1024: 16},
         "amax_compute_algo": {"max": "most_recent"},
     }
-    for name in QUANTIZED:
+    for name in ON_TE:
         for key, option in PRECISIONS[name].options.items():
             if key == "scale_rounding" or (option.allowed and len(option.allowed) == 1):
                 continue  # emulation's alone; no other value to choose
             value = other[key][option.default] if key in other else not option.default
-            changed, plain = (vars(te_recipe(name, resolved(name, **options))) for options in ({key: value}, {}))
+            changed, plain = (
+                vars(build_te_recipe(PRECISIONS[name], resolved(name, **options))) for options in ({key: value}, {})
+            )
             changed, plain = ({k: repr(v) for k, v in each.items() if k != "_cached_repr"} for each in (changed, plain))
             assert changed != plain, (name, key)
 
 
 def test_a_rounding_that_the_hardware_lacks_is_refused(te_recipes: Install) -> None:
     te_recipes()
-    with pytest.raises(InputError, match=r"scale_rounding: floor exists in emulation only.*fp8_config.backend: emulation"):
-        te_recipe("mxfp8", resolved("mxfp8", scale_rounding="floor"))
+    with pytest.raises(
+        InputError, match=r"mxfp8` needs emulation for `fp8_config.scale_rounding: floor`.*fp8_config.backend: emulation"
+    ):
+        build_te_recipe(PRECISIONS["mxfp8"], resolved("mxfp8", scale_rounding="floor"))
 
 
 @pytest.mark.parametrize(
@@ -192,11 +195,11 @@ def test_a_transformer_engine_with_other_recipe_fields_is_refused_by_their_names
 ) -> None:
     te_recipes(changed=changed)
     with pytest.raises(InputError, match=rf"differs in {named}\)"):
-        te_recipe(name, resolved(name))
+        build_te_recipe(PRECISIONS[name], resolved(name))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
-@pytest.mark.parametrize("name", QUANTIZED)
+@pytest.mark.parametrize("name", ON_TE)
 def test_without_a_gpu_the_reason_is_the_gpu_and_the_library_is_not_touched(name: str) -> None:
     loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
     assert unavailable_because(PRECISIONS[name]) == "a CUDA device"

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from packing.arrow import Pack, Packs
 from packing.batch import evaluation_batches
-from packing.protocol import Pack
 from packing.settings import DataSettings
-from packing.store import Packs, open_packs
+from packing.store import open_packs
 from pretrain.run.evaluate import HeldOut, held_out_loss, sample
 
 

@@ -187,8 +187,8 @@ def test_on_transformer_engine_another_format_of_as_many_bits_is_told_apart() ->
     e4m3, e5m2, rows, squares = "e4m3 tensor-scaled", "e5m2 tensor-scaled", "e4m3 1x128 blocks", "e4m3 128x128 blocks"
     assert found("current", ("forward", e4m3, e4m3), ("dgrad", e5m2, e4m3), ("wgrad", e5m2, e4m3)) == "current"
     assert found("block", ("forward", rows, squares), ("dgrad", rows, squares), ("wgrad", rows, rows)) == "block"
-    assert found("nvfp4", *((gemm, "nvfp4", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))) == "nvfp4"
-    assert found("nvfp4", *((gemm, "mxfp8 e4m3", "nvfp4") for gemm in ("forward", "dgrad", "wgrad"))).startswith(
+    assert found("nvfp4", *((gemm, "nvfp4 e2m1", "nvfp4 e2m1") for gemm in ("forward", "dgrad", "wgrad"))) == "nvfp4"
+    assert found("nvfp4", *((gemm, "mxfp8 e4m3", "nvfp4 e2m1") for gemm in ("forward", "dgrad", "wgrad"))).startswith(
         "dgrad mxfp8 e4m3"
     )
     assert (

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from packing.arrow import Pack
 from packing.batch import build_microbatch
-from packing.protocol import Pack
 from pretrain.model import huggingface as model
 from pretrain.model.huggingface import inputs_of
 from pretrain.settings.recipe import ModelSettings

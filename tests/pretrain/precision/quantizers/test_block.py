@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.precision.quantizers import block, tensor
-from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
-from pretrain.precision.quantizers.quantized import Quantized
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 
 NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])

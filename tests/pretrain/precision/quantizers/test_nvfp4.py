@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pretrain.precision.quantizers import hadamard, nvfp4
 from pretrain.precision.quantizers.blocks import BlockQuantized
-from pretrain.precision.quantizers.grid import E2M1, E4M3, round_to_grid
+from pretrain.precision.quantizers.grid import E2M1, E4M3
+from pretrain.precision.quantizers.rounding import round_to_grid
 
 SameBits = Callable[[Tensor, Tensor], None]
 Check = Callable[[Tensor], None]

@@ -1,30 +1,36 @@
-"""AdamW for every way to store weights, among them BF16 weights that lose no update.
+"""AdamW for every way to store weights, its parameter groups, gradient norm and clipping, and its state by parameter name.
 
-`fp32`        an FP32 parameter is its own master.
-`bf16`        a BF16 parameter is its own master: updates under half a unit in its last place are lost.
-`bf16_exact`  a BF16 parameter and 16 remainder bits in the optimizer are an FP32 master (pretrain.optimizer.exact_weights), at 2 more bytes
-              a parameter where a separate master takes 4, and the model computes on BF16 weights without casting them.
-
-All three take the same update in FP32 (pretrain.optimizer.adamw_update on a CPU, pretrain.optimizer.exact_adamw_kernel on a GPU) and differ in how a
-master is read and written, so bf16_exact walks the very trajectory of fp32, bit for bit.
+Every way to store weights (pretrain.optimizer.adamw_update) takes the same update in FP32: from `update_parameter` on a CPU, from
+pretrain.optimizer.adamw_kernel on a GPU. Only reading and writing a master differs, so BF16 weights with remainders follow the
+trajectory of FP32 weights bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from pretrain.model.gradients import gradient_of
-from pretrain.optimizer.adamw_update import Factors, Operands, update
-from pretrain.optimizer.exact_weights import convert, local_part, mode_of
+from pretrain.model.gradients import clear_main_gradients, gradient_of
+from pretrain.optimizer.adamw_update import (
+    Hyperparameters,
+    ParameterTensors,
+    convert_weight,
+    local_part,
+    mode_of,
+    update_parameter,
+)
+from pretrain.settings.recipe import OptimizerSettings
 
 if TYPE_CHECKING:
-    from pretrain.optimizer.exact_adamw_kernel import FusedUpdate
+    from accelerate import Accelerator
+
+    from pretrain.optimizer.adamw_kernel import FusedUpdate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -61,8 +67,6 @@ class ExactAdamW(torch.optim.Optimizer):
         self._frozen: list[Tensor] = []
         self._updated = 0
 
-    # ── State ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
         for group in self.param_groups:
@@ -73,11 +77,8 @@ class ExactAdamW(torch.optim.Optimizer):
         """The state that this parameter has, by name."""
         bf16 = mode_of(parameter, None) == "bf16"
         moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
-        return {
-            "step": torch.float32,
-            **dict.fromkeys(MOMENTS, moments),
-            **({"remainder": torch.int16} if bf16 and self.exact else {}),
-        }
+        remainder = {"remainder": torch.int16} if bf16 and self.exact else {}
+        return {"step": torch.float32, **dict.fromkeys(MOMENTS, moments), **remainder}
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -108,63 +109,54 @@ class ExactAdamW(torch.optim.Optimizer):
     def master(self, parameter: Tensor) -> Tensor:
         """The weight that updates apply to, FP32; of a DTensor, this process's part."""
         remainder = self._state_of(parameter).get("remainder")
-        return convert(local_part(parameter), None if remainder is None else local_part(remainder), "fp32")[0]
+        return convert_weight(local_part(parameter), None if remainder is None else local_part(remainder), "fp32")[0]
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
         """Store the FP32 `master`, a tensor like the parameter or its local part, as this parameter's mode does."""
         remainder = self._state_of(parameter).get("remainder")
-        weight, rest = convert(local_part(master), None, mode_of(local_part(parameter), remainder))
+        weight, rest = convert_weight(local_part(master), None, mode_of(local_part(parameter), remainder))
         local_part(parameter).copy_(weight)
         if remainder is not None and rest is not None:
             local_part(remainder).copy_(rest)
 
-    # ── Updating ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, *, clip_coefficient: Tensor | None = None) -> Any:
+    def step(self, *, clip_coefficient: Tensor | None = None) -> None:
         """One update of every parameter with a gradient, each gradient times `clip_coefficient`, an FP32 scalar on its device.
 
         Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
         self._frozen, self._updated = [], 0
-        for factors, operands in self._updates():
-            self._updated += sum(each.weight.numel() for each in operands)
-            if operands[0].weight.is_cuda:
-                self._frozen += self._fused(operands, factors, clip_coefficient)
+        for hyper, parameters in self._updates():
+            self._updated += sum(each.weight.numel() for each in parameters)
+            if parameters[0].weight.is_cuda:
+                self._frozen += self._fused(parameters, hyper, clip_coefficient)
             else:
-                self._frozen += [update(each, factors, clip_coefficient) for each in operands]
-        return loss
+                self._frozen += [update_parameter(each, hyper, clip_coefficient) for each in parameters]
 
-    def _updates(self) -> Iterator[tuple[Factors, list[Operands]]]:
-        """What there is to do, gathered by the numbers that it is done with and by device."""
+    def _updates(self) -> Iterator[tuple[Hyperparameters, list[ParameterTensors]]]:
+        """The parameters to update, gathered by their hyperparameters and by device."""
         for group in self.param_groups:
-            gathered: dict[tuple[int, torch.device], list[Operands]] = {}
+            gathered: dict[tuple[int, torch.device], list[ParameterTensors]] = {}
             for parameter in group["params"]:
                 gradient = gradient_of(parameter)
                 if gradient is None:
                     continue
                 state = self._state_of(parameter)
                 state["step"] += 1
-                operands = _operands(parameter, gradient, state)
-                if operands.weight.numel():  # a process may hold no part of a sharded parameter
-                    gathered.setdefault((int(state["step"].item()), operands.weight.device), []).append(operands)
+                tensors = _tensors_of(parameter, gradient, state)
+                if tensors.weight.numel():  # a process may hold no part of a sharded parameter
+                    gathered.setdefault((int(state["step"].item()), tensors.weight.device), []).append(tensors)
             # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
             numbers = [float(number) for number in (group["lr"], group["weight_decay"], *group["betas"], group["eps"])]
-            for (step, _), operands in gathered.items():
-                yield Factors(*numbers, step), operands
+            for (step, _), parameters in gathered.items():
+                yield Hyperparameters(*numbers, step), parameters
 
     @cached_property
     def _fused(self) -> FusedUpdate:
-        from pretrain.optimizer.exact_adamw_kernel import FusedUpdate  # needs Triton, which machines without a GPU may lack
+        from pretrain.optimizer.adamw_kernel import FusedUpdate  # needs Triton, which machines without a GPU may lack
 
         return FusedUpdate()
-
-    # ── Frozen updates ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def frozen_counts(self) -> Tensor:
         """Of the last step, on the parameters' device: int64 [2], values whose update was lost and values in all.
@@ -178,23 +170,90 @@ class ExactAdamW(torch.optim.Optimizer):
         frozen = torch.stack([counts.sum(dtype=torch.int64) for counts in self._frozen]).sum()
         return torch.stack([frozen, torch.full_like(frozen, self._updated)])
 
-    def frozen_updates(self) -> Tensor:
-        """The fraction of this process's values whose non-zero update left the stored weight unchanged in the last step."""
-        frozen, total = self.frozen_counts().double()
-        return frozen / total.clamp(min=1)
 
-
-def _operands(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> Operands:
+def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:
     weight, gradient = local_part(parameter), local_part(gradient)
     if not weight.is_contiguous():
         raise ValueError(f"a parameter of shape {list(weight.shape)} and strides {weight.stride()} is not contiguous")
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"gradients are FP32 or BF16, not {gradient.dtype}")
     remainder = local_part(state["remainder"]) if "remainder" in state else None
-    return Operands(weight, remainder, gradient.contiguous(), local_part(state["exp_avg"]), local_part(state["exp_avg_sq"]))
+    return ParameterTensors(weight, remainder, gradient.contiguous(), *(local_part(state[name]) for name in MOMENTS))
+
+
+def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
+    """AdamW; `exact` keeps the remainders of BF16 parameters.
+
+    `decay: matrices` leaves norms and biases out of weight decay, which does not help them; `decay: all` is torch's default.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
+    not_decayed = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}]
+    return ExactAdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        eps=settings.eps,
+        exact=exact,
+        moments={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.moments],
+    )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """L2 norm over all gradients, an FP32 scalar on their device, over all shards where they are sharded.
+
+    Summed in FP32 also for BF16 gradients: torch's own clip_grad_norm_ would return a BF16 number of three digits.
+    """
+    gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    whole = [norm for norm in norms if not isinstance(norm, DTensor)]
+    if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:  # stacked first, so that one exchange serves them all
+        whole.append(torch.linalg.vector_norm(torch.stack(sharded)).full_tensor())
+    return torch.linalg.vector_norm(torch.stack(whole))
+
+
+def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
+    """The factor that brings gradients of this norm to at most `limit`, an FP32 scalar on its device; None: no limit."""
+    return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+
+def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Clear the gradients of the step that is done.
+
+    Main gradients are cleared in place. So are gradients under DistributedDataParallel, which are views into its buckets: if they
+    were dropped, new ones would be allocated beside the buckets, a second copy of all gradients, while microbatches accumulate.
+    Any others give their memory back.
+    """
+    clear_main_gradients(model.parameters())
+    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 
 
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
     frozen, total = accelerator.reduce(optimizer.frozen_counts().to(accelerator.device), reduction="sum").tolist()
     return frozen / max(total, 1)
+
+
+def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
+    """The state tensors as `exp_avg/<parameter name>` and so on, live: writing into them is loading."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        f"{key}/{names[parameter]}": tensor
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for key, tensor in optimizer.state[parameter].items()
+        if key != "step"
+    }
+
+
+def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """How many updates the moments have seen, on which their bias correction rests: training steps less the skipped ones."""
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)

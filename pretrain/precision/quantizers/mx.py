@@ -1,13 +1,14 @@
-"""MXFP8: FP8 codes under one power of two for every 32 values (OCP Microscaling Formats v1.0, section 5.2).
+"""Codes of any grid under one power of two for every 32 values (OCP Microscaling Formats v1.0, section 5.2).
 
 A block's scale is an E8M0 byte: a biased exponent and nothing else, from 2^-127 to 2^127. How to choose it from the block's amax
-is where recipes part:
+is an option:
 
 * `rceil`, as Transformer Engine does: the smallest power of two that brings amax within the grid, so that nothing saturates. What
   counts is the FP32 product of amax with the rounded reciprocal of the grid's maximum, not their quotient, and its exponent goes
   up by one if any mantissa bit is set. Taking log2 in FP32 instead would miss products one ulp above a power of two.
-* `floor`, as the OCP specification suggests: the exponent of amax less that of the grid's maximum. An amax with a mantissa above
-  1.75 then lies beyond the grid and saturates, which can make training diverge (Mishra et al., arXiv:2506.08027).
+* `floor`, as the OCP specification suggests: the exponent of amax less that of the grid's maximum. An amax whose mantissa is
+  above the maximum's, 1.75 in FP8, then lies beyond the grid and saturates, which can make training diverge (Mishra et al.,
+  arXiv:2506.08027).
 
 At the limits too this is Transformer Engine's conversion: zeros get the smallest scale and stay zeros, an infinity gets 2^127
 (`rceil`) and saturates there to an operand that is infinite again; a NaN stays NaN and does not count for its block's scale.
@@ -15,14 +16,14 @@ At the limits too this is Transformer Engine's conversion: zeros get the smalles
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pretrain.precision.quantizers.blocks import BlockQuantized, Blocks
-from pretrain.precision.quantizers.grid import FP32_MANTISSA_BITS, Grid, round_to_grid
+from pretrain.precision.quantizers.grid import Grid
+from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS
 from pretrain.precision.quantizers.tensor import absolute_maximum
 
 BLOCK = 32
@@ -30,18 +31,25 @@ SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is not a number
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)  # bits of 2^-127, which FP32 holds only as a subnormal
 
 
-def quantize(x: Tensor, grid: Grid, *, rounding: Literal["rceil", "floor"], two_dimensional: bool = False) -> BlockQuantized:
+def quantize(
+    x: Tensor,
+    grid: Grid,
+    *,
+    rounding: Literal["rceil", "floor"],
+    two_dimensional: bool = False,
+    uniform: Tensor | None = None,
+) -> BlockQuantized:
     """x [..., n], any float dtype and strides, in blocks of 32 along the last dimension, or of 32x32 over the last two.
 
-    Raises RuntimeError where a blocked dimension is no multiple of 32. `operand` is exact in FP32 and BF16 except where a block's
-    amax is below 2^-100 or rounds up to 2^128: there a code times its scale leaves the exponents that BF16 has.
+    `rounding` is that of the scales. Codes are rounded to nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of x's
+    shape. Raises RuntimeError where a blocked dimension is no multiple of 32. `operand` is exact in FP32 and BF16 except where a
+    block's amax is below 2^-100 or rounds up to 2^128: there a code times its scale leaves the exponents that BF16 has.
     """
     blocks = Blocks.of(x, BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
     exponent = rceil_exponent(amax, grid) if rounding == "rceil" else floor_exponent(amax, grid)
-    codes = round_to_grid(split.float() * _power_of_two(LARGEST - exponent), grid)
-    return BlockQuantized.joining(blocks, codes, _power_of_two(exponent), grid)
+    return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
 
 
 def rceil_exponent(amax: Tensor, grid: Grid) -> Tensor:
@@ -54,13 +62,7 @@ def rceil_exponent(amax: Tensor, grid: Grid) -> Tensor:
 
 def floor_exponent(amax: Tensor, grid: Grid) -> Tensor:
     """FP32 amax >= 0 to E8M0, int32: floor(log2(amax)) - floor(log2(maximum)) (OCP MX v1.0, section 6.3), at least 2^-127."""
-    maximum_exponent = math.frexp(grid.maximum)[1] - 1
-    return ((amax.view(torch.int32) >> FP32_MANTISSA_BITS) - maximum_exponent).clamp(min=SMALLEST)
-
-
-def e8m0(block_scale: Tensor) -> Tensor:
-    """The bytes, uint8, that hold FP32 block scales of this module in memory."""
-    return (block_scale.view(torch.int32) >> FP32_MANTISSA_BITS).to(torch.uint8)
+    return ((amax.view(torch.int32) >> FP32_MANTISSA_BITS) - grid.max_exponent).clamp(min=SMALLEST)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:

@@ -10,11 +10,11 @@ import time
 
 import pytest
 
-from pretrain.run.signals import REPEAT_SECONDS, StopRequest
+from foundation.signals import REPEAT_SECONDS, StopRequest
 
 LOOP = """
 import time
-from pretrain.run.signals import StopRequest
+from foundation.signals import StopRequest
 with StopRequest() as stop:
     print("ready", flush=True)
     while not stop.requested:

@@ -5,9 +5,9 @@ a model of hundreds of tensors, most of them small, costs one launch and not hun
 address has changed: gradients may be allocated anew every step.
 
 The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart. All modes share it, so FP32
-masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round (lerp_ and addcmul_ use
-fused multiply-adds, here tl.fma), for beta1 above 0.5, where lerp_ changes its formula. Its square root is the nearest FP32
-number; torch's on a CPU may be the one beside it.
+masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round: lerp_ and addcmul_ use
+fused multiply-adds, here tl.fma. This holds for beta1 above 0.5, where lerp_ changes its formula. The square root here is the
+nearest FP32 number; torch's on a CPU may be the one beside it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.optimizer.adamw_update import Factors, Operands
+from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors
 
 _ALIGNMENT = 16  # bytes a thread loads at once; also the count of values that a tensor must have a multiple of
 
@@ -74,7 +74,7 @@ def _adamw(
     gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
     exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
-    if exact:  # exact_weights.join
+    if exact:  # adamw_update.join
         remainder = tl.load(remainder_at, mask=inside, other=0)
         bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
         before = bits.to(tl.float32, bitcast=True)
@@ -89,7 +89,7 @@ def _adamw(
 
     tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
     tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
-    if exact:  # exact_weights.split
+    if exact:  # adamw_update.split
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
         tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
         tl.store(remainder_at, bits.to(tl.int16), mask=inside)
@@ -123,19 +123,21 @@ class FusedUpdate:
     count: bool = True  # frozen updates; benchmarks alone leave them out
     _launches: dict[tuple, _Launch] = field(default_factory=dict)
 
-    def __call__(self, operands: list[Operands], factors: Factors, clip_coefficient: Tensor | None) -> list[Tensor]:
-        """Update `operands`, all on one device, in place; returns counts of lost updates, to be summed."""
-        device = operands[0].weight.device
+    def __call__(
+        self, parameters: list[ParameterTensors], hyper: Hyperparameters, clip_coefficient: Tensor | None
+    ) -> list[Tensor]:
+        """Update `parameters`, all on one device, in place; returns counts of lost updates, to be summed."""
+        device = parameters[0].weight.device
         coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
         if coefficient.dtype != torch.float32 or coefficient.device != device:
             raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
-        kinds: dict[_Kind, list[Operands]] = defaultdict(list)
-        for each in operands:
+        kinds: dict[_Kind, list[ParameterTensors]] = defaultdict(list)
+        for each in parameters:
             kinds[_kind_of(each)].append(each)
-        return [self._launch(kind, each, factors, coefficient) for kind, each in kinds.items()]
+        return [self._launch(kind, each, hyper, coefficient) for kind, each in kinds.items()]
 
-    def _launch(self, kind: _Kind, operands: list[Operands], factors: Factors, coefficient: Tensor) -> Tensor:
-        launch = self._prepare(kind, operands)
+    def _launch(self, kind: _Kind, parameters: list[ParameterTensors], hyper: Hyperparameters, coefficient: Tensor) -> Tensor:
+        launch = self._prepare(kind, parameters)
         weight_type, gradient_type, moment_type, exact, aligned = kind
         with torch.cuda.device_of(launch.table):
             _adamw[(len(launch.blocks),)](
@@ -143,15 +145,15 @@ class FusedUpdate:
                 launch.blocks,
                 launch.frozen,
                 coefficient,
-                factors.decay,
-                1 - factors.beta1,
-                factors.beta2,
-                1 - factors.beta2,
-                factors.bias_correction2_sqrt,
-                factors.eps,
-                -factors.step_size,
-                factors.learning_rate,
-                factors.weight_decay,
+                hyper.decay,
+                1 - hyper.beta1,
+                hyper.beta2,
+                1 - hyper.beta2,
+                hyper.bias_correction2_sqrt,
+                hyper.eps,
+                -hyper.step_size,
+                hyper.learning_rate,
+                hyper.weight_decay,
                 _TYPES[weight_type],
                 _TYPES[gradient_type],
                 _TYPES[moment_type],
@@ -164,13 +166,13 @@ class FusedUpdate:
             )
         return launch.frozen
 
-    def _prepare(self, kind: _Kind, operands: list[Operands]) -> _Launch:
-        """The tables for `operands`: those of an earlier step where they still hold."""
-        rows = [_row(each) for each in operands]
+    def _prepare(self, kind: _Kind, parameters: list[ParameterTensors]) -> _Launch:
+        """The tables for `parameters`: those of an earlier step where they still hold."""
+        rows = [_row(each) for each in parameters]
         key = (kind, rows[0][0])  # groups do not share parameters, so the first weight's address tells launches apart
         launch = self._launches.get(key)
         if launch is None or [row[-1] for row in launch.rows] != [row[-1] for row in rows]:
-            blocks = self._blocks([row[-1] for row in rows]).to(operands[0].weight.device)
+            blocks = self._blocks([row[-1] for row in rows]).to(parameters[0].weight.device)
             frozen = torch.zeros(len(blocks), dtype=torch.int32, device=blocks.device)
             launch = self._launches[key] = _Launch([], torch.empty(0), blocks, frozen)
         if launch.rows != rows:
@@ -187,14 +189,14 @@ class FusedUpdate:
         return torch.stack([tensors, torch.arange(len(tensors)) - firsts], dim=1).to(torch.int32)
 
 
-def _row(operands: Operands) -> tuple[int, ...]:
-    remainder = 0 if operands.remainder is None else operands.remainder.data_ptr()
-    tensors = (operands.gradient, operands.exp_avg, operands.exp_avg_sq)
-    return (operands.weight.data_ptr(), remainder, *(tensor.data_ptr() for tensor in tensors), operands.weight.numel())
+def _row(parameter: ParameterTensors) -> tuple[int, ...]:
+    remainder = 0 if parameter.remainder is None else parameter.remainder.data_ptr()
+    tensors = (parameter.gradient, parameter.exp_avg, parameter.exp_avg_sq)
+    return (parameter.weight.data_ptr(), remainder, *(tensor.data_ptr() for tensor in tensors), parameter.weight.numel())
 
 
-def _kind_of(operands: Operands) -> _Kind:
+def _kind_of(parameter: ParameterTensors) -> _Kind:
     """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, others 16 bytes at a time."""
-    aligned = all(number % _ALIGNMENT == 0 for number in _row(operands))
-    dtypes = (operands.weight.dtype, operands.gradient.dtype, operands.exp_avg.dtype)
-    return (*dtypes, operands.remainder is not None, aligned)
+    aligned = all(number % _ALIGNMENT == 0 for number in _row(parameter))
+    dtypes = (parameter.weight.dtype, parameter.gradient.dtype, parameter.exp_avg.dtype)
+    return (*dtypes, parameter.remainder is not None, aligned)

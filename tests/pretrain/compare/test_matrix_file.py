@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.compare.cells import Cell, Matrix, load_matrix
+from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.settings.config import load_recipe, resolved
 
 ROOT = Path(__file__).parents[3]
@@ -38,24 +38,24 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
 
 
 def names(matrix: Matrix) -> list[str]:
-    return [cell.name for cell in matrix.cells]
+    return [run.name for run in matrix.runs]
 
 
-# ── Which cells there are ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Which runs there are ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_listed(matrix):
+def test_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_listed(matrix):
     found = matrix(leave_out=[{"precision": "delayed", "weights": "bf16"}, {"precision": "mxfp8"}], cells=[{"precision": "fp32"}])
     assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "fp32"]
-    assert [(cell.recipe.precision, cell.recipe.weights) for cell in found.cells] == [
+    assert [(cell.recipe.precision, cell.recipe.weights) for cell in found.runs] == [
         *(("bf16", "fp32"), ("bf16", "bf16"), ("delayed", "fp32")),
         ("fp32", "fp32"),  # what the recipe says where the cell says nothing
     ]
-    assert found.baseline is found.cells[0]
+    assert found.baseline is found.runs[0]
 
 
-def test_a_cell_is_the_recipe_with_the_overrides_of_the_matrix_of_the_command_line_and_its_own(matrix, tmp_path):
-    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).cells[0]
+def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
+    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).runs[0]
     assert cell.overrides == (
         *("optimizer.clip=null", "train.steps=5", "train.steps=7"),
         *("seed=3", f"run_dir={tmp_path}/runs/seed=3"),
@@ -64,10 +64,10 @@ def test_a_cell_is_the_recipe_with_the_overrides_of_the_matrix_of_the_command_li
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
 
 
-def test_the_launcher_reads_a_cells_command_line_back_to_the_recipe_that_was_checked(matrix):
+def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_checked(matrix):
     odd = {"evaluate": {"samples": ["a: {b}", "no"]}, "model.config": {"rope_theta": 1e-6}, "data.mask_boundaries": False}
     found = matrix(overrides=odd, axes={"optimizer.betas": [[0.9, 0.95]], "batch.microbatch": ["auto", 4], "precision": ["fp32"]})
-    for cell in found.cells:
+    for cell in found.runs:
         again = load_recipe(found.settings.recipe, cell.overrides)
         assert resolved(again) == resolved(cell.recipe)
         assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
@@ -90,7 +90,7 @@ def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
     content = {"name": "m", "recipe": str(folder / "r.yaml"), "accelerate": CPU, "axes": axes}
     (folder / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    cells = load_matrix(folder / "m.yaml").cells
+    cells = load_matrix(folder / "m.yaml").runs
     assert [tuple(cell.values.values()) for cell in cells] == list(itertools.product(*axes.values()))
     assert len({cell.run_dir for cell in cells}) == len(cells)
 
@@ -99,7 +99,7 @@ def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
     found = matrix()
     assert [c.name for c in found.only([])] == names(found)
     assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == ["bf16-bf16", "mxfp8-bf16"]
-    with pytest.raises(InputError, match=r"--only precison=bf16.*keys: precision, weights"):
+    with pytest.raises(InputError, match=r"--only precison=bf16.*keys are precision, weights"):
         found.only(["precison=bf16"])
     with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
         found.only(["precision=fp16"])
@@ -158,7 +158,7 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    eight, twenty = (load_matrix(f"recipes/matrices/small_malaysian_lm{name}.yaml").cells for name in ("", "_scopes"))
+    eight, twenty = (load_matrix(f"recipes/matrices/small_malaysian_lm{name}.yaml").runs for name in ("", "_scopes"))
     runs = [
         {(cell.recipe.precision, cell.recipe.weights, cell.recipe.fp8_config.scope) for cell in cells}
         for cells in (eight, twenty)
@@ -172,7 +172,7 @@ def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: 
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leave_behind(cell: Cell, **changes: Any) -> None:
+def leave_behind(cell: MatrixRun, **changes: Any) -> None:
     """The files of a run of `cell` that has come to its end."""
     cell.run_dir.mkdir(parents=True, exist_ok=True)
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe) | changes))
@@ -180,7 +180,7 @@ def leave_behind(cell: Cell, **changes: Any) -> None:
 
 
 def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):
-    cell = matrix().cells[2]
+    cell = matrix().runs[2]
     assert not cell.is_finished()
     leave_behind(cell)
     assert cell.is_finished()
@@ -192,19 +192,19 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     "changes", [{"train": {"steps": 13}}, {"weights": "bf16"}, {"optimizer": {"learning_rate": 0.5}}], ids=str
 )
 def test_a_folder_with_another_training_is_not_this_cell_finished(matrix, changes: dict[str, Any]):
-    cell = matrix().cells[2]
+    cell = matrix().runs[2]
     leave_behind(cell, **changes)
     assert not cell.is_finished()
 
 
 def test_a_run_that_was_prolonged_is_not_finished_by_its_older_summary(matrix):
-    cell = matrix().cells[0]
+    cell = matrix().runs[0]
     leave_behind(cell)
     os.utime(cell.run_dir / "summary.json", ns=(0, 0))
     assert not cell.is_finished()
 
 
 def test_a_damaged_run_folder_is_left_to_the_launcher_to_judge(matrix):
-    cell = matrix().cells[0]
+    cell = matrix().runs[0]
     leave_behind(cell, no_such_key=1)
     assert not cell.is_finished()

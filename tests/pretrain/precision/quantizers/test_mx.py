@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from torch import Tensor
 
-from pretrain.precision.quantizers import mxfp8
+from pretrain.precision.quantizers import mx
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 
 SameBits = Callable[[Tensor, Tensor], None]
@@ -37,8 +37,13 @@ def in_numpy(blocks: np.ndarray, grid: Grid, rounding: str) -> tuple[np.ndarray,
     return scaled.astype(NUMPY_DTYPES[grid.name]).astype(np.float32), (exponent + 127).astype(np.uint8)
 
 
+def e8m0(block_scale: Tensor) -> Tensor:
+    """The bytes that hold FP32 block scales in memory."""
+    return (block_scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
 def blocks_of(tensor: Tensor) -> Tensor:
-    return tensor.unflatten(-1, (-1, mxfp8.BLOCK))
+    return tensor.unflatten(-1, (-1, mx.BLOCK))
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +51,12 @@ def check(assert_same_bits: SameBits) -> Check:
     """That x has the codes, scales and bytes of scales that NumPy finds."""
 
     def check(x: Tensor, grid: Grid, rounding: str) -> None:
-        quantized = mxfp8.quantize(x, grid, rounding=rounding)
+        quantized = mx.quantize(x, grid, rounding=rounding)
         codes, scales = in_numpy(blocks_of(x.float()).numpy(), grid, rounding)
         assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
         decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
         assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
-        assert np.array_equal(mxfp8.e8m0(blocks_of(quantized.block_scale)[..., :1]).numpy(), scales)
+        assert np.array_equal(e8m0(blocks_of(quantized.block_scale)[..., :1]).numpy(), scales)
 
     return check
 
@@ -60,7 +65,7 @@ def boundaries() -> Tensor:
     """FP32 blocks [n, 32] whose amax is 448 * 2^k, one ulp more or less; over all k, subnormals too."""
     exact = torch.tensor([448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64).float()
     amax = torch.cat([exact, torch.nextafter(exact, torch.tensor(torch.inf)), torch.nextafter(exact, torch.tensor(0.0))])
-    share = torch.linspace(-1, 1, mxfp8.BLOCK)
+    share = torch.linspace(-1, 1, mx.BLOCK)
     return amax[:, None] * share
 
 
@@ -82,7 +87,7 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check,
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
     check(x, E4M3, rounding)
-    quantized = mxfp8.quantize(x, E4M3, rounding=rounding)
+    quantized = mx.quantize(x, E4M3, rounding=rounding)
     assert quantized.codes[0, 3] == 448
     assert quantized.operand[0, 3] == torch.inf
     assert quantized.operand.isnan().sum() == x.isnan().sum()
@@ -92,7 +97,7 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check,
 def test_zeros_keep_their_signs_under_the_smallest_scale(assert_same_bits: SameBits, rounding: str) -> None:
     x = torch.zeros(2, 64)
     x[:, ::3] = -0.0
-    quantized = mxfp8.quantize(x, E4M3, rounding=rounding)
+    quantized = mx.quantize(x, E4M3, rounding=rounding)
     assert_same_bits(quantized.dequantize(), x)
     assert (quantized.block_scale == 2.0**-127).all()
 
@@ -103,7 +108,7 @@ def test_floor_saturates_the_upper_quarter_of_an_octave_and_rceil_nothing(finite
     x, amax = x[amax > 0], amax[amax > 0]
     upper_quarter = torch.frexp(amax).mantissa > 7 / 8
     for rounding, limit in (("rceil", 448), ("floor", 511)):
-        quantized = mxfp8.quantize(x, E4M3, rounding=rounding)
+        quantized = mx.quantize(x, E4M3, rounding=rounding)
         assert torch.equal((x / quantized.block_scale).abs().amax(dim=-1) > 448, upper_quarter & (rounding == "floor"))
         assert (x / quantized.block_scale).abs().max() <= limit
 
@@ -111,7 +116,7 @@ def test_floor_saturates_the_upper_quarter_of_an_octave_and_rceil_nothing(finite
 @pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.name)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid, rounding: str) -> None:
-    quantized = mxfp8.quantize(finite_bf16[-2048:], grid, rounding=rounding)
+    quantized = mx.quantize(finite_bf16[-2048:], grid, rounding=rounding)
     operand = blocks_of(quantized.operand)
     amax = blocks_of(finite_bf16[-2048:].float().abs()).amax(dim=-1)
     ordinary = operand[(amax == 0) | ((amax > 2.0**-100) & (amax < 2.0**127))]
@@ -125,12 +130,12 @@ def test_a_square_block_shares_the_scale_of_all_its_values(
     assert_same_bits: SameBits, finite_bf16: Tensor, rounding: str
 ) -> None:
     x = finite_bf16[-1024:]
-    quantized = mxfp8.quantize(x, E4M3, rounding=rounding, two_dimensional=True)
+    quantized = mx.quantize(x, E4M3, rounding=rounding, two_dimensional=True)
     squares = x.float().view(32, 32, 32, 32).transpose(1, 2)  # [down, across, 32, 32]
     codes, scales = in_numpy(squares.flatten(2).numpy(), E4M3, rounding)
     assert_same_bits(quantized.codes, torch.from_numpy(codes).view(32, 32, 32, 32).transpose(1, 2).reshape(x.shape))
-    assert np.array_equal(mxfp8.e8m0(quantized.block_scale)[::32, ::32].numpy(), scales[..., 0])
-    turned = mxfp8.quantize(x.t(), E4M3, rounding=rounding, two_dimensional=True)
+    assert np.array_equal(e8m0(quantized.block_scale)[::32, ::32].numpy(), scales[..., 0])
+    turned = mx.quantize(x.t(), E4M3, rounding=rounding, two_dimensional=True)
     assert_same_bits(turned.operand.t(), quantized.operand)
 
 
@@ -147,16 +152,16 @@ def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndar
 
 def test_a_transposed_input_is_quantized_along_its_own_last_dimension(assert_same_bits: SameBits) -> None:
     x = torch.randn(96, 40).bfloat16()
-    strided, copied = (mxfp8.quantize(x, E4M3, rounding="rceil") for x in (x.t(), x.t().contiguous()))
+    strided, copied = (mx.quantize(x, E4M3, rounding="rceil") for x in (x.t(), x.t().contiguous()))
     for name in ("codes", "block_scale", "operand"):
         assert_same_bits(getattr(strided, name), getattr(copied, name))
 
 
 def test_what_32_does_not_divide_is_refused() -> None:
     with pytest.raises(RuntimeError, match="33"):
-        mxfp8.quantize(torch.ones(32, 33), E4M3, rounding="rceil")
+        mx.quantize(torch.ones(32, 33), E4M3, rounding="rceil")
     with pytest.raises(RuntimeError, match="31"):
-        mxfp8.quantize(torch.ones(31, 32), E4M3, rounding="rceil", two_dimensional=True)
+        mx.quantize(torch.ones(31, 32), E4M3, rounding="rceil", two_dimensional=True)
 
 
 @pytest.fixture(scope="module")
@@ -171,16 +176,16 @@ def in_torchao(x: Tensor, grid: Grid, rounding: str) -> tuple[Tensor, Tensor]:
     mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     modes = pytest.importorskip("torchao.prototype.mx_formats.config").ScaleCalculationMode
     dtype = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[grid.name]
-    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, mxfp8.BLOCK, modes[rounding.upper()])
+    scales, codes = mx_tensor.to_mx(x.contiguous(), dtype, mx.BLOCK, modes[rounding.upper()])
     return codes.float(), scales.view(torch.uint8)
 
 
 def blocks_unlike_torchao(x: Tensor, grid: Grid, rounding: str) -> Tensor:
     """Which blocks, bool [..., blocks], have another scale or another code."""
-    quantized = mxfp8.quantize(x, grid, rounding=rounding)
+    quantized = mx.quantize(x, grid, rounding=rounding)
     codes, scales = in_torchao(x, grid, rounding)
     other_codes = (blocks_of(quantized.codes).view(torch.int32) != blocks_of(codes).view(torch.int32)).any(dim=-1)
-    return other_codes | (mxfp8.e8m0(blocks_of(quantized.block_scale)[..., 0]) != scales)
+    return other_codes | (e8m0(blocks_of(quantized.block_scale)[..., 0]) != scales)
 
 
 @pytest.mark.usefixtures("torchao")
@@ -190,16 +195,16 @@ def test_torchao_differs_in_ten_million_values_only_where_the_scale_is_the_small
     finite_bf16: Tensor, grid: Grid, rounding: str
 ) -> None:
     """Under 2^-127 torchao scales by 2^126 (floor) or not at all (rceil), where decoding with 2^-127 wants 2^127."""
-    smallest = blocks_of(mxfp8.quantize(finite_bf16, grid, rounding=rounding).block_scale)[..., 0] == 2.0**-127
+    smallest = blocks_of(mx.quantize(finite_bf16, grid, rounding=rounding).block_scale)[..., 0] == 2.0**-127
     tiny = smallest & (blocks_of(finite_bf16) != 0).any(dim=-1)
-    assert tiny.sum() >= 2 * 128 // mxfp8.BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
+    assert tiny.sum() >= 2 * 128 // mx.BLOCK  # the subnormals of BF16, positive and negative, and a few octaves above
     assert torch.equal(blocks_unlike_torchao(finite_bf16, grid, rounding), tiny)
 
 
 @pytest.mark.usefixtures("torchao")
 def test_torchao_differs_in_fp32_only_where_log2_misses_the_last_bit_of_amax() -> None:
     x = boundaries()
-    x = x[mxfp8.quantize(x, E4M3, rounding="rceil").block_scale[:, 0] > 2.0**-127]
+    x = x[mx.quantize(x, E4M3, rounding="rceil").block_scale[:, 0] > 2.0**-127]
     product = x.abs().amax(dim=-1) * (1 / 448)
     one_ulp_up = (product.view(torch.int32) & 0x7FFFFF) == 1
     different = blocks_unlike_torchao(x, E4M3, "rceil")[:, 0]
@@ -225,7 +230,7 @@ def test_compiled_without_a_graph_break_it_gives_the_same_bits(
     compiled: Callable, assert_same_bits: SameBits, finite_bf16: Tensor, rounding: str, two_dimensional: bool
 ) -> None:
     def operand(x: Tensor) -> Tensor:
-        return mxfp8.quantize(x, E4M3, rounding=rounding, two_dimensional=two_dimensional).operand_in(torch.float32)
+        return mx.quantize(x, E4M3, rounding=rounding, two_dimensional=two_dimensional).operand_in(torch.float32)
 
     x, compiled_operand = finite_bf16[-512:], compiled(operand)
     for strided in (x, x.t()):

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: finish the step, save, exit cleanly; a second Ctrl-C exits at once.
+"""Ctrl-C and SIGTERM as a request to finish, save and exit cleanly.
 
     with StopRequest() as stop:
         while not finished:
@@ -7,11 +7,12 @@
                 save()
                 break
 
-A signal reaches the ranks at different moments, or one rank alone, so `requested` is what this process knows: reduce it over the
-ranks each step. Launchers pass signals on in their own ways. torchrun sends its workers the signal that it got and kills them
-after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (30 unless set), so the save of a large model may need more; one that is cut off
-leaves the checkpoint before it as the newest. `accelerate launch` of a single process passes nothing on: signal the training
-process, or the whole process group, as a terminal does. It also replaces any exit status of the training but 0 by its own.
+A signal reaches the ranks of a training at different moments, or one rank alone, so `requested` is what this process knows:
+reduce it over the ranks each step. Launchers pass signals on in their own ways. torchrun sends its workers the signal that it got
+and kills them after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (30 unless set), so the save of a large model may need more; one that
+is cut off leaves the checkpoint before it as the newest. `accelerate launch` of a single process passes nothing on: signal the
+training process, or the whole process group, as a terminal does. It also replaces any exit status of the training but 0 by its
+own.
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; n
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag for as long as the `with` block lasts. Enter it in the main thread."""
+    """Turns SIGINT and SIGTERM into a flag for as long as the `with` block lasts. Enter it in the main thread.
 
-    def __init__(self) -> None:
-        self.requested: signal.Signals | None = None  # truthy once a signal came
+    The first signal is announced on stderr, and a second Ctrl-C exits at once. With `passed_on`, neither happens: the signals are
+    for processes that this one runs. `take` hands them over, and this process ends when those have ended.
+    """
+
+    def __init__(self, *, passed_on: bool = False) -> None:
+        self.requested: signal.Signals | None = None  # the first signal
+        self._passed_on = passed_on
+        self._pending: list[signal.Signals] = []
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, object] = {}
 
@@ -43,8 +50,17 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def take(self) -> list[signal.Signals]:
+        """The signals that have come since the last call."""
+        taken, self._pending = self._pending, []
+        return taken
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Runs between two bytecodes of the main thread, so it must neither lock nor print through buffered streams."""
+        self._pending.append(signal.Signals(number))
+        if self._passed_on:
+            self.requested = self.requested or signal.Signals(number)
+            return
         now = time.monotonic()
         if number == signal.SIGINT:
             if self._interrupted_at is not None and now - self._interrupted_at > REPEAT_SECONDS:

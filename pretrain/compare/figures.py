@@ -1,0 +1,308 @@
+"""Runs as pictures: the loss of one run, or several comparable runs and what each differs by from the baseline.
+
+Of one run: every step faint, the moving mean on top, held-out points, and the learning rate below. Of several: losses,
+differences from the baseline, frozen updates, speed and memory. A few runs share one column of panels, a colour each. More runs
+than there are colours get a column for each kind of weights, a colour for each precision, and a line style for each variant of it
+(its scope, say).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foundation.errors import InputError
+from foundation.files import replace_file
+from foundation.units import count, memory
+from pretrain.compare.fairness import PairedDifference, Variants, last_fifth, loss_differences
+from pretrain.metrics.run_record import RunRecord
+from pretrain.precision.registry import PRECISIONS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure, SubFigure
+
+# Okabe and Ito's colours, which readers of every kind of sight tell apart; their yellow is too light for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+GREY = "#666666"
+SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean
+FALL_SHARE = 1 / 30  # of a run's steps, the first, whose steep fall does not set the scale
+STYLES = ("-", "--", ":", "-.")
+LABEL_GAP = 0.042  # of a panel's height, between two labels at its right edge
+BAR_INCHES = 0.2
+
+Differences = Mapping[Path, tuple[np.ndarray, np.ndarray]]  # of each run by its folder: steps, and loss minus the baseline's
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    from matplotlib.figure import Figure  # half a second, which only drawing should cost; and no pyplot: no display, no state
+
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the PNG at `path`, whole or not at all, and its folder; InputError where it cannot be written."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, picture.getvalue())
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written: {error.strerror}; name another file") from None
+
+
+def style_panel(panel: Axes) -> None:
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    panel.set_axisbelow(True)
+    panel.margins(x=0.01)
+
+
+def title(panel: Axes, text: str, subtitle: str) -> None:
+    panel.set_title(f"{text}\n", loc="left", weight="bold")
+    panel.text(0, 1.02, subtitle, transform=panel.transAxes, fontsize="small", color=GREY)
+
+
+def window_of(steps: int) -> int:
+    """How many of a run's steps go into each smoothed value: an odd number, so that as many lie before a step as after it."""
+    return round(steps * SMOOTHED_SHARE) // 2 * 2 + 1
+
+
+def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the finite `values` in the `window` (odd) centred on each; NaN where none is finite. At the ends it is cut off."""
+    if window % 2 == 0:
+        raise ValueError(f"a window of {window} values has no middle")
+    finite = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    here = np.arange(len(values))
+    begin = np.maximum(here - window // 2, 0)
+    end = np.minimum(here + window // 2 + 1, len(values))
+    total = counts[end] - counts[begin]
+    return np.where(total > 0, (sums[end] - sums[begin]) / np.maximum(total, 1), np.nan)
+
+
+def draw_smoothed(panel: Axes, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
+    """The moving mean as a line."""
+    panel.plot(steps, moving_mean(values, window_of(len(steps))), **style)
+
+
+def draw_held_out(panel: Axes, run: RunRecord, colour: str, **style: Any) -> None:
+    panel.plot(*run.held_out_curve(), "o", markersize=4, markerfacecolor="white", markeredgecolor=colour, zorder=3, **style)
+
+
+def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.ndarray]) -> None:
+    """Fit the axis to the losses after their first fall. An axis that began at ln(vocabulary) would flatten all the rest.
+
+    curves: values of every step; others: values, such as held-out losses, all of which count.
+    """
+    values = np.concatenate([*(curve[int(len(curve) * FALL_SHARE) :] for curve in curves), *others])
+    values = values[np.isfinite(values)]
+    if len(values):
+        lowest, highest = np.quantile(values, [0.0, 0.995])
+        margin = 0.06 * (highest - lowest) or 0.1
+        panel.set_ylim(lowest - margin, highest + margin)
+
+
+def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
+    """Draw a run, or the comparison of several with the first, into a PNG at `path`, replaced whole.
+
+    Several must be comparable runs, which `pretrain.compare.report` sees to. Raises InputError where the file cannot be written.
+    """
+    save(_figure_of_one(runs[0]) if len(runs) == 1 else _figure_of_several(runs), path)
+
+
+def _figure_of_one(run: RunRecord) -> Figure:
+    figure = new_figure(9, 6.5)
+    panel, rates = figure.subplots(2, 1, sharex=True, height_ratios=[4, 0.9])
+    style_panel(panel)
+    style_panel(rates)
+    (steps, losses), (_, held_out) = run.curve("loss"), run.held_out_curve()
+    if (window := window_of(len(steps))) > 1:
+        panel.plot(steps, losses, color=COLOURS[0], alpha=0.22, linewidth=0.6)
+    label = f"training loss, mean of {window} steps" if window > 1 else "training loss"
+    draw_smoothed(panel, steps, losses, color=COLOURS[0], linewidth=1.6, label=label)
+    if len(held_out):
+        draw_held_out(panel, run, COLOURS[1], label=f"held-out loss {held_out[-1]:.4f} at the end")
+    scale_after_the_fall(panel, [losses], [held_out])
+    model = run.config.get("model", {})
+    name = model.get("source") or (model.get("config") or {}).get("model_type", "model")
+    tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} a step"
+    title(panel, str(run.config.get("name", run.name)), f"{name} · {tokens} · weights {run.config.get('weights')}")
+    panel.legend(frameon=False, loc="upper right")
+    panel.set_ylabel("loss, nats per token")
+    rates.plot(*run.curve("learning_rate"), color=COLOURS[0], linewidth=1.2)
+    rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
+    rates.set_ylim(bottom=0)
+    rates.set_ylabel("learning\nrate")
+    rates.set_xlabel("step")
+    figure.align_ylabels([panel, rates])
+    return figure
+
+
+@dataclass(frozen=True)
+class DrawnRun:
+    """A run, and how it is drawn wherever it appears."""
+
+    run: RunRecord
+    label: str
+    colour: str
+    style: str = "-"
+
+
+def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
+    baseline = runs[0]
+    columns = _arrange(runs)
+    lines = [line for column in columns.values() for line in column]
+    curves, bars = [3.6, 3.6, 1.2], 0.5 + BAR_INCHES * len(lines)
+    margin = 0.065 * max(len(line.label) + 8 for line in lines)  # inches, for the names at the right of each column
+    figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(curves) + bars)
+    above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(curves), bars], hspace=0)
+    panels = above.subplots(3, len(columns), sharex=True, sharey="row", height_ratios=curves, squeeze=False)
+    differences = {line.run.path: loss_differences(baseline, line.run) for line in lines}
+    tokens = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
+    for (name, column), (losses, minus, frozen) in zip(columns.items(), panels.T, strict=True):
+        for panel in (losses, minus, frozen):
+            style_panel(panel)
+        _draw_losses(losses, column, legend=len(columns) == 1)
+        subtitle = tokens
+        if all(line.run.path != baseline.path for line in column):
+            draw_smoothed(losses, *baseline.curve("loss"), color=GREY, linewidth=0.9)
+            subtitle += f"; grey: {baseline.name}"
+        title(losses, f"weights {name}" if name else f"{len(runs)} runs over the same data in the same order", subtitle)
+        _draw_differences(minus, column, baseline, differences)
+        for line in column:
+            steps_and_shares = line.run.curve("frozen_updates")
+            draw_smoothed(frozen, *steps_and_shares, color=line.colour, linestyle=line.style, linewidth=1.2)
+        frozen.set_yscale("symlog", linthresh=1e-5)
+        frozen.set_ylim(0, 1.3)
+        frozen.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
+        frozen.set_xlabel("step")
+    scale_after_the_fall(panels[0, 0], [run.curve("loss")[1] for run in runs], [run.held_out_curve()[1] for run in runs])
+    _scale_differences(panels[1, 0], [values for _, values in differences.values()])
+    for panel, column in zip(panels[1], columns.values(), strict=True):  # only now that the scale is known
+        _label_differences(panel, column, baseline, differences)
+    panels[0, 0].set_ylabel("loss, nats per token")
+    panels[1, 0].set_ylabel(f"loss minus that of\n{baseline.name}")
+    panels[2, 0].set_ylabel("frozen\nupdates")
+    above.align_ylabels(panels[:, 0])
+    _draw_bars(below, lines)
+    return figure
+
+
+def _arrange(runs: Sequence[RunRecord]) -> dict[str, list[DrawnRun]]:
+    """The picture's columns by the weights of their runs, or one column without a name."""
+    if len(runs) <= len(COLOURS):
+        return {"": [DrawnRun(run, run.name, colour) for run, colour in zip(runs, COLOURS, strict=False)]}
+    variants = Variants(runs)
+    known = all(run.precision in PRECISIONS for run in runs)
+    precisions = sorted({run.precision or "" for run in runs}, key=[*PRECISIONS].index if known else None)
+    columns: dict[str, list[DrawnRun]] = {}
+    for run in runs:
+        colour = COLOURS[precisions.index(run.precision or "") % len(COLOURS)]
+        style = STYLES[(variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0) % len(STYLES)]
+        label = " ".join(filter(None, [run.precision, variants.name(run, keys=False)])) or run.name
+        columns.setdefault(str(run.config.get("weights")), []).append(DrawnRun(run, label, colour, style))
+    return columns
+
+
+def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> None:
+    """Means alone: runs over the same data have the same noise, which would hide the lines if it were drawn for each of them."""
+    for line in column:
+        held_out = line.run.held_out_curve()[1]
+        label = line.label + (f", held-out loss {held_out[-1]:.4f}" if len(held_out) else "")
+        draw_smoothed(panel, *line.run.curve("loss"), color=line.colour, linestyle=line.style, label=label, linewidth=1.4)
+        draw_held_out(panel, line.run, line.colour)
+    if legend:
+        panel.legend(frameon=False, loc="best", fontsize="small")
+
+
+def _draw_differences(panel: Axes, column: Sequence[DrawnRun], baseline: RunRecord, differences: Differences) -> None:
+    """The moving mean of each, in a band of one standard deviation of single steps to either side."""
+    panel.axhline(0, color=GREY, linewidth=0.8)
+    for line in column:
+        if line.run.path == baseline.path:
+            continue
+        steps, values = differences[line.run.path]
+        window = window_of(len(steps))
+        mean = moving_mean(values, window)
+        wide = max(window, 11)  # a spread takes a few values to tell
+        spread = np.sqrt(np.maximum(moving_mean(values**2, wide) - moving_mean(values, wide) ** 2, 0.0))
+        panel.fill_between(steps, mean - spread, mean + spread, color=line.colour, alpha=0.13, linewidth=0)
+        panel.plot(steps, mean, color=line.colour, linestyle=line.style, linewidth=1.4)
+
+
+def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
+    """The scale of the panel and of those that share its axis: linear, or logarithmic outside the noise around zero where some
+    runs differ by tens of times what others do."""
+    ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
+    if not ends:
+        return
+    means, noise = np.abs([end.mean() for end in ends]), min(end.std() for end in ends)
+    lowest, highest = np.quantile(np.concatenate([values[len(values) // 10 :] for values in differences]), [0.005, 0.995])
+    if means.max() > 20 * means.min() and noise > 0:
+        threshold = 10.0 ** np.ceil(np.log10(noise))  # what is noise in the quietest run is drawn as it is
+        panel.set_yscale("symlog", linthresh=threshold)
+        panel.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
+        panel.set_ylim(min(1.3 * lowest, -threshold), max(1.3 * highest, threshold))
+    else:
+        margin = 0.08 * (max(highest, 0) - min(lowest, 0)) or 0.01
+        panel.set_ylim(min(lowest, 0) - margin, max(highest, 0) + margin)
+
+
+def _label_differences(panel: Axes, column: Sequence[DrawnRun], baseline: RunRecord, differences: Differences) -> None:
+    """Each line's name and the mean of its last fifth at its right end, moved apart where lines end close to each other."""
+    to_axes = (panel.transScale + panel.transLimits).transform
+    ends = []
+    for line in column:
+        steps, values = differences[line.run.path]
+        if not len(steps):
+            continue
+        mean = PairedDifference.of(last_fifth(values)).mean  # of the baseline itself: zero
+        text = f"{line.label}, baseline" if line.run.path == baseline.path else f"{line.label} {mean:+.4f}"
+        ends.append((float(np.clip(to_axes((steps[-1], mean))[1], 0.0, 1.0)), text, line.colour))
+    ends.sort(key=lambda end: end[0])
+    for height, (_, text, colour) in zip(_moved_apart([end[0] for end in ends]), ends, strict=True):
+        panel.text(1.01, height, text, transform=panel.transAxes, color=colour, fontsize="x-small", va="center")
+
+
+def _moved_apart(heights: Sequence[float]) -> list[float]:
+    """Ascending `heights`, at least LABEL_GAP from each other: moved upwards first, then down again from the top."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + LABEL_GAP) if moved else height)
+    ceiling = 1.0
+    for index in reversed(range(len(moved))):
+        moved[index] = min(moved[index], ceiling)
+        ceiling = moved[index] - LABEL_GAP
+    return moved
+
+
+def _draw_bars(figure: SubFigure, lines: Sequence[DrawnRun]) -> None:
+    """Speed and memory. The bar of an emulated speed is hollow; a run that shared its machine has none."""
+    places = np.arange(len(lines))[::-1]
+    any_speed = not all(line.run.side_by_side for line in lines)
+    keys = ["tokens_per_second", "memory_gib"] if any_speed else ["memory_gib"]
+    panels = figure.subplots(1, len(keys), sharey=True, squeeze=False)[0]
+    for panel, key in zip(panels, keys, strict=True):
+        values = [line.run.summary.get(key, np.nan) for line in lines]
+        speeds = key == "tokens_per_second"
+        for place, line, value in zip(places, lines, values, strict=True):
+            hidden, hollow = speeds and line.run.side_by_side, speeds and line.run.emulated
+            if hidden or not np.isfinite(value):
+                panel.text(0, place, " shared its machine" if hidden else " –", va="center", fontsize="x-small", color=GREY)
+                continue
+            panel.barh(place, value, height=0.7, color="white" if hollow else line.colour, edgecolor=line.colour, alpha=0.85)
+            text = (count(value) if speeds else memory(value)) + (", emulated" if hollow else "")
+            panel.text(value, place, f" {text}", va="center", fontsize="x-small")
+        panel.spines[["top", "right", "bottom"]].set_visible(False)
+        panel.set_xticks([])
+        panel.set_title("tokens/s, median" if speeds else "memory, peak of a device", loc="left", fontsize="small")
+        panel.margins(x=0.2)
+    panels[0].set_yticks(places, [line.run.name for line in lines], fontsize="x-small")

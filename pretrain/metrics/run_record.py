@@ -1,0 +1,217 @@
+"""What the files of a run folder say of its run: its metrics, its summary, and the screen that a finished run ends with.
+
+No torch, so it is quick, and it works while the run is going.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foundation.errors import InputError
+from foundation.settings import load_yaml
+from foundation.units import count, duration, memory, percent
+from pretrain.metrics.run_folder import RunFolder
+
+MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
+WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
+LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
+MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
+
+Record = Mapping[str, Any]  # a line of metrics.jsonl: a step or an evaluation
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What the files of a run folder hold, of a run finished or still going. `summary` is as of the last step written."""
+
+    path: Path
+    config: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+    audit: dict[str, Any] = field(default_factory=dict)
+    matrix: dict[str, Any] = field(default_factory=dict)  # empty for a run that is not part of one
+
+    def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
+        return _curve([record for record in self.metrics if not is_evaluation(record)], key)
+
+    def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
+        """(steps int64, held-out losses float64) of the evaluations."""
+        return _curve([record for record in self.metrics if is_evaluation(record)], "held_out_loss")
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def data_fingerprint(self) -> str | None:
+        """Identity of the packs trained on: in the summary of a finished run, and in the environment from its start."""
+        return self.summary.get("data_fingerprint", self.environment.get("data_fingerprint"))
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        return self.summary.get("tokens_per_step", self.config.get("batch", {}).get("tokens"))
+
+    @property
+    def precision(self) -> str | None:
+        """The precision asked for; where the device made it fall back to another, both."""
+        requested = self.config.get("precision")
+        effective = self.audit.get("effective", requested)
+        return requested if effective == requested else f"{requested} (ran {effective})"
+
+    @property
+    def backend(self) -> str | None:
+        """What computed the products: "torch", "transformer_engine" or "emulation"."""
+        return self.audit.get("backend")
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the precision was computed in software: its losses are the format's, its speed is not the hardware's."""
+        return self.backend == "emulation"
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether any part of it shared the machine with other runs of a matrix, so that its speed is not its own."""
+        return bool(self.matrix.get("side_by_side", False))
+
+
+def is_evaluation(record: Record) -> bool:
+    return record.get("event") == "evaluation"
+
+
+def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+    values = [math.nan if record.get(key) is None else record[key] for record in records]
+    return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_run(run_dir: Path) -> RunRecord:
+    """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
+
+    Raises InputError naming the file that is missing, empty or damaged.
+    """
+    if not run_dir.is_dir():
+        raise InputError(f"{run_dir}: there is no such run folder")
+    folder = RunFolder(run_dir, owner=False)
+    metrics = read_metrics(run_dir)
+    if not metrics:
+        raise InputError(f"{folder.metrics}: holds no step yet; wait for the run's first")
+    return RunRecord(
+        path=run_dir,
+        config=load_yaml(folder.config),
+        environment=_read_object(folder.environment),
+        metrics=metrics,
+        summary=_read_object(folder.summary) | summary(metrics),  # the metrics are newer, if the run was prolonged
+        audit=_read_object(folder.audit),
+        matrix=_read_object(run_dir / MATRIX_FILE),
+    )
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The objects of `run_dir`/metrics.jsonl, steps and evaluations as written; a last line still being written is left out.
+
+    Raises InputError where there is no such file, or a line of it is not an object with a step.
+    """
+    path = run_dir / "metrics.jsonl"
+    *lines, _unfinished = _read(path).split("\n")
+    records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    for number, record in enumerate(records, start=1):
+        if "step" not in record:
+            raise InputError(f"{path}, line {number}: has no `step`; this is not a file of metrics")
+    return records
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty where the run has not written it yet."""
+    return _parse(_read(path), str(path)) if path.exists() else {}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path}: there is no such file; {path.parent} is not a run folder, or its run has not begun") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"{origin}: not valid JSON: {error}; resuming the run mends its metrics") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{origin}: a JSON object is wanted, here is {type(value).__name__}")
+    return value
+
+
+# ── Summary ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def summary(records: Iterable[Record]) -> dict[str, Any]:
+    """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
+
+    Losses are nats per token; `loss_last_50` is the mean of the last 50 steps, or of all steps of a shorter run. Medians leave
+    out the run's first two steps. `data_wait_share` is the time spent waiting for data over the time of the same steps. `hours`
+    is the time inside steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known
+    peak) is absent.
+    """
+    records = list(records)
+    steps = [record for record in records if not is_evaluation(record)]
+    evaluations = [record for record in records if is_evaluation(record)]
+    if not steps:
+        return {"steps": 0}
+    last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps
+    step_ms = sum(_known(steady, "step_ms"))
+    losses = _known(steps[-LAST_STEPS:], "loss")
+    result = {
+        "steps": last["step"],
+        "tokens": last["tokens"],
+        "epoch": last["epoch"],
+        "hours": sum(_known(steps, "step_ms")) / 3.6e6,
+        "loss": last["loss"],
+        f"loss_last_{LAST_STEPS}": statistics.fmean(losses) if losses else None,
+        **({key: evaluations[-1][key] for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
+        **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
+        "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
+        "memory_gib": max(_known(steps, "memory_gib"), default=None),
+        "first_step_seconds": steps[0]["step_ms"] / 1e3,
+        "recompiles": sum(_known(steps, "recompiles")),
+        "skipped_steps": sum(record.get("skipped", False) for record in steps),
+    }
+    return {key: value for key, value in result.items() if value is not None}
+
+
+def _known(records: Iterable[Record], key: str) -> list[float]:
+    """The finite values of `key`: not-a-number is null in metrics.jsonl, and a figure that is not known has no key."""
+    return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
+
+
+def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
+    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row."""
+    figures = run.summary
+    rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    if "loss_last_50" in figures:
+        averaged = f"the last {LAST_STEPS}" if figures["steps"] > LAST_STEPS else f"all {figures['steps']}"
+        rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of {averaged} steps)"
+    if "held_out_loss" in figures:
+        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
+    mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
+    waiting = percent(figures["data_wait_share"])
+    rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    rows["memory"] = memory(figures["memory_gib"])
+    if folder.final.exists():
+        rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
+    rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics), "settings": str(folder.config)}
+    return f"{run.name}: done", rows, {"compare it with other runs": f"python -m pretrain report {folder.path} OTHER_RUN"}

@@ -1,0 +1,260 @@
+"""What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
+
+A precision says how the matrix products of a model compute. Each is one file in `formats/`, which ends with its object PRECISION;
+`registry` finds the files by itself. Nothing here imports torch: a format's quantizers are imported when one is asked for.
+
+A quantized precision rounds the BF16 operands of the three products of every linear:
+
+    forward  y      = x w^T          sums over in_features    input and weight along their features
+    dgrad    grad_x = grad_y w       sums over out_features   grad_output along its features, weight along its rows
+    wgrad    grad_w = grad_y^T x     sums over tokens         grad_output and input along their rows
+
+A scale can be taken out of a sum only if it is the same for all of its terms, so a block of values that share a scale lies along
+the axis of the sum. Every operand enters two products that sum over different axes. One scale for the whole tensor, or for a
+square of it, serves both products. A scale for a stretch of 16, 32 or 128 values does not: then the operand is quantized twice,
+each time from its BF16 values, since quantizing the codes of the first would round twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin
+
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
+# The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
+Along = Literal["features", "rows"]
+
+# (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
+Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
+
+
+class OptionValues(Protocol):
+    """The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take."""
+
+    def __getattr__(self, key: str) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Option:
+    """A key of `fp8_config` that a precision takes. Precisions that share a key give it the same `kind` and `meaning`."""
+
+    kind: Any  # the type of its values
+    default: Any
+    meaning: str  # one line of documentation
+    allowed: tuple[Any, ...] | None = None  # where the precision does not take every value of the kind
+
+    @property
+    def choices(self) -> tuple[Any, ...] | None:
+        """The values to choose from; None where the kind has too many to list."""
+        return self.allowed or (get_args(self.kind) if get_origin(self.kind) is Literal else None)
+
+
+# Keys that several precisions take. `QuantizedPrecision` knows what they ask for.
+FP8_FORMAT = Option(Literal["HYBRID", "E4M3"], "HYBRID", "HYBRID: gradients in E5M2, the rest in E4M3")
+FAST_ACCUMULATION = Option(bool, True, "forward products add up in fewer bits than FP32; on hardware, emulation has FP32")
+SCALE_ROUNDING = Option(
+    Literal["rceil", "floor"], "rceil", "of block scales; floor: OCP's rule, in emulation only; the hardware rounds up"
+)
+DISABLE_RHT = Option(bool, False, "no random Hadamard transform of what the weight gradient multiplies")
+DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to nearest")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
+
+    capability: tuple[int, int] | None  # the least; None: no GPU is supported, and `examples` says why
+    examples: str
+    below: tuple[int, int] | None = None  # capabilities from here on are not supported by the kernels yet
+    cuda: tuple[int, int] | None = None  # the least CUDA version that torch must be built for
+
+    def missing(self, capability: tuple[int, int] | None, cuda: tuple[int, int] | None) -> str | None:
+        """What a device of `capability` (None: no GPU), driven by `cuda`, would need; None if it has all that is needed."""
+        if self.capability is None:
+            return f"emulation, because {self.examples}"
+        if capability is None or capability < self.capability or (self.below and capability >= self.below):
+            below = f" and below {_dotted(self.below)}" if self.below else ""
+            return f"a GPU of compute capability {_dotted(self.capability)} or higher{below} ({self.examples})"
+        if self.cuda and (cuda is None or cuda < self.cuda):
+            return f"CUDA {_dotted(self.cuda)} or newer, and this torch is built for {_dotted(cuda) if cuda else 'none'}"
+        return None
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far step 0 of a healthy run may be from a plain FP32 path: what `parity: true` checks."""
+
+    loss: float  # difference of the mean loss, in nats
+    gradient_norm: float  # relative difference of the norm over all parameters
+    cosine: float  # the least, over parameters, between the two gradients
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Something that may be wrong with some operands: it begins where their records' `share` is above `limit`."""
+
+    share: Literal["underflow", "saturation"]
+    roles: tuple[Role, ...]
+    limit: float
+    what: str  # happens to the values
+    remedy: str
+
+
+class Precision:
+    """One way to compute; this class itself for those that quantize nothing."""
+
+    name: str
+    order: int  # where it stands among the others, in tables and messages
+    description: str
+    compute_dtype = "bfloat16"  # torch's name for the dtype of activations and, where nothing is quantized, of products
+    peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
+    tolerance: Tolerance
+    quantized = False
+    accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
+    fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
+    multiple_of = 1  # what both features of a linear and the number of tokens must be multiples of
+    options: Mapping[str, Option] = {}  # the keys of `fp8_config` that it takes, beside those of every quantized precision
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a number in `compute_dtype`."""
+        return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
+
+    def takes(self, key: str, value: Any) -> bool:
+        """Whether `value` may be set for the option `key` of `fp8_config`."""
+        option = self.options.get(key)
+        return option is not None and (option.choices is None or value in option.choices)
+
+    def describe_options(self) -> str:
+        """What it takes, to end a message with: "`block` takes fp8_format (E4M3), use_f32_scales"."""
+        texts = [f"{key} ({' or '.join(option.choices)})" if option.choices else key for key, option in self.options.items()]
+        return f"`{self.name}` takes {', '.join(texts) or 'no such option'}"
+
+
+class QuantizedPrecision(Precision):
+    """A precision whose products take quantized operands.
+
+    `settings` are resolved for it everywhere. `role` names an operand: input, weight or grad_output.
+    """
+
+    quantized = True
+    hardware: Hardware
+    te_available: str | None = None  # Transformer Engine's function that says whether a device has it; None: emulated only
+    tensor_scaled = False  # one scale for the whole tensor, by itself or above those of the blocks
+    block_scaled = False
+    keeps_history = False  # scales come from earlier steps, and a checkpoint holds them
+    fuses_head = False  # the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head)
+    activates_again = False  # backward makes activated values again in the format they had (pretrain.model.fused.activation)
+    operand_bytes = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
+    weight_bytes: float | None = None  # the same of a weight; None: as any other operand
+    format_name = "FP8"  # for messages
+    underflow_limit = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
+
+    def grid(self, settings: OptionValues, role: Role) -> Grid:
+        """The number format of an operand's codes. HYBRID gives gradients range in place of precision."""
+        return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else E4M3
+
+    def serves_both(self, settings: OptionValues, role: Role) -> bool:
+        """Whether the codes of one quantization enter both products of an operand."""
+        return not self.block_scaled
+
+    def along_features(self, settings: OptionValues, role: Role) -> Quantize:
+        """The quantizer of a product that sums along features."""
+        raise NotImplementedError
+
+    def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
+        """What is done to x^T before it is quantized along rows: to both operands of the weight gradient, or to none."""
+        from pretrain.precision.quantizers import hadamard
+
+        return hadamard.transform if settings.disable_rht is False and role != "weight" else None
+
+    def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
+        """What draws the random numbers that x is rounded by; None where it is rounded to nearest.
+
+        Stochastic rounding keeps a sum of gradients right on average. To activations and weights it would add noise in every
+        forward, and no average over steps takes that out again.
+        """
+        from pretrain.precision.quantizers import rounding
+
+        stochastic = settings.disable_stochastic_rounding is False and role == "grad_output"
+        return rounding.uniform_like if stochastic else lambda x: None
+
+    def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
+        """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors.
+
+        It takes x [rows, features], the FP32 scalar `scale` in force (of precisions that keep a history) and `amax`, the largest
+        magnitude of x, or None. Knowing `amax` saves the search for it, for `features` only: along rows it would have to be that
+        of the transformed values. Codes come with the axis of the sum last: [rows, features], or [features, rows]. Stochastic
+        rounding draws from torch's generator of x's device. Raises RuntimeError where blocks do not divide the axis of the sum.
+        """
+        quantize = self.along_features(settings, role)
+        if along == "features":
+            return quantize
+        if self.serves_both(settings, role):
+            return lambda x, scale, amax: quantize(x, scale, amax).t()
+        transform = self.transform(settings, role)
+        return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
+
+    def significant_bits(self, settings: OptionValues, role: Role) -> int:
+        """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
+        return self.grid(settings, role).mantissa_bits + 1
+
+    def needs_emulation(self, settings: OptionValues) -> str | None:
+        """Which option only the emulation has, worded to follow "needs"; None: the hardware has all that is set."""
+        return None
+
+    def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
+        """The class in `te` (transformer_engine.common.recipe), every argument that is not about attention or the backward, and
+        the attributes that its constructor does not set as asked."""
+        raise NotImplementedError
+
+    @staticmethod
+    def te_quantization(te: Any, **chosen: bool) -> Any:
+        """Transformer Engine's QParams with nothing on but what is `chosen`."""
+        off = {"power_2_scale": False, "amax_epsilon": 0.0, "random_hadamard_transform": False}
+        return te.QParams(**off | {"stochastic_rounding": False, "fp4_2d_quantization": False} | chosen)
+
+    def te_fp8_quantization(self, te: Any, *, power_of_two: bool) -> dict[str, Any]:
+        """The attributes of an FP8 recipe that say how its operands' scales are rounded."""
+        quantization = self.te_quantization(te, power_2_scale=power_of_two)
+        return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
+    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
+        """How te_observation.operand_kind names the operands that a GEMM may get."""
+        raise NotImplementedError
+
+    def conditions(self, settings: OptionValues) -> tuple[Condition, ...]:
+        """What can go wrong with its operands, each with the remedy that `settings` leave."""
+        forward, backward = ("input", "weight"), ("grad_output",)
+        zero, finer = f"becomes zero in {self.format_name}", self.against_underflow(settings)
+        wider = finer
+        if settings.fp8_format == "E4M3" and self.takes("fp8_format", "HYBRID"):
+            wider = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
+        found = [
+            Condition("underflow", roles, self.underflow_limit, zero, remedy)
+            for roles, remedy in ((forward, finer), (backward, wider))
+        ]
+        if saturation := self.against_saturation(settings):
+            found.append(
+                Condition("saturation", forward + backward, saturation[0], "is cut to the format's maximum", saturation[1])
+            )
+        return tuple(found)
+
+    def against_underflow(self, settings: OptionValues) -> str:
+        """What to change where small values become zero."""
+        return "`fp8_config.keep_bf16_layers` takes the first or last layers out of low precision"
+
+    def against_saturation(self, settings: OptionValues) -> tuple[float, str] | None:
+        """The share of values cut off that is too much, and what to change; None where scales come from the very values that
+        they scale, and nothing is cut. OCP's rounding cuts the largest value of a block off by design: 0.5 to 0.9 % of all."""
+        return (0.03, "`fp8_config.scale_rounding: rceil` cuts nothing off") if settings.scale_rounding == "floor" else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"

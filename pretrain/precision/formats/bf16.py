@@ -1,0 +1,18 @@
+"""BF16: FP32 weights are cast to BF16 working copies at each use, BF16 weights are used as they are."""
+
+from __future__ import annotations
+
+from pretrain.precision.definition import Precision, Tolerance
+
+
+class Bf16(Precision):
+    name = "bf16"
+    order = 10
+    description = "BF16 products with FP32 accumulation"
+    peak = "bf16"
+    tolerance = Tolerance(loss=0.01, gradient_norm=0.02, cosine=0.99)
+    accelerate_name = "bf16"
+    fallback_rank = 1
+
+
+PRECISION = Bf16()

@@ -1,0 +1,64 @@
+"""FP8 with a scale for each 1x128 values of activations and gradients, and for each 128x128 of weights; in E4M3 throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pretrain.precision.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Role
+from pretrain.precision.formats.current import FP8_TOLERANCE
+
+
+class Block(QuantizedPrecision):
+    name = "block"
+    order = 40
+    description = "FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights"
+    peak = "fp8"
+    tolerance = FP8_TOLERANCE
+    multiple_of = 128
+    options: Mapping[str, Option] = {
+        "fp8_format": replace(FP8_FORMAT, default="E4M3", allowed=("E4M3",)),
+        "use_f32_scales": Option(bool, False, "FP32 scales in place of powers of two"),
+    }
+    hardware = Hardware((9, 0), "H100, H200, B200", cuda=(12, 9))
+    te_available = "is_fp8_block_scaling_available"
+    block_scaled = True
+    activates_again = True
+    operand_bytes = 1 + 4 / 128
+    weight_bytes = 1.0  # a scale for a square of 128 x 128 is next to nothing
+
+    def serves_both(self, settings: OptionValues, role: Role) -> bool:
+        return role == "weight"
+
+    def along_features(self, settings: OptionValues, role: Role) -> Quantize:
+        from pretrain.precision.quantizers import block
+
+        grid, square, power_of_two = self.grid(settings, role), self.serves_both(settings, role), not settings.use_f32_scales
+        return lambda x, scale, amax: block.quantize(x, grid, two_dimensional=square, power_of_two=power_of_two)
+
+    def significant_bits(self, settings: OptionValues, role: Role) -> int:
+        return 24 if settings.use_f32_scales else super().significant_bits(settings, role)
+
+    def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
+        arguments = {
+            "use_f32_scales": settings.use_f32_scales,
+            "fp8_format": te.Format[settings.fp8_format],
+            "x_block_scaling_dim": 1,
+            "w_block_scaling_dim": 2,
+            "grad_block_scaling_dim": 1,
+            "fp8_gemm_fprop": te.MMParams(use_split_accumulator=True),
+            "fp8_gemm_dgrad": te.MMParams(use_split_accumulator=True),
+            "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
+        }
+        return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
+
+    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
+        blocks = "128x128" if role == "weight" else "1x128"
+        return {f"e4m3 {blocks} blocks", "mxfp8 e4m3"}  # a Blackwell computes it as MXFP8
+
+    def against_underflow(self, settings: OptionValues) -> str:
+        return "`precision=mxfp8` has a scale for every 32 values; `fp8_config.keep_bf16_layers` takes layers out"
+
+
+PRECISION = Block()

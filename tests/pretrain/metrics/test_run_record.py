@@ -1,0 +1,61 @@
+"""The last screen of a run, against the files that it is made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import last_screen, read_run
+
+
+def step(number: int, **changes: Any) -> dict[str, Any]:
+    measured = {"step_ms": 500.0, "data_wait_ms": 1.0, "tokens_per_second": 47_512.0, "memory_gib": 80.94, "recompiles": 0}
+    return {"step": number, "tokens": number * 131_072, "epoch": number / 694, "loss": 3.0 - number / 1000} | measured | changes
+
+
+def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, str], dict[str, str]]:
+    with RunFolder(folder) as run_folder:
+        run_folder.write_yaml(run_folder.config, {"seed": 1})
+        run_folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return last_screen(read_run(folder), run_folder)
+
+
+def evaluation(step: int) -> dict[str, Any]:
+    return {"step": step, "event": "evaluation", "held_out_loss": 2.9512, "held_out_perplexity": 19.129, "held_out_tokens": 900}
+
+
+def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path: Path) -> None:
+    folder = tmp_path / "small-bf16-fp32"
+    (folder / "final").mkdir(parents=True)
+    title, rows, commands = screen(folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation(60)])
+    assert title == "small-bf16-fp32: done"
+    for label, facts in {
+        "trained": ["60 steps", "7.86 M tokens", "30 s"],
+        "loss": ["2.9645", "last 50 steps"],
+        "held-out loss": ["2.9512", "19.13"],
+        "speed": ["47.5k tokens/s", "49.6 % MFU", "0.2 % of the time waiting for data"],
+        "memory": ["80.9 GiB"],
+        "model": [f"{folder}/final"],
+        "curves": [f"{folder}/loss.png"],
+        "every step": [f"{folder}/metrics.jsonl"],
+        "settings": [f"{folder}/config.yaml"],
+    }.items():
+        assert not [fact for fact in facts if fact not in rows[label]], rows[label]
+    assert any(f"python -m pretrain report {folder}" in command for command in commands.values())
+
+
+def test_the_mean_loss_of_a_short_run_is_said_to_be_of_all_its_steps(tmp_path: Path) -> None:
+    _, rows, _ = screen(tmp_path / "run", [step(n, loss=float(n)) for n in range(1, 13)])
+    assert "6.5000" in rows["loss"] and "12 steps" in rows["loss"] and "50" not in rows["loss"].replace("6.5000", "")
+
+
+@pytest.mark.parametrize("loss", [2.5, None])
+def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> None:
+    _, rows, _ = screen(tmp_path / "run", [step(n, loss=loss) for n in range(1, 4)])
+    assert ("loss" in rows) == (loss is not None)  # None: every step's was not a number
+    assert not {"held-out loss", "model"} & rows.keys()  # nothing held out; no model exported, as for a speed test
+    assert "MFU" not in rows["speed"]
