@@ -25,7 +25,8 @@ class EveryNthLayer(Settings):
 
 class ModelSettings(Settings):
     source: str | None = None  # hub name or folder; null: from scratch, by `config`
-    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config
+    # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
+    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     revision: str | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: cudnn on Hopper and Blackwell with Transformer Engine, else varlen on a GPU, sdpa elsewhere.
