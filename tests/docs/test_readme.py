@@ -107,4 +107,4 @@ def test_files_that_are_named_exist(page: Path):
 def test_prose_wraps_at_100(page: Path):
     text = re.sub(r"<!-- throughput -->.*?<!-- /throughput -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.startswith(("|", "!["))] == []
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith(("|", "!["))] == []
