@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -30,56 +29,32 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration
-from packing.batch import BatchStream, StepBatches, evaluation_batches
-from packing.order import PackOrder
+from packing.batch import StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
-from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, TrainingHalted
 from pretrain.metrics.peaks import peak
-from pretrain.metrics.precision_watch import PrecisionWatch
-from pretrain.metrics.profile import StepProfile, Work
+from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
-from pretrain.metrics.run_record import is_evaluation, last_screen, read_metrics, read_run
-from pretrain.metrics.trackers import Trackers, resolve
+from pretrain.metrics.run_record import last_screen, read_run
+from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import describe_topology, full_state_dict, gathered, largest_over_ranks, make_accelerator
+from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
 from pretrain.model.step import forward_backward
 from pretrain.optimizer import adamw, schedule
-from pretrain.optimizer.adamw_update import local_part
-from pretrain.plan.plan import Plan
-from pretrain.plan.preflight import Job, prepare_job
-from pretrain.run.assembly import Assembly, assemble
+from pretrain.plan.plan import render
+from pretrain.plan.preflight import Job, planned_steps, prepare_job
+from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import parse_arguments, say_once
-from pretrain.run.evaluate import held_out_loss, sample
-from pretrain.run.microbatch import settle_microbatch
-from pretrain.run.resume import find_source, restore
+from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.microbatch import choose_microbatch
+from pretrain.run.resume import find_resume_point, restore
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit
-from pretrain.verify.parity import Parity, check_parity
-
-
-@dataclass
-class Run:
-    """Everything that a running training consists of."""
-
-    job: Job
-    plan: Plan  # the job's, with the microbatch settled
-    assembly: Assembly
-    accelerator: Accelerator
-    folder: RunFolder
-    state: TrainState
-    resumed_step: int
-    health: Health
-    checkpoints: Checkpoints
-    recorder: Recorder
-    trackers: Trackers
-    precision_watch: PrecisionWatch | None
-    profile: StepProfile | None
-    console: Console
 
 
 def main() -> int:
@@ -95,66 +70,62 @@ def main() -> int:
         return 3
 
 
+# ── Act 1: what is asked for, and what would happen ───────────────────────────────────────────────────────────────────────────
+
+
 def launch(arguments: argparse.Namespace) -> int:
-    """What can be refused without the model's weights is refused before the run folder is touched; then the run."""
-    # ── What is asked for, and what would happen ──────────────────────────────────────────────────────────────────────────────
+    """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator = make_accelerator()
-    only_a_look = arguments.plan or arguments.preview_schedule
-    if accelerator.is_main_process and not only_a_look:
+    speaks = accelerator.is_main_process
+    if arguments.preview_schedule:
+        steps, picture = planned_steps(recipe, accelerator), arguments.preview_schedule
+        if speaks:
+            print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
+        return 0
+    if speaks and not arguments.plan:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not only_a_look)
-    console = Console(job.plan.steps, enabled=accelerator.is_main_process)
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
+    console = Console(job.plan.steps, enabled=speaks)
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:
-        console.notice(job.plan.render())
-        return 0
-    if arguments.preview_schedule:
-        picture = arguments.preview_schedule
-        console.notice(schedule.preview(recipe.schedule, recipe.optimizer, job.plan.steps, job.plan.tokens_per_step, picture))
+        console.notice(render(job.plan))
         return 0
 
-    # ── It happens ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-    with RunFolder(job.run_dir, owner=accelerator.is_main_process) as folder:
+    with RunFolder(job.run_dir, owner=speaks) as folder:
         stopped_by = run_to_its_end(build(job, accelerator, folder, console, arguments))
-    # Only now that the model is gone, of which wrapped layers refer to themselves: a process group whose last holder is
-    # DistributedDataParallel can deadlock as it is freed, and one under FSDP2 was seen to abort its process at the very end.
+    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
+    # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 
 
+# ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
+
+
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
-    """The model in memory and audited, resumed where there is something to resume, and all that watches over it."""
     recipe, health = job.recipe, Health(job.recipe.health)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
-    source = find_source(checkpoints, arguments.resume, job, arguments.accept_changes)
+    source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
     with assembly.preserving_precision():
-        microbatch = settle_microbatch(job, assembly.model, source.record if source else None, accelerator)
-    plan = job.plan.with_microbatch(microbatch)
+        job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
+    plan, main_process = job.plan, accelerator.is_main_process
     recorder = Recorder(
-        flops=None if plan.flops.uncounted else plan.flops,  # an MFU that leaves weights out would be none
-        peak_tflops=peak(plan.device_name, "bf16"),
+        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
+        peak_tflops=peak(plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
-        low_precision=assembly.low_precision_products(plan.device_name),
-    )
-    trackers = resolve(
-        recipe.log.trackers,
-        run_dir=folder.path,
-        project=recipe.log.project,
-        resumed_step=state.step,
-        main_process=accelerator.is_main_process,
+        low_precision=assembly.low_precision_products(plan.devices.name),
     )
     run = Run(
         job=job,
-        plan=plan,
         assembly=assembly,
         accelerator=accelerator,
         folder=folder,
@@ -163,12 +134,18 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         health=health,
         checkpoints=checkpoints,
         recorder=recorder,
-        trackers=trackers,
-        precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, accelerator.is_main_process),
+        trackers=resolve(
+            recipe.log.trackers,
+            run_dir=folder.path,
+            project=recipe.log.project,
+            resumed_step=state.step,
+            main_process=main_process,
+        ),
+        precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
     )
-    parity = check_against_plain(run) if recipe.parity and state.step == 0 else None
+    parity = assembly.check_parity(job.batches(accelerator).step(0), accelerator) if recipe.parity and state.step == 0 else None
     introduce(run, notes)
     if parity:
         console.notice(parity.summary())
@@ -176,29 +153,22 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     return run
 
 
-def check_against_plain(run: Run) -> Parity:
-    """Step 0 beside plain FP32 transformers on the same text; the comparison goes into audit.json, whatever it says."""
-    parts, tolerance = run.assembly, run.job.precision.tolerance
-    parity = check_parity(
-        parts.model, parts.hf, parts.optimizer, batches_of(run).step(0), tolerance, run.accelerator, parts.preserving_precision()
-    )
-    parts.audit["parity"] = parity.record()
-    return parity
-
-
 def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
-    run.console.notice(run.plan.render())
+    run.console.notice(render(run.job.plan))
     run.console.panel("what runs in which precision", audit.rows(run.assembly.audit))
     for note in notes:
         run.console.notice(note)
-    settings = config.resolved(run.plan.recipe)
+    settings = config.resolved(run.job.recipe)
     if run.accelerator.is_main_process:
         environment = describe_environment(describe_topology(run.accelerator))
         run.folder.write_yaml(run.folder.config, settings)
         run.folder.write_json(run.folder.environment, {"data_fingerprint": run.job.data.train.fingerprint} | environment)
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     run.trackers.start(settings)
+
+
+# ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def run_to_its_end(run: Run) -> int | None:
@@ -216,19 +186,20 @@ def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     run.assembly.model.train()
-    with StopRequest() as stop, batches_of(run).steps(state.step, state.steps) as steps:
+    with StopRequest() as stop, run.job.batches(accelerator).steps(state.step, state.steps) as steps:
         while not state.finished:
             with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
                 figures = train_step(run, next(steps))
             log(run, figures, data_wait_ms=steps.data_wait_ms)
             if run.profile and run.profile.step == state.step:
-                run.console.notice(run.profile.table(work_of(run, figures), steps.data_wait_ms))
+                work = run.assembly.work_of(figures, run.recorder)
+                run.console.notice(run.profile.table(work, steps.data_wait_ms))
             if state.step == run.resumed_step + 1 and accelerator.is_main_process:
                 run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
 
-            # ── Between steps ─────────────────────────────────────────────────────────────────────────────────────────────────
+            # Between steps.
             if due(state.step, recipe.evaluate.every) and not state.finished:
-                evaluate_now(run)
+                evaluate(run)
             if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
                 save(run)
                 name = signal.Signals(stopped_by).name
@@ -239,47 +210,14 @@ def train(run: Run) -> int | None:
     return None
 
 
-def work_of(run: Run, figures: dict[str, Any]) -> Work:
-    """What one device computed in the step of these figures."""
-    ranks, recorder = run.accelerator.num_processes, run.recorder
-    return Work(
-        flops=recorder.flops,
-        tokens=figures["step_tokens"] // ranks,
-        sum_squared_lengths=figures["sum_squared_lengths"] / ranks,
-        peak_tflops=recorder.peak_tflops,
-        low_precision=recorder.low_precision,
-        parameters=sum(local_part(p).numel() for p in run.assembly.hf.parameters()),
-        weights=run.job.recipe.weights,
-        gradients=run.job.recipe.gradients_kept_in(ranks),
-    )
-
-
-def batches_of(run: Run) -> BatchStream:
-    """This rank's batches, step by step: a pure function of the recipe and the packs."""
-    packs = run.job.data.train
-    return BatchStream(packs, PackOrder(len(packs), run.plan.packs_per_step, run.job.recipe.seed), **batching(run))
-
-
-def batching(run: Run) -> dict[str, Any]:
-    """How packs become batches on this rank, in training and in evaluation."""
-    return {
-        "microbatch": run.plan.microbatch,
-        "rank": run.accelerator.process_index,
-        "world_size": run.accelerator.num_processes,
-        "mask_boundaries": run.job.recipe.data.mask_boundaries,
-        "pin_memory": run.accelerator.device.type == "cuda",
-        "vocab_size": run.job.model_config.vocab_size,
-    }
-
-
 def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     """One optimizer step; returns its part of the metrics."""
-    state, settings, optimizer = run.state, run.job.recipe.optimizer, run.assembly.optimizer
-    learning_rate = schedule.learning_rate(state.step, run.job.recipe.schedule, settings, state.steps, run.plan.tokens_per_step)
+    recipe, state, optimizer = run.job.recipe, run.state, run.assembly.optimizer
+    learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
     adamw.set_learning_rate(optimizer, learning_rate)
-    seed_step(run.job.recipe.seed, state.step, run.accelerator.process_index)
+    seed_step(recipe.seed, state.step, run.accelerator.process_index)
 
-    # ── Forward and backward over all microbatches ────────────────────────────────────────────────────────────────────────────
+    # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
@@ -288,12 +226,12 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
-    # ── Update, unless the figures say that it would do harm ──────────────────────────────────────────────────────────────────
+    # Update, unless the figures say that it would do harm.
     verdict = run.health.check(state.step + 1, loss, gradient_norm)
     for warning in filter(None, (verdict.warning, precision_warning)):
         run.console.warning(warning)
     if verdict.proceed:
-        optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, settings.clip))
+        optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     else:
         run.assembly.forget_overflow()
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if verdict.proceed else 0.0
@@ -321,17 +259,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
 
 
-def evaluate_now(run: Run) -> None:
-    """Held-out loss, where packs are held out, and samples, where prompts are set."""
-    settings, began = run.job.recipe.evaluate, time.perf_counter()
-    if run.job.data.held_out is not None:
-        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **batching(run)) as batches:
-            record = held_out_loss(run.assembly.model, batches, run.accelerator).record(run.state.step)
-        run.trackers.log(record)
-        run.console.evaluation(record, time.perf_counter() - began)
-    with gathered(run.assembly.model):
-        for text in sample(run.assembly.hf, run.job.tokenizer, settings.samples, settings.sample_tokens, run.job.recipe.seed):
-            run.console.sample(text.prompt, text.continuation)
+# ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def save(run: Run) -> None:
@@ -340,7 +268,7 @@ def save(run: Run) -> None:
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),
-        "microbatch": run.plan.microbatch,
+        "microbatch": run.job.plan.microbatch,
         "world_size": run.accelerator.num_processes,
     }
     path = run.checkpoints.save(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
@@ -352,7 +280,7 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
         save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
-        evaluate_now(run)
+        evaluate(run)
     if run.job.recipe.checkpoint.at_end:
         weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
         if run.accelerator.is_main_process:
@@ -360,16 +288,9 @@ def finish(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
-    run.folder.write_json(run.folder.summary, run.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
+    run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
     plot_losses([finished], run.folder.loss_plot)
     run.console.panel(*last_screen(finished, run.folder))
-
-
-def was_evaluated(run: Run) -> bool:
-    """Whether the present step's held-out loss stands in metrics.jsonl already; what the main process says counts."""
-    if not run.accelerator.is_main_process:
-        return False
-    return any(is_evaluation(record) and record["step"] == run.state.step for record in read_metrics(run.folder.path))
 
 
 def due(step: int, every: int | None) -> bool:

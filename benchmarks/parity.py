@@ -20,11 +20,9 @@ from pathlib import Path
 
 import torch
 
-from packing.batch import BatchStream, StepBatches
-from packing.order import PackOrder
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import make_accelerator
-from pretrain.plan.preflight import Job, prepare_job
+from pretrain.plan.preflight import prepare_job
 from pretrain.precision.registry import PRECISIONS
 from pretrain.run.assembly import assemble
 from pretrain.settings.config import load_recipe
@@ -43,7 +41,8 @@ def main() -> None:
 
     accelerator = make_accelerator()
     job = prepare_job(with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ), accelerator)
-    step = first_microbatch(job, arguments.packs)
+    step = job.with_microbatch(arguments.packs).batches(accelerator).step(0)
+    step = replace(step, microbatches=step.microbatches[:1])
     batch = step.microbatches[0]
     assembly = assemble(job, accelerator)
 
@@ -68,21 +67,6 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report | found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-
-
-def first_microbatch(job: Job, packs: int) -> StepBatches:
-    """The first step of the run, with one microbatch of `packs` packs left."""
-    stream = BatchStream(
-        job.data.train,
-        PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed),
-        microbatch=packs,
-        rank=0,
-        world_size=1,
-        mask_boundaries=job.recipe.data.mask_boundaries,
-        vocab_size=job.model_config.vocab_size,
-    )
-    step = stream.step(0)
-    return replace(step, microbatches=step.microbatches[:1])
 
 
 if __name__ == "__main__":

@@ -21,9 +21,12 @@ from foundation.errors import InputError
 
 
 class Settings(BaseModel):
-    """Base of every settings class: unknown keys are errors, and a built object does not change."""
+    """Base of every settings class: unknown keys are errors, numbers are finite, and a built object does not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+
+
+MOST = 2**63 - 1  # of a count: what fits into 64 bits with a sign, which tensors, files and other libraries hold
 
 
 def _count(value: object) -> object:
@@ -36,13 +39,15 @@ def _count(value: object) -> object:
         except ValueError:
             return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and value > MOST:
+        raise ValueError(f"too large; the most that a count can be is {MOST}")
     return value
 
 
 Count = Annotated[int, BeforeValidator(_count), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_count), Field(gt=0)]
-Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=2**63 - 1)]
+Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -74,9 +79,10 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], st
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
     """The dotted key of one pydantic error, what is wrong, and what would be accepted (each member of a union has its own)."""
-    path, fields = _walk(cls, item["loc"])
+    path = [str(part) for part in item["loc"] if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
+        fields = list(_section(cls, path[:-1]).model_fields)
         near = difflib.get_close_matches(path[-1], fields, n=1, cutoff=0.5)
         hint = f"did you mean `{'.'.join([*path[:-1], near[0]])}`?" if near else f"known keys here: {', '.join(sorted(fields))}"
         return key, f"unknown key `{key}`; {hint}", ""
@@ -88,12 +94,6 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     message = message.partition(", unable to parse")[0]
     got = "a mapping" if isinstance(item["input"], dict) else repr(item["input"])
     return key, f"`{key}` is {got}; it should be ", message
-
-
-def _walk(cls: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """The user's keys in a pydantic location, and the names of all fields in the section of the last one."""
-    path = [str(part) for part in loc if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
-    return path, list(_section(cls, path[:-1]).model_fields)
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:

@@ -1,4 +1,4 @@
-"""Text to packs to batches: everything between a document on disk and the tensors a training step takes.
+"""Text to packs to batches: all that happens between a document on disk and the tensors of a training step.
 
-The package knows nothing of models and imports nothing else of this project.
+It knows nothing of models, and of this project it imports only `foundation`.
 """

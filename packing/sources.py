@@ -112,18 +112,17 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
     files = sorted(
         path
         for path in folder.rglob("*")
-        if path.is_file() and not _hidden(path.relative_to(folder)) and not any(map(path.absolute().is_relative_to, made))
+        if path.is_file()
+        and not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
+        and not any(map(path.absolute().is_relative_to, made))
     )
     by_suffix = {"parquet": _PARQUET, "jsonl": _JSONL, "json": {".json"}, "text": _TEXT}
     found = {kind: paths for kind, known in by_suffix.items() if (paths := [path for path in files if _suffix(path) & known])}
     if wanted == "text":
         found = {"text": files} if files else {}
-    elif wanted == "jsonl":
-        found = {kind: found[kind] for kind in ("jsonl", "json") if kind in found}
-    elif wanted == "parquet":
-        found = {"parquet": found["parquet"]} if "parquet" in found else {}
-    elif found.keys() & {"parquet", "jsonl"}:
-        found = {kind: found[kind] for kind in ("parquet", "jsonl") if kind in found}
+    elif wanted != "auto" or found.keys() & {"parquet", "jsonl"}:
+        kinds = {"auto": ("parquet", "jsonl"), "jsonl": ("jsonl", "json"), "parquet": ("parquet",)}[wanted]
+        found = {kind: found[kind] for kind in kinds if kind in found}
     if not found:
         what = "file" if wanted in ("auto", "text") else f"{wanted} file"
         raise InputError(
@@ -134,10 +133,6 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
         raise InputError(f"data.source: {folder}: holds {counts}; set data.format to the kind you mean, or name a file")
     ((kind, paths),) = found.items()
     return FileSource(paths, kind, template, folder)
-
-
-def _hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
 
 
 class FileSource(Source):

@@ -123,6 +123,7 @@ def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
 
 
 def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
+    """Id by role (bos, eos, pad), for the roles that the tokenizer has a token for."""
     if config.is_file():
         try:
             values = json.loads(config.read_text(encoding="utf-8"))
@@ -133,13 +134,12 @@ def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
     else:
         candidates = {role: list(names) for role, names in _USUAL_NAMES.items()}
     ids = {role: [tokenizer.token_to_id(name) for name in names] for role, names in candidates.items()}
-    return {
-        role: found for role, options in ids.items() if (found := next((i for i in options if i is not None), None)) is not None
-    }
+    known = {role: [number for number in found if number is not None] for role, found in ids.items()}
+    return {role: found[0] for role, found in known.items() if found}
 
 
 def _without_nulls(value: Any) -> Any:
-    """An optional field is null in files of one library version and absent in another's."""
+    """`value` without null fields, which one library version writes and another leaves out."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

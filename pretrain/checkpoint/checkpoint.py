@@ -44,7 +44,7 @@ from pretrain.checkpoint.shards import (
     block_of,
     lay_out,
     load_tensors,
-    misfits_of,
+    mismatches,
     rank_stem,
     stored_bytes,
     write_tensors,
@@ -225,9 +225,9 @@ class Checkpoints:
         parts = [("model", model, manifest.model)]
         if optimizer is not None:
             parts.append(("optimizer", optimizer, manifest.optimizer))
-        if misfits := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in misfits_of(index, tensors)]:
+        if differing := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in mismatches(index, tensors)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
-            raise InputError(f"{path}: does not fit this run: {'; '.join(misfits)}. {remedy}")
+            raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
         notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
         self.current = path
         return Loaded(self.read_state(path), notes)

@@ -1,10 +1,10 @@
 """Sharded tensors in safetensors files: which process writes which piece, the writing, and reading into any other sharding.
 
-Every process holds, of each tensor, one block: all of it (plain tensors, Replicate) or its part (DTensor, Shard). Blocks that
-several processes hold are written by one of them, so data-parallel replicas share the writing instead of repeating it.
+Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
+several processes hold is written by one of them, so data-parallel replicas share the writing.
 
-torch.distributed.checkpoint could do this too. It was not taken because its metadata is a pickle and it stores no hashes; here
-each file is plain safetensors under the Hugging Face names, and the model file of a single process loads anywhere as it is.
+torch.distributed.checkpoint is not used, because its metadata is a pickle and it stores no hashes. Here each file is plain
+safetensors under the Hugging Face names, and the model file of a single process loads anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from foundation.integrity import FileRecord
 from pretrain.checkpoint.manifest import Piece, TensorEntry
 from pretrain.optimizer.adamw_update import local_part
 
-PART_BYTES = 2 * 2**30  # a file ends after this many: enough files to keep the hashing threads busy, few enough to list
+PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
 BLOCK_BYTES = 64 * 2**20  # what goes from device to host, to the hash and to the disk at once
 
 DTYPE_NAMES = {
@@ -51,7 +51,7 @@ _FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_poin
 
 @dataclass(frozen=True)
 class Block:
-    """What this process holds of a tensor, described without its data, so that it can be sent to the others."""
+    """What a process holds of a tensor, without its data, so that it can be sent to the others."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -75,7 +75,7 @@ def block_of(tensor: Tensor) -> Block:
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
-    """What the names of all files that `rank` writes begin with."""
+    """How the names of all files begin that `rank` writes."""
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
@@ -83,11 +83,11 @@ Assignment = list[tuple[str, Block]]  # tensor names and what to write of each
 
 
 def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
-    """Decide which rank writes each block into which file: the index of a checkpoint.
+    """The index of a checkpoint: which rank writes each block into which file.
 
-    `offers[rank]` says which block that rank holds of each tensor. A pure function of the offers, so every rank computes the same
-    index without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their
-    names, with `-part-<n>` where they exceed `part_bytes`.
+    `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
+    without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their names,
+    with `-part-<n>` where they exceed `part_bytes`.
     """
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
@@ -133,9 +133,9 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
-    safetensors' own writer wants all tensors of the file in host memory and knows nothing of hashes. The format is a length, a
-    JSON header and the bytes, so writing it here costs a few lines, needs BLOCK_BYTES of host memory, and hashes each block on
-    its way to the disk instead of reading the file back. Raises OSError.
+    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. The format is a length, a JSON
+    header and the bytes, so this takes a few lines and BLOCK_BYTES of host memory, and hashes each block on its way to the disk
+    instead of reading the file back. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -167,9 +167,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is valid until the next is asked for."""
+    """The bytes of `tensor`, BLOCK_BYTES at a time; each block is overwritten by the next."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    with torch.cuda.device_of(data):  # threads start on device 0; pinning there would open a context on another rank's device
+    with torch.cuda.device_of(data):  # threads start on device 0: pinning there would open a context on another rank's device
         staging = torch.empty(min(BLOCK_BYTES, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
         for start in range(0, data.numel(), BLOCK_BYTES):
             block = data[start : start + BLOCK_BYTES]
@@ -182,7 +182,7 @@ Range = tuple[int, int]
 
 
 def _overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple[Range, ...] | None:
-    """What two blocks share, as (start, stop) per dimension in the coordinates of the whole; None if they share nothing."""
+    """What two blocks share, as (start, stop) per dimension of the whole tensor; None if they share nothing."""
     starts = [max(a, b) for a, b in zip(offset, other_offset, strict=True)]
     stops = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)]
     ranges = tuple(zip(starts, stops, strict=True))
@@ -193,8 +193,8 @@ def _relative(ranges: tuple[Range, ...], offset: tuple[int, ...]) -> tuple[slice
     return tuple(slice(start - base, stop - base) for (start, stop), base in zip(ranges, offset, strict=True))
 
 
-def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """Why the saved tensors cannot be loaded into `targets`: one line for each difference; empty: they can.
+def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+    """One line for each reason why the saved tensors cannot be loaded into `targets`; empty: they can.
 
     A floating-point tensor may be loaded into another floating-point dtype: that is how a run changes its weight mode.
     """
@@ -214,7 +214,7 @@ def misfits_of(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
 
 
 def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """Fill `targets`, which have no misfits and any sharding, from the checkpoint in `folder`, converted to their dtypes.
+    """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
 
     Files are mapped, not loaded: a rank touches only the bytes of its own part. Returns notes about dtypes that were converted.
     """

@@ -1,4 +1,4 @@
-"""What a run is at between two steps: the counters a checkpoint holds, what defines the training, and its randomness."""
+"""A run's state between two steps: the counters a checkpoint holds, what defines the training, and the random seeds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _MASK = 2**64 - 1
 
 @dataclass
 class TrainState:
-    """Counters between two optimizer steps. Packs, learning rate and random numbers of a step follow from `step` alone."""
+    """Counters between two optimizer steps. Packs, learning rate and random numbers of a step depend on `step` alone."""
 
     steps: int  # the horizon: the run is finished when `step` reaches it
     step: int = 0  # optimizer steps done
     tokens: int = 0  # tokens seen, padding included, over all ranks
-    valid_tokens: int = 0  # of these, the ones that bore a loss
-    skipped_steps: int = 0  # steps whose update was left out because a loss or gradient was not finite
+    valid_tokens: int = 0  # of these, the ones with a label
+    skipped_steps: int = 0  # steps without an update, because a loss or gradient was not finite
 
     @property
     def finished(self) -> bool:
@@ -40,7 +40,7 @@ class TrainState:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], steps: int, source: Path) -> TrainState:
-        """The state that `record` was made of, with the present recipe's horizon; InputError naming `source` if it is none."""
+        """The state in `record`, with the present recipe's `steps`; InputError naming `source` where it holds none."""
         progress = record.get("progress")
         wanted = {field.name for field in fields(cls)}
         if not isinstance(progress, dict) or progress.keys() != wanted:
@@ -53,7 +53,7 @@ class TrainState:
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """One line for each key whose value differs between two identities: flat mappings of dotted settings and fingerprints.
 
-    A key that is not set is one that is none: settings that came after a checkpoint was made, and are not used, do not differ.
+    A missing key equals one that is None, so a checkpoint does not differ by unused settings that were introduced after it.
     """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
     return [
@@ -70,9 +70,9 @@ def _value(identity: Mapping[str, Any], key: str) -> str:
 def check_same_training(
     record: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
 ) -> list[str]:
-    """InputError if the checkpoint `source` belongs to another training than `current`; its differences with `accept_changes`.
+    """InputError if the checkpoint `source` was made by another training than `current`; with `accept_changes` the differences.
 
-    A checkpoint continued under another recipe trains something that neither recipe describes, so it is never done silently.
+    Continuing a checkpoint under another recipe trains something that neither recipe describes, so it is never done silently.
     """
     changed = differences(record.get("identity", {}), current)
     if changed and not accept_changes:
@@ -98,12 +98,11 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's CPU and CUDA generators for one step of one rank; call it before the step's first forward.
 
-    Dropout is the only consumer of random numbers in a step: packing.order orders the packs, weights are drawn before step 0.
-    As the generators are a pure function of (seed, step, rank), a checkpoint holds no generator states: there is no file per rank
-    that another world size could not read, and nothing that an evaluation or a sample draws between two steps shifts the training
-    after it. A run resumed with the same world size repeats the same masks, bit for bit; with another, each rank sees other packs
-    and draws other masks, as independently as before; without dropout the world size makes no difference here.
+    In a step only dropout uses random numbers. As the generators depend on (seed, step, rank) alone, a checkpoint holds no
+    generator states, and what an evaluation or a sample draws between two steps does not change the training. A run resumed with
+    the same world size repeats the same dropout masks, bit for bit; with another, each rank draws other masks, as independent
+    as before.
     """
-    import torch  # here, so that state and its errors are there before torch is
+    import torch  # here, so that the rest of this module does without torch
 
     torch.manual_seed(step_seed(seed, step, rank))

@@ -9,7 +9,7 @@ than there are colours get a column for each kind of weights, a colour for each 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import count, memory
-from pretrain.compare.fairness import PairedDifference, Variants, last_fifth, loss_differences
-from pretrain.metrics.run_record import RunRecord
+from pretrain.compare.fairness import Variants, last_fifth, loss_differences
+from pretrain.metrics.run_files import RunRecord
 from pretrain.precision.registry import PRECISIONS
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ FALL_SHARE = 1 / 30  # of a run's steps, the first, whose steep fall does not se
 STYLES = ("-", "--", ":", "-.")
 LABEL_GAP = 0.042  # of a panel's height, between two labels at its right edge
 BAR_INCHES = 0.2
-
-Differences = Mapping[Path, tuple[np.ndarray, np.ndarray]]  # of each run by its folder: steps, and loss minus the baseline's
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -148,12 +146,15 @@ def _figure_of_one(run: RunRecord) -> Figure:
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run, and how it is drawn wherever it appears."""
+    """A run, how it is drawn wherever it appears, and what is drawn of it beside its own curves."""
 
     run: RunRecord
     label: str
     colour: str
-    style: str = "-"
+    style: str
+    is_baseline: bool
+    steps: np.ndarray  # that it has in common with the baseline
+    differences: np.ndarray  # its losses minus the baseline's in these steps
 
 
 def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
@@ -165,18 +166,17 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
     figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(curves) + bars)
     above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(curves), bars], hspace=0)
     panels = above.subplots(3, len(columns), sharex=True, sharey="row", height_ratios=curves, squeeze=False)
-    differences = {line.run.path: loss_differences(baseline, line.run) for line in lines}
     tokens = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
     for (name, column), (losses, minus, frozen) in zip(columns.items(), panels.T, strict=True):
         for panel in (losses, minus, frozen):
             style_panel(panel)
         _draw_losses(losses, column, legend=len(columns) == 1)
         subtitle = tokens
-        if all(line.run.path != baseline.path for line in column):
+        if not any(line.is_baseline for line in column):
             draw_smoothed(losses, *baseline.curve("loss"), color=GREY, linewidth=0.9)
             subtitle += f"; grey: {baseline.name}"
         title(losses, f"weights {name}" if name else f"{len(runs)} runs over the same data in the same order", subtitle)
-        _draw_differences(minus, column, baseline, differences)
+        _draw_differences(minus, column)
         for line in column:
             steps_and_shares = line.run.curve("frozen_updates")
             draw_smoothed(frozen, *steps_and_shares, color=line.colour, linestyle=line.style, linewidth=1.2)
@@ -185,9 +185,9 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
         frozen.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
         frozen.set_xlabel("step")
     scale_after_the_fall(panels[0, 0], [run.curve("loss")[1] for run in runs], [run.held_out_curve()[1] for run in runs])
-    _scale_differences(panels[1, 0], [values for _, values in differences.values()])
+    _scale_differences(panels[1, 0], [line.differences for line in lines])
     for panel, column in zip(panels[1], columns.values(), strict=True):  # only now that the scale is known
-        _label_differences(panel, column, baseline, differences)
+        _label_differences(panel, column)
     panels[0, 0].set_ylabel("loss, nats per token")
     panels[1, 0].set_ylabel(f"loss minus that of\n{baseline.name}")
     panels[2, 0].set_ylabel("frozen\nupdates")
@@ -198,17 +198,19 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
 
 def _arrange(runs: Sequence[RunRecord]) -> dict[str, list[DrawnRun]]:
     """The picture's columns by the weights of their runs, or one column without a name."""
-    if len(runs) <= len(COLOURS):
-        return {"": [DrawnRun(run, run.name, colour) for run, colour in zip(runs, COLOURS, strict=False)]}
-    variants = Variants(runs)
+    variants, by_precision = Variants(runs), len(runs) > len(COLOURS)
     known = all(run.precision in PRECISIONS for run in runs)
     precisions = sorted({run.precision or "" for run in runs}, key=[*PRECISIONS].index if known else None)
     columns: dict[str, list[DrawnRun]] = {}
-    for run in runs:
-        colour = COLOURS[precisions.index(run.precision or "") % len(COLOURS)]
-        style = STYLES[(variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0) % len(STYLES)]
-        label = " ".join(filter(None, [run.precision, variants.name(run, keys=False)])) or run.name
-        columns.setdefault(str(run.config.get("weights")), []).append(DrawnRun(run, label, colour, style))
+    for index, run in enumerate(runs):
+        label, colour, style, column = run.name, COLOURS[index % len(COLOURS)], STYLES[0], ""
+        if by_precision:
+            label = " ".join(filter(None, [run.precision, variants.name(run, keys=False)])) or run.name
+            colour = COLOURS[precisions.index(run.precision or "") % len(COLOURS)]
+            style = STYLES[(variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0) % len(STYLES)]
+            column = str(run.config.get("weights"))
+        drawn = DrawnRun(run, label, colour, style, run.path == runs[0].path, *loss_differences(runs[0], run))
+        columns.setdefault(column, []).append(drawn)
     return columns
 
 
@@ -223,13 +225,13 @@ def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> No
         panel.legend(frameon=False, loc="best", fontsize="small")
 
 
-def _draw_differences(panel: Axes, column: Sequence[DrawnRun], baseline: RunRecord, differences: Differences) -> None:
+def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
     """The moving mean of each, in a band of one standard deviation of single steps to either side."""
     panel.axhline(0, color=GREY, linewidth=0.8)
     for line in column:
-        if line.run.path == baseline.path:
+        if line.is_baseline:
             continue
-        steps, values = differences[line.run.path]
+        steps, values = line.steps, line.differences
         window = window_of(len(steps))
         mean = moving_mean(values, window)
         wide = max(window, 11)  # a spread takes a few values to tell
@@ -256,17 +258,15 @@ def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
         panel.set_ylim(min(lowest, 0) - margin, max(highest, 0) + margin)
 
 
-def _label_differences(panel: Axes, column: Sequence[DrawnRun], baseline: RunRecord, differences: Differences) -> None:
+def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
     """Each line's name and the mean of its last fifth at its right end, moved apart where lines end close to each other."""
     to_axes = (panel.transScale + panel.transLimits).transform
     ends = []
     for line in column:
-        steps, values = differences[line.run.path]
-        if not len(steps):
-            continue
-        mean = PairedDifference.of(last_fifth(values)).mean  # of the baseline itself: zero
-        text = f"{line.label}, baseline" if line.run.path == baseline.path else f"{line.label} {mean:+.4f}"
-        ends.append((float(np.clip(to_axes((steps[-1], mean))[1], 0.0, 1.0)), text, line.colour))
+        if len(line.steps):
+            mean = last_fifth(line.differences).mean()  # of the baseline itself: zero
+            text = f"{line.label}, baseline" if line.is_baseline else f"{line.label} {mean:+.4f}"
+            ends.append((float(np.clip(to_axes((line.steps[-1], mean))[1], 0.0, 1.0)), text, line.colour))
     ends.sort(key=lambda end: end[0])
     for height, (_, text, colour) in zip(_moved_apart([end[0] for end in ends]), ends, strict=True):
         panel.text(1.01, height, text, transform=panel.transAxes, color=colour, fontsize="x-small", va="center")

@@ -53,7 +53,6 @@ class Outcome:
 
     run: MatrixRun
     status: Status = "not started"
-    exit_code: int | None = None
     seconds: float | None = None
 
 
@@ -166,7 +165,9 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest) -> lis
                     one.signal(signal_received)
             for one in [one for one in running if one.has_ended()]:
                 running.remove(one)
-                outcomes[one.run.name] = outcome = outcome_of(one, stopped=stop.requested is not None)
+                # Its files tell how it ended: accelerate's launcher replaces exit statuses by its own.
+                status: Status = "finished" if one.run.is_finished() else "stopped" if stop.requested else "failed"
+                outcomes[one.run.name] = outcome = Outcome(one.run, status, time.monotonic() - one.started)
                 screen.ended(outcome, one)
             screen.progress(running)
             time.sleep(POLL_SECONDS)
@@ -174,12 +175,6 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest) -> lis
         for one in running:  # only after an error of our own: nothing may go on that nobody watches
             one.signal(signal.SIGTERM)
     return list(outcomes.values())
-
-
-def outcome_of(one: StartedRun, *, stopped: bool) -> Outcome:
-    """How a run that has ended did end. Its files tell, since accelerate's launcher replaces exit statuses by its own."""
-    status: Status = "finished" if one.run.is_finished() else "stopped" if stopped else "failed"
-    return Outcome(one.run, status, one.process.returncode, time.monotonic() - one.started)
 
 
 def mark(matrix: Matrix, run: MatrixRun, *, side_by_side: bool) -> None:
@@ -216,7 +211,7 @@ class Screen:
         took = duration(outcome.seconds or 0.0)
         self.say(f"{one.run.name}: {outcome.status} after {took}, {self.done} of {self.runs} cells done")
         if outcome.status == "failed":
-            self.say(f"  exit status {outcome.exit_code}; the last of {one.run.log}:")
+            self.say(f"  exit status {one.process.returncode}; the last of {one.run.log}:")
             self.say("\n".join(f"  | {line}" for line in one.end_of_log()))
 
     def progress(self, running: Sequence[StartedRun]) -> None:

@@ -99,9 +99,7 @@ class Matrix:
             key, equals, value = text.partition("=")
             keys = sorted({key for run in self.runs for key in run.values})
             if not equals or key not in keys:
-                raise InputError(
-                    f"command line: --only {text}: give a key that cells set, and its value; the keys are {', '.join(keys)}"
-                )
+                raise InputError(f"command line: --only {text}: give KEY=VALUE; the keys of the cells are {', '.join(keys)}")
             wanted.setdefault(key, set()).add(value)
         chosen = [r for r in self.runs if all(key in r.values and _text(key, r.values[key]) in wanted[key] for key in wanted)]
         if not chosen:
@@ -134,9 +132,7 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[Values]:
     for entry in map(flatten, settings.leave_out):
         kept = [values for values in crossed if not _matches(values, entry)]
         if not entry or len(kept) == len(crossed):
-            raise InputError(
-                f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; take it out or correct it"
-            )
+            raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
     return [*crossed, *map(flatten, settings.cells)]
 
@@ -146,15 +142,12 @@ def _make_run(
 ) -> MatrixRun:
     name = _name_of(values)
     if "run_dir" in values:
-        raise InputError(
-            f"{path}, cell {name}: `run_dir` is set for all cells at once: a key of the matrix, such as {{cell}} in it"
-        )
+        raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
     try:
         run_dir = settings.run_dir.format(matrix=settings.name, cell=name)
     except (KeyError, IndexError, ValueError) as error:
-        raise InputError(
-            f"{path}: `run_dir`: {settings.run_dir!r} cannot be filled in ({error}); known fields: matrix, cell"
-        ) from None
+        text = f"{settings.run_dir!r} cannot be filled in ({error}); known fields: matrix, cell"
+        raise InputError(f"{path}: `run_dir`: {text}") from None
     overrides = (*common, *_as_overrides(values), f"run_dir={run_dir}")
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
@@ -179,19 +172,17 @@ def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[s
     if "run_dir" in keys:
         raise InputError(f"{path}: `overrides`: every cell has a run folder of its own; set the matrix's `run_dir`")
     if twice := [axis for axis in settings.axes if axis in keys]:
-        raise InputError(
-            f"{path}: `{twice[0]}` is an axis, and an override too; to run some cells only, use `--only {twice[0]}=VALUE`"
-        )
+        only = f"to run some cells only, use `--only {twice[0]}=VALUE`"
+        raise InputError(f"{path}: `{twice[0]}` is an axis, and an override too; {only}")
 
 
 def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
     for first, second in itertools.combinations(runs, 2):
+        both = f"{path}: cells {first.name} and {second.name}"
         if _computed(first.recipe) == _computed(second.recipe):
-            raise InputError(f"{path}: cells {first.name} and {second.name} are the same run; take one of them out")
+            raise InputError(f"{both} are the same run; take one of them out")
         if first.run_dir == second.run_dir:
-            raise InputError(
-                f"{path}: cells {first.name} and {second.name} would share a run folder; put {{cell}} into the matrix's `run_dir`"
-            )
+            raise InputError(f"{both} would share a run folder; put {{cell}} into the matrix's `run_dir`")
 
 
 def _computed(recipe: Recipe) -> Values:

@@ -168,12 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Loss curves and tables of run folders.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="PNG",
-        help="where to draw the curves (default: loss.png in the run folder, or comparison.png beside the folders)",
-    )
+    default = "loss.png in the run folder, or comparison.png beside several"
+    parser.add_argument("--out", type=Path, metavar="PNG", help=f"where to draw the curves (default: {default})")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
     options = parser.parse_intermixed_args(arguments)
     print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown))

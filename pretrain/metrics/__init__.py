@@ -1,1 +1,1 @@
-"""What a run measures: FLOPs from shapes, peaks of devices, and where the figures go."""
+"""What a run measures and writes: its folder, times, FLOPs, the health of its loss, and what the console and trackers show."""

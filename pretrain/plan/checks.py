@@ -1,6 +1,7 @@
-"""Every check that needs two sections of a recipe, the number of devices, the model's shapes or the number of packs.
+"""Every check that needs two sections of a recipe, the number of devices, the model's sizes or the number of packs.
 
-Each raises InputError, which names the keys that do not go together and says what would.
+Each raises InputError, which names the keys that contradict each other and says what would go together. `preflight` calls each of
+them once, in the order of what it costs to find out.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig
 
 from foundation.errors import InputError
+from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
 from pretrain.precision.registry import PRECISIONS
@@ -22,16 +24,19 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     """Steps of the horizon. Tokens and epochs round up to whole steps, so a run never sees less than was asked for.
 
     22,206 packs at 32 a step: 4 epochs are 2,775.75 steps and so 2,776. Epochs count as the decimal number that was written: in
-    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12.
+    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12. InputError for more steps than 64 bits can count.
     """
     if train.steps is not None:
         return train.steps
     tokens = train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
-    return math.ceil(Fraction(tokens) / tokens_per_step)
+    steps = math.ceil(Fraction(tokens) / tokens_per_step)
+    if steps > MOST:
+        raise InputError(f"`train.epochs: {train.epochs}` are more steps than can be counted; name fewer epochs")
+    return steps
 
 
-def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: int | None = None) -> None:
-    """What settings and the number of devices tell alone, before data or model are looked at. Raises InputError."""
+def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
+    """Check what needs nothing but the recipe, the effective `precision` and the number of devices. Raises InputError."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
@@ -53,7 +58,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
     packs_per_rank = tokens // unit
-    size = microbatch or recipe.batch.microbatch
+    size = recipe.batch.microbatch
     if size != "auto" and packs_per_rank % size:
         fitting = ", ".join(map(str, divisors_of(packs_per_rank)))
         raise InputError(
@@ -61,13 +66,13 @@ def check_settings(recipe: Recipe, precision: str, world_size: int, microbatch: 
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
             f"set it to one of {fitting}, or to `auto`"
         )
-    if recipe.train.epochs is None:  # else the packs say how many steps there are
+    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
     if recipe.data.source is not None and not recipe.data.held_out:
         check_held_out(recipe, 0)
 
 
-def check_data(recipe: Recipe, packs: int, held_out_packs: int) -> None:
+def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
     """Raise InputError where there is nothing to train on, or nothing to evaluate on although evaluation is asked for."""
     if packs < 1:
         raise InputError(
@@ -86,26 +91,30 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
         )
 
 
-def check_model(recipe: Recipe, model: PreTrainedModel, packs_vocabulary: int | None) -> None:
-    """Raise InputError where packs are longer than the model has positions, or name tokens that it does not have."""
-    config = model.config.get_text_config()
+def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
+    """Raise InputError where a size of the model is zero or negative, a special token is not in its vocabulary, or packs are
+    longer than it has positions."""
+    config = model.get_text_config()
+    for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        if (size := getattr(config, key, None)) is not None and size < 1:
+            raise InputError(f"`model.config.{config.attribute_map.get(key, key)}: {size}`: a model needs at least 1")
+    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        ids = (recipe.model.config or {}).get(key)
+        for token in ids if isinstance(ids, list) else [ids]:
+            if isinstance(token, int) and not 0 <= token < config.vocab_size:
+                raise InputError(f"`model.config.{key}: {token}` is beyond the model's vocabulary of {config.vocab_size} tokens")
     length, positions = recipe.data.length, getattr(config, "max_position_embeddings", None)
     if positions is not None and length > positions:
         raise InputError(
             f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
         )
-    if packs_vocabulary is not None and packs_vocabulary > config.vocab_size:
-        raise InputError(
-            f"`data.packs`: {recipe.data.packs} was tokenized with a vocabulary of {packs_vocabulary}, the model's has "
-            f"{config.vocab_size}; prepare the packs with the model's tokenizer, or set `model.config.vocab_size`"
-        )
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int) -> None:
-    """Refuse a training whose shapes or whose loss a quantized precision cannot take. `layers`: decoder layers of the model.
+    """Raise InputError where a quantized precision cannot take the recipe's packs, layers or loss. `layers`: how many decoder
+    layers the model has.
 
-    Linears that do not fit are kept in BF16 one by one, and the audit says so; what is refused here would leave none. Raises
-    InputError.
+    A single linear that does not fit stays in BF16, and the audit says so. What is refused here would leave none.
     """
     if not active.precision.quantized:
         return

@@ -1,6 +1,7 @@
 """What a run will do, worked out before anything is loaded.
 
-Pure: from settings, shapes and counts to figures. `--plan` prints the result, and a run prints it before it begins.
+Pure: from settings, shapes and counts to figures; `preflight` has checked them. The upper half of this file computes. The lower
+half shows: `--plan` prints it, and so does a run before it begins.
 """
 
 from __future__ import annotations
@@ -17,10 +18,9 @@ from foundation import units
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import check_data, check_model, check_settings, steps_of
-from pretrain.plan.layer_memory import LayerMemory
-from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
-from pretrain.precision.registry import PRECISIONS
+from pretrain.plan.checks import steps_of
+from pretrain.plan.memory import LayerMemory, MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
+from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
@@ -28,83 +28,81 @@ WIDTH = 100  # of the rendered plan
 
 
 @dataclass(frozen=True)
+class Devices:
+    """What a run trains on: `count` equal devices, one a process. `name` and `memory` (bytes) are those of each."""
+
+    count: int = 1
+    sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
+    name: str | None = None
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
 
     recipe: Recipe
-    precision: str  # the effective recipe's name: what matrix products compute in
-    emulated: bool  # in software, on products of BF16
-    world_size: int
-    sharded: bool
-    packs: int
+    active: ActivePrecision
+    devices: Devices
+    packs: int | None  # None: not known before they are prepared
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     steps: int
-    microbatch: int | None  # packs a device takes at once; None: found by trying when the run begins
     flops: ModelFlops
     memory: MemoryEstimate
     model_type: str
-    device_name: str | None
-    device_memory: int | None  # bytes
+    vocabulary: str | None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None
 
     @classmethod
     def make(
         cls,
         recipe: Recipe,
-        *,
+        active: ActivePrecision,
         model: PreTrainedModel,
-        precision: str,
-        emulated: bool = False,
-        packs: int,
-        mean_squared: float,
-        world_size: int = 1,
-        sharded: bool = False,
+        *,
+        devices: Devices = Devices(),
+        packs: int | None = None,
+        mean_squared: float | None = None,
         layers: Sequence[LayerMemory] | None = None,
-        held_out_packs: int = 0,
-        packs_vocabulary: int | None = None,
-        device_name: str | None = None,
-        device_memory: int | None = None,
+        vocabulary: str | None = None,
         tokens_per_second: float | None = None,
     ) -> Plan:
-        """Check everything and work it out; InputError names the keys of what does not go together.
+        """Work out the plan of a recipe that was found good; InputError where its schedule does not fit its horizon.
 
-        `model`: of the right shapes, on the meta device. `layers`: what each of its layers takes of memory; None: they are
-        compiled. `packs`, `held_out_packs`: how many there are. `packs_vocabulary`: the size of the vocabulary that they were
-        tokenized with. `tokens_per_second`: stated or measured, over all devices.
+        `model`: of the right shapes, on the meta device. `packs`: how many there are to train on, and `mean_squared` as above;
+        None where that is not known, so each pack counts as one document. `layers`: what each layer of the model takes of memory;
+        None: they are compiled. `tokens_per_second`: stated or measured, over all devices.
         """
-        check_settings(recipe, precision, world_size)
-        check_data(recipe, packs, held_out_packs)
-        check_model(recipe, model, packs_vocabulary)
-        steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
+        steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
         schedule.check(recipe.schedule, steps, recipe.batch.tokens)
         flops = ModelFlops.of(model)
         return cls(
             recipe=recipe,
-            precision=precision,
-            emulated=emulated,
-            world_size=world_size,
-            sharded=sharded,
+            active=active,
+            devices=devices,
             packs=packs,
-            mean_squared=mean_squared,
+            mean_squared=recipe.data.length if mean_squared is None else mean_squared,
             steps=steps,
-            microbatch=None if recipe.batch.microbatch == "auto" else recipe.batch.microbatch,
             flops=flops,
-            memory=MemoryEstimate.of(recipe, flops, precision, world_size, sharded, layers),
+            memory=MemoryEstimate.of(recipe, flops, active.precision.name, devices.count, devices.sharded, layers),
             model_type=model.config.model_type,
-            device_name=device_name,
-            device_memory=device_memory,
+            vocabulary=vocabulary,
             tokens_per_second=tokens_per_second,
         )
 
     def with_microbatch(self, microbatch: int) -> Plan:
-        """The plan once `auto` is settled; a step keeps its tokens, only its number of microbatches changes."""
-        check_settings(self.recipe, self.precision, self.world_size, microbatch)
+        """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
         batch = self.recipe.batch.model_copy(update={"microbatch": microbatch})
-        return replace(self, microbatch=microbatch, recipe=self.recipe.model_copy(update={"batch": batch}))
+        return replace(self, recipe=self.recipe.model_copy(update={"batch": batch}))
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
         return {"seed": self.recipe.seed, "tokens_per_step": self.tokens_per_step, "data_fingerprint": data_fingerprint}
+
+    @property
+    def microbatch(self) -> int | None:
+        """Packs that a device takes at once; None: found by trying when the run begins."""
+        return None if self.recipe.batch.microbatch == "auto" else self.recipe.batch.microbatch
 
     @property
     def tokens_per_step(self) -> int:
@@ -116,7 +114,7 @@ class Plan:
 
     @property
     def packs_per_rank(self) -> int:
-        return self.packs_per_step // self.world_size
+        return self.packs_per_step // self.devices.count
 
     @property
     def accumulation(self) -> int | None:
@@ -128,8 +126,13 @@ class Plan:
         return self.steps * self.tokens_per_step
 
     @property
-    def epochs(self) -> float:
-        return self.steps * self.packs_per_step / self.packs
+    def epochs(self) -> float | None:
+        return self.steps * self.packs_per_step / self.packs if self.packs else None
+
+    @property
+    def emulated(self) -> bool:
+        """In software, on products of BF16."""
+        return self.active.backend == "emulation"
 
     @property
     def flops_per_token(self) -> float:
@@ -162,45 +165,50 @@ class Plan:
 
     @property
     def peak_tflops(self) -> float | None:
-        """Dense peak of all devices together, for products in `precision`; None on an unknown device, and in emulation."""
-        one = None if self.emulated else peak(self.device_name, PRECISIONS[self.precision].peak)
-        return one * self.world_size if one else None
+        """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation."""
+        one = None if self.emulated else peak(self.devices.name, self.active.precision.peak)
+        return one * self.devices.count if one else None
 
     @property
     def microbatch_candidates(self) -> list[int]:
         """Microbatches for `auto` to try, largest first."""
-        return microbatch_candidates(self.packs_per_rank, self.memory, self.device_memory)
+        return microbatch_candidates(self.packs_per_rank, self.memory, self.devices.memory)
 
     @property
     def expected_microbatch(self) -> int:
-        """The settled microbatch, or the one that `auto` should find by the estimate."""
+        """The microbatch, or the one that `auto` should find by the estimate."""
         if self.microbatch:
             return self.microbatch
-        if self.device_memory is None:
+        if self.devices.memory is None:
             return self.packs_per_rank
-        return largest_expected_to_fit(divisors_of(self.packs_per_rank), self.memory, self.device_memory) or 1
+        return largest_expected_to_fit(divisors_of(self.packs_per_rank), self.memory, self.devices.memory) or 1
 
     @property
     def warnings(self) -> list[str]:
         """What is allowed and perhaps not meant."""
-        return [text for text in (self._few_packs(), self._tight_memory(), self._lost_updates(), self._uncounted()) if text]
+        texts = (self._unknown_packs(), self._few_packs(), self._tight_memory(), self._lost_updates(), self._uncounted())
+        return [text for text in texts if text]
 
-    def render(self) -> str:
-        """The plan as a user reads it, a few lines to a subject."""
-        return _render(self)
+    def _unknown_packs(self) -> str | None:
+        if self.packs is not None:
+            return None
+        return (
+            f"`data.packs`: {self.recipe.data.packs} is not prepared yet. How many epochs the steps are is not known; FLOPs "
+            "count each pack as one document, which is the most that they can be"
+        )
 
     def _few_packs(self) -> str | None:
-        if self.packs >= self.packs_per_step:
+        if self.packs is None or self.packs >= self.packs_per_step:
             return None
         return f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
 
     def _tight_memory(self) -> str | None:
         needed = self.memory.total(self.expected_microbatch)
-        if self.device_memory is None or needed <= self.device_memory:
+        if self.devices.memory is None or needed <= self.devices.memory:
             return None
         smaller = "a smaller `batch.microbatch`, " if self.expected_microbatch > 1 else ""
         return (
-            f"about {units.memory(needed / GIB)} may not fit into {units.memory(self.device_memory / GIB)} of memory; "
+            f"about {units.memory(needed / GIB)} may not fit into {units.memory(self.devices.memory / GIB)} of memory; "
             f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
         )
 
@@ -220,9 +228,10 @@ class Plan:
         return f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ..." if names else None
 
 
-def _render(plan: Plan) -> str:
-    recipe, devices = plan.recipe, f"{plan.world_size} x {plan.device_name or 'device'}"
-    compute = f"{plan.precision} compute, emulated" if plan.emulated else f"{plan.precision} compute"
+def render(plan: Plan) -> str:
+    """The plan as a user reads it, a few lines to a subject."""
+    recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
+    compute = f"{plan.active.precision.name} compute, emulated" if plan.emulated else f"{plan.active.precision.name} compute"
     title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {
         "model": _model_lines(plan),
@@ -246,12 +255,13 @@ def _model_lines(plan: Plan) -> list[str]:
     return [
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
         f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
+        *textwrap.wrap(plan.vocabulary or "", WIDTH - 9),
     ]
 
 
 def _step_line(plan: Plan) -> str:
     total = f"{plan.tokens_per_step:,} tokens = {plan.packs_per_step:,} packs of {plan.recipe.data.length:,}"
-    devices = _plural(plan.world_size, "device")
+    devices = _plural(plan.devices.count, "device")
     if plan.microbatch is None:
         return f"{total} = {devices} x {_plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
     return f"{total} = {devices} x {_plural(plan.accumulation, 'microbatch')} x {_plural(plan.microbatch, 'pack')}"
@@ -259,8 +269,9 @@ def _step_line(plan: Plan) -> str:
 
 def _horizon_lines(plan: Plan) -> list[str]:
     tokens = f"{units.count(plan.total_tokens)} tokens"
+    epochs = f" = {plan.epochs:.2f} epochs of {_plural(plan.packs, 'pack')}" if plan.packs else ""
     return [
-        f"{_plural(plan.steps, 'step')} = {tokens} = {plan.epochs:.2f} epochs of {_plural(plan.packs, 'pack')}",
+        f"{_plural(plan.steps, 'step')} = {tokens}{epochs}",
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
     ]
 
@@ -278,16 +289,15 @@ def _flops_lines(plan: Plan) -> list[str]:
 
 def _time_line(plan: Plan) -> str:
     """At the stated speed; without one, at two utilisations between which runs of dense models usually lie."""
+    precision = plan.active.precision.name
     if plan.tokens_per_second:
         tflops = plan.tokens_per_second * plan.flops_per_token / 1e12
-        share = f", {units.percent(tflops / plan.peak_tflops)} of the {plan.precision} peak" if plan.peak_tflops else ""
+        share = f", {units.percent(tflops / plan.peak_tflops)} of the {precision} peak" if plan.peak_tflops else ""
         speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
         return f"{units.duration(plan.hours * 3600)} at {speed}"
     if plan.peak_tflops:
         fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in (0.5, 0.3))
-        return (
-            f"{fast} to {slow} at 50 to 30 % of the {plan.precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
-        )
+        return f"{fast} to {slow} at 50 to 30 % of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
     if plan.emulated:
         return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
     return "not known: no speed is stated or measured yet, and no peak of this device is known"
@@ -295,7 +305,7 @@ def _time_line(plan: Plan) -> str:
 
 def _memory_lines(plan: Plan) -> list[str]:
     size = plan.expected_microbatch
-    limit = f" of {units.memory(plan.device_memory / GIB)}" if plan.device_memory else ""
+    limit = f" of {units.memory(plan.devices.memory / GIB)}" if plan.devices.memory else ""
     chosen = "" if plan.microbatch else "; auto finds what fits by trying"
     parts = plan.memory.parts(size)
     width = max(map(len, parts))

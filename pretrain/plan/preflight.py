@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from accelerate import Accelerator
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from packing.batch import BatchStream
+from packing.order import PackOrder
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
@@ -20,10 +22,18 @@ from pretrain.model import huggingface as model
 from pretrain.model.conversion import check_shapes
 from pretrain.model.distributed import device_of
 from pretrain.model.fused.heads import Heads
-from pretrain.plan.checks import check_fit, check_model, check_settings
-from pretrain.plan.data import Data, check_data, check_samples, check_tokenizer, load_tokenizer, open_data
-from pretrain.plan.layer_memory import layers_of
-from pretrain.plan.plan import Plan
+from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
+from pretrain.plan.data import Data, check_tokens, open_data
+from pretrain.plan.memory import layers_of
+from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.tokenizer import (
+    check_samples,
+    check_tokenizer,
+    fingerprint_of,
+    known_tokenizer,
+    load_tokenizer,
+    with_tokens_of,
+)
 from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.selection import ActivePrecision, select_precision
@@ -33,20 +43,26 @@ from pretrain.settings.recipe import Recipe
 
 @dataclass(frozen=True)
 class Job:
-    """A recipe that has been found good, and what it stands for on this machine."""
+    """A recipe that was checked, and what it stands for on this machine."""
 
-    recipe: Recipe
-    active: ActivePrecision
+    plan: Plan
     run_dir: Path
     model_config: PretrainedConfig
-    data: Data
+    data: Data | None  # None only for a plan that is made before the packs are prepared
     tokenizer: PreTrainedTokenizerBase | None
-    backend: attention.Choice
-    plan: Plan
+    attention: attention.Choice
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.plan.recipe
+
+    @property
+    def active(self) -> ActivePrecision:
+        return self.plan.active
 
     @property
     def precision(self) -> Precision:
-        """The effective one: what the device really gets, whatever was asked for."""
+        """What the run really computes in on this device."""
         return self.active.precision
 
     @property
@@ -59,9 +75,29 @@ class Job:
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What a checkpoint must agree with to be continued: in the precision that it really trains in."""
+        """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
         return config.identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
+
+    def with_microbatch(self, microbatch: int) -> Job:
+        """The job when `batch.microbatch: auto` has found its microbatch (packs at once)."""
+        return replace(self, plan=self.plan.with_microbatch(microbatch))
+
+    def batches(self, accelerator: Accelerator) -> BatchStream:
+        """This rank's training batches, step by step: a pure function of the recipe and the packs."""
+        packs = self.data.train
+        return BatchStream(packs, PackOrder(len(packs), self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
+
+    def batching(self, accelerator: Accelerator) -> dict[str, Any]:
+        """How packs become batches on this rank, in training and in evaluation."""
+        return {
+            "microbatch": self.plan.microbatch,
+            "rank": accelerator.process_index,
+            "world_size": accelerator.num_processes,
+            "mask_boundaries": self.recipe.data.mask_boundaries,
+            "pin_memory": accelerator.device.type == "cuda",
+            "vocab_size": self.model_config.vocab_size,
+        }
 
 
 def prepare_job(
@@ -72,11 +108,23 @@ def prepare_job(
     `recipe` names its precision. `tokens_per_second`: the speed at which the plan reckons; without one, what the run folder has
     measured so far. Raises InputError.
     """
+    # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
+
+    # Packs that exist are opened here, as they may know the tokenizer; others are prepared last, as that may take hours.
+    exist = recipe.data.source is None
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if exist else None
+
+    # The model's shapes, without memory for its weights.
+    tokenizer_known, vocabulary = known_tokenizer(recipe.data, data), None
+    if recipe.model.source is None:
+        completed, vocabulary = with_tokens_of(tokenizer_known, recipe.model)
+        recipe = recipe.model_copy(update={"model": completed})
     model_config = model.load_config(recipe.model)
+    check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
@@ -84,30 +132,42 @@ def prepare_job(
     check_shapes(shapes, active)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
-    check_model(recipe, shapes, None)  # before packs of this length are prepared; again, with their vocabulary, in the plan
+
+    # The tokenizer, then the packs.
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
-    tokenizer = load_tokenizer(recipe.data, recipe.model, needed=bool(recipe.evaluate.samples))
+    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     check_samples(recipe.evaluate.samples, tokenizer)
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process, may_prepare=may_prepare)
-    check_data(data, recipe.model, model_config.vocab_size)
-    device_name, device_memory = device_of(accelerator)
+    if data is None and (may_prepare or recipe.data.packs.exists()):
+        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    if data is not None:
+        check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
+        check_pack_counts(recipe, len(data.train), data.held_out_packs)
+    elif recipe.train.epochs is not None:
+        raise InputError(
+            f"`data.packs`: {recipe.data.packs} is not prepared yet, and the plan counts its packs; "
+            "`python -m packing prepare RECIPE` prepares it, and so does starting the run"
+        )
+
+    name, memory = device_of(accelerator)
     plan = Plan.make(
         recipe,
-        model=shapes,
-        precision=active.precision.name,
-        emulated=active.backend == "emulation",
-        packs=len(data.train),
-        mean_squared=data.mean_squared,
-        held_out_packs=data.held_out_packs,
-        packs_vocabulary=data.vocabulary,
-        world_size=accelerator.num_processes,
-        sharded=accelerator.is_fsdp2,
+        active,
+        shapes,
+        devices=Devices(accelerator.num_processes, accelerator.is_fsdp2, name, memory),
+        packs=len(data.train) if data else None,
+        mean_squared=data.mean_squared if data else None,
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
-        device_name=device_name,
-        device_memory=device_memory,
+        vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
     )
-    return Job(recipe, active, run_dir, model_config, data, tokenizer, backend, plan)
+    return Job(plan, run_dir, model_config, data, tokenizer, backend)
+
+
+def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:
+    """Steps of the horizon, where nothing else is asked for; packs are needed only where `train.epochs` counts them."""
+    if recipe.train.epochs is None:
+        return steps_of(recipe.train, recipe.batch.tokens, 0, recipe.data.length)
+    return prepare_job(recipe, accelerator, may_prepare=False).plan.steps
 
 
 def measured_speed(run_dir: Path) -> float | None:

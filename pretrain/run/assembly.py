@@ -1,9 +1,31 @@
-"""The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it."""
+"""The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it.
+
+`assemble` puts it together in one order, because every part changes what the next ones find:
+
+0. Build. The transformers model in the dtype of its weights. Under `weights: bf16_exact` it comes in FP32 and is rounded here;
+   the FP32 values are kept as masters for step 7. The LM head becomes one that computes the loss; later steps look for it.
+1. Fuse. Whole decoder layers become a few large products. This comes first, while linears and norms are still transformers' own
+   modules, by whose classes and weights a layer is recognised and its own arithmetic taken over.
+2. Convert. Linears outside of fused layers, and norms and the head where the scope has them, multiply in low precision. After
+   fusing, as what a fused layer multiplies is already its own; before wrapping, as a wrapper asks what is inside of a layer.
+3. Wrap. Around each layer's forward, innermost first: working copies in the compute dtype, torch.compile, recomputation in
+   backward. After converting, as compilation must leave the low-precision products alone. Before preparing, so that
+   DistributedDataParallel and FSDP2 see layers as they will run.
+4. Build the optimizer, over the parameters as they are now; nothing after this makes a parameter anew, except FSDP2, and
+   accelerate then points the optimizer to the shards.
+5. Prepare. accelerate moves the model and puts DistributedDataParallel around it or shards it.
+6. Main gradients, where one process sums gradients in a dtype of its own, or fused products add to them: on the parameters that
+   training will use, and so after preparing.
+7. Masters. The FP32 weights put by in step 0 become 16 remainder bits beside each parameter, laid out as the shards are. Then the
+   moments are allocated: what follows tries how much memory is left.
+8. Rehearse. One pack runs through the model under observation, a few more teach delayed scaling its first scales, and
+   DistributedDataParallel lays out its buckets. Last, as this must see exactly what training will run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +36,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from packing.batch import Microbatch
+from packing.batch import Microbatch, StepBatches
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
+from pretrain.metrics.health import Health
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_watch import PrecisionWatch
+from pretrain.metrics.profile import StepProfile, Work
+from pretrain.metrics.recorder import Recorder
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.trackers import Trackers
 from pretrain.model import huggingface as model
 from pretrain.model.conversion import Decision, convert, decide, low_precision_weights
 from pretrain.model.distributed import prepare, sharded_like, unwrapped
@@ -25,22 +55,27 @@ from pretrain.model.fused.choice import choose_arithmetic
 from pretrain.model.fused.fuse import FusedLayers, fuse
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
+from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.backends import make_backend
 from pretrain.precision.context import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.selection import ActivePrecision
 from pretrain.verify import audit
+from pretrain.verify.parity import Parity, check_parity
 
-# Packs that delayed scaling sees before the first step. The first two teach it a layer's gradients, and the largest values of all
-# are those of a microbatch: with one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
+# Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
+# the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
 
 
 @dataclass(frozen=True)
 class Assembly:
     """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
-    the topology, and `tensors` as checkpoints hold it. `precision`: the context of its low-precision modules, None without them.
+    the topology, and `tensors` as checkpoints hold it.
+
+    `precision`: the context of its low-precision modules, None without them. `audit`: what audit.json says; `check_parity` and
+    `confirming_audit` add what they find, and nobody else writes to it.
     """
 
     hf: PreTrainedModel
@@ -86,21 +121,65 @@ class Assembly:
         weights = low_precision_weights(self.hf) + (fused.low_precision_weights if fused else 0)
         return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
 
+    def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
+        """What one device computed in the step of these figures, for its profile."""
+        return Work(
+            flops=recorder.flops,
+            tokens=figures["step_tokens"] // recorder.world_size,
+            sum_squared_lengths=figures["sum_squared_lengths"] / recorder.world_size,
+            peak_tflops=recorder.peak_tflops,
+            low_precision=recorder.low_precision,
+            parameters=sum(local_part(p).numel() for p in self.hf.parameters()),
+            weights=self.audit["weights"],
+            gradients=self.audit["gradients"],
+        )
+
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if self.precision is None or every is None:
             return None
         return PrecisionWatch(self.precision, self.active, every, folder, resumed_step=step, main_process=main_process)
 
-    def confirming_audit(self, step: int) -> AbstractContextManager[None]:
+    def check_parity(self, batches: StepBatches, accelerator: Accelerator) -> Parity:
+        """Step 0 beside plain FP32 transformers on the same text. The comparison goes into the audit, whatever it says."""
+        tolerance, undisturbed = self.active.precision.tolerance, self.preserving_precision()
+        parity = check_parity(self.model, self.hf, self.optimizer, batches, tolerance, accelerator, undisturbed)
+        self.audit["parity"] = parity.record()
+        return parity
+
+    @contextmanager
+    def confirming_audit(self, step: int) -> Iterator[None]:
         """Around `step`, the first of this process: InputError where its low-precision products are not those of the audit."""
-        fused = unwrapped(self.model).fused
-        return audit.confirming(self.precision, self.active, self.audit, step, fused) if self.precision else nullcontext()
+        if self.precision is None:
+            yield
+            return
+        with audit.confirming(self.precision, self.active, self.audit["products"], unwrapped(self.model).fused):
+            yield
+        self.audit["confirmed_in_step"] = step
+
+
+@dataclass
+class Run:
+    """Everything that a running training consists of."""
+
+    job: Job
+    assembly: Assembly
+    accelerator: Accelerator
+    folder: RunFolder
+    state: TrainState
+    resumed_step: int
+    health: Health
+    checkpoints: Checkpoints
+    recorder: Recorder
+    trackers: Trackers
+    precision_watch: PrecisionWatch | None
+    profile: StepProfile | None
+    console: Console
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
-    """Build the model of `job`, put its precision into and around its layers, wrap it for the topology, observe what it does."""
-    recipe, device, backend = job.recipe, accelerator.device, job.backend.name
+    """Build the model of `job` and make it ready to train, in the order that the top of this file explains."""
+    recipe, device, backend = job.recipe, accelerator.device, job.attention.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
@@ -108,7 +187,11 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     packed = model.PackedLanguageModel(hf, backend, recipe.loss)
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
-    packed.precision = precision = make_context(job, device) if decisions else None
+    precision = None
+    if decisions:
+        evaluates_low = job.active.settings.use_autocast_during_eval
+        precision = PrecisionContext(make_backend(job.active, device), job.compute_dtype, evaluates_low=evaluates_low)
+    packed.precision = precision
     arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, job.compute_dtype, precision)
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
@@ -142,19 +225,13 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "computed_by": precision.backend.describe() if precision else f"torch {torch.__version__}",
         "weights": recipe.weights,
         "gradients": kept_in,
-        "attention": {"kind": backend, "reason": job.backend.reason},
+        "attention": {"kind": backend, "reason": job.attention.reason},
         "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
         "compiled": what_is_compiled(compiled, precision, fused),
         "products": products,
     }
     return Assembly(hf, prepared, adamw, job.active, precision, found)
-
-
-def make_context(job: Job, device: torch.device) -> PrecisionContext:
-    """What the low-precision modules of the model share."""
-    backend = make_backend(job.active, device)
-    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
 
 
 def rehearse(
@@ -167,9 +244,9 @@ def rehearse(
 ) -> list[audit.Entry]:
     """Run a pack through the model under observation, and return what ran in which precision.
 
-    The loss is scaled as in training, so delayed scaling begins with a history of real packs. From a scale of one, which it has
-    before it has seen anything, gradients round to zero: those of a layer's last products in a first backward, those behind them,
-    which then get nothing else, in a second.
+    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Before it has seen any, its scales
+    are one, at which gradients round to zero. The first backward then teaches it the gradients of a layer's last products only;
+    all before them get zeros, and learn in the second.
     """
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
@@ -193,11 +270,11 @@ def rehearse(
 
 
 def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
-    """Let every gradient be a view into the communication buckets before the first step, and these be the final ones.
+    """Let DistributedDataParallel lay out its final buckets before the first step, with every gradient a view into them.
 
-    DistributedDataParallel lays its buckets out anew after the first backward that it has seen, and a gradient becomes a view at
-    the end of one. In training that would hold a second copy of all gradients, in the first step and for good in the peak; and
-    the sums over three ranks and more would come in another order after a resume than without one.
+    It rebuilds its buckets after the first backward that it sees, and a gradient becomes a view at the end of a backward. In
+    training that would hold a second copy of all gradients during the first step, which would raise the peak. And sums over
+    three ranks or more would come in another order after a resume than without one.
     """
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):

@@ -1,8 +1,9 @@
-"""What a user types, and what the launcher answers where it ends early: one message, however many processes have it to say."""
+"""What a user types, and the one message of a launch that ends early, however many processes come to it."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -27,16 +28,16 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 def positive(text: str) -> float:
     value = float(text)
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError
     return value
 
 
 def say_once(text: str) -> None:
-    """One message, not one from each process.
+    """Print one message, not one from each process.
 
-    The first process of a machine speaks at once. The others hold back: if the first has the same to say, the launcher ends them
-    meanwhile, and if it has not, what only they have met must not stay unsaid.
+    The first process of a machine prints at once, and the others wait. If the first has failed too, the launcher ends them
+    meanwhile. If not, the error is theirs alone, and after the wait they print it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)

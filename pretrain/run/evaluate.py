@@ -1,8 +1,9 @@
-"""Held-out loss and samples, through the very path that training takes, so that evaluation fits wherever training does."""
+"""Held-out loss and samples. The loss takes the same path as training, so evaluation fits wherever training does."""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,9 +14,12 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from packing.batch import Microbatch
+from packing.batch import Microbatch, evaluation_batches
+from pretrain.metrics.run_record import is_evaluation, read_metrics
+from pretrain.model.distributed import gathered
 from pretrain.model.huggingface import inputs_of
-from pretrain.plan.data import encoded_prompt
+from pretrain.plan.tokenizer import encoded_prompt
+from pretrain.run.assembly import Run
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class HeldOut:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # beyond, a float ends
+        return math.exp(min(self.loss, 700.0))  # a larger one would overflow
 
     def record(self, step: int) -> dict[str, Any]:
         """Its line of `metrics.jsonl`."""
@@ -44,6 +48,26 @@ class HeldOut:
 class Sample:
     prompt: str
     continuation: str
+
+
+def evaluate(run: Run) -> None:
+    """Held-out loss, where packs are held out, and samples, where prompts are set."""
+    settings, began = run.job.recipe.evaluate, time.perf_counter()
+    if run.job.data.held_out is not None:
+        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **run.job.batching(run.accelerator)) as batches:
+            record = held_out_loss(run.assembly.model, batches, run.accelerator).record(run.state.step)
+        run.trackers.log(record)
+        run.console.evaluation(record, time.perf_counter() - began)
+    with gathered(run.assembly.model):
+        for text in sample(run.assembly.hf, run.job.tokenizer, settings.samples, settings.sample_tokens, run.job.recipe.seed):
+            run.console.sample(text.prompt, text.continuation)
+
+
+def was_evaluated(run: Run) -> bool:
+    """Whether the present step's held-out loss stands in metrics.jsonl already; what the main process says counts."""
+    if not run.accelerator.is_main_process:
+        return False
+    return any(is_evaluation(record) and record["step"] == run.state.step for record in read_metrics(run.folder.path))
 
 
 @torch.no_grad()
@@ -64,8 +88,8 @@ def sample(
 ) -> Iterator[Sample]:
     """Continue each prompt by at most `tokens` tokens at temperature 0.8; yields samples.
 
-    Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Training draws
-    its own randomness anew in every step, so seeding here changes nothing there.
+    Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Every training
+    step seeds its own random numbers, so seeding here does not change them.
     """
     for prompt in prompts:
         encoded = encoded_prompt(tokenizer, prompt).to(hf.device)

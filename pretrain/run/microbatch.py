@@ -1,9 +1,8 @@
 """`batch.microbatch: auto`: the largest microbatch that fits on this device, found by trying.
 
-Formulas for activation memory are off by tens of percent with the attention backend, the compiler's choices and the allocator's
-fragments, and a run that dies of memory after an hour costs more than two trials at its start. The plan's estimate only says
-where to begin. A trial is forward and backward of documents as they lie in the packs; what the optimizer holds is already
-allocated.
+Formulas for activation memory are off by tens of percent: they do not know the compiler's choices and the allocator's fragments.
+A run that runs out of memory after an hour costs more than two trials at its start. So the plan's estimate only says where to
+begin. A trial is a forward and backward of documents as they lie in the packs, after the optimizer's state was allocated.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from pretrain.plan.preflight import Job
 RESERVE = 0.04
 
 
-def settle_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
+def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
     """Packs a microbatch: the recipe's number, or what `auto` found before the interruption, or the largest that fits now.
 
-    `resumed`: the state of the checkpoint that was loaded. Keeping its microbatch keeps the order of all sums, so that the
-    resumed run stays exact.
+    `resumed`: the state of the checkpoint that was loaded. To keep its microbatch keeps the order of all sums, so the resumed run
+    repeats the uninterrupted one bit for bit.
     """
     if job.plan.microbatch:
         return job.plan.microbatch
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
     if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
         return resumed["microbatch"]
-    # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting: a trial that may fail
-    # cannot be taken back.
-    together = trials_are_collective(model, accelerator)
-    candidates = [job.plan.expected_microbatch] if together else job.plan.microbatch_candidates
+    # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting. So only what the
+    # estimate expects to fit is tried there.
+    collective = trials_are_collective(model, accelerator)
+    candidates = [job.plan.expected_microbatch] if collective else job.plan.microbatch_candidates
     return largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
 
 
@@ -56,9 +55,9 @@ def largest_that_fits(
 ) -> int:
     """The first of `candidates` (packs a microbatch, descending) whose forward and backward fit; all ranks agree on the smallest.
 
-    On a CPU memory that runs out raises nothing, so there the plan's candidates, which respect the memory of the host, are what
-    keeps a run alive. Leaves the model in training mode, its gradients zero. Raises InputError where not even the smallest fits,
-    naming what would help.
+    A CPU process that runs out of memory is killed without an exception. There only the plan's candidates, which respect the
+    host's memory, keep a run alive. Leaves the model in training mode, its gradients zero. Raises InputError where not even the
+    smallest fits.
     """
     model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
     for candidate in candidates:

@@ -1,4 +1,4 @@
-"""Going on where a run was: which checkpoint, whether it belongs to this training, and its state put back."""
+"""Resuming: which checkpoint, whether it belongs to this training, and its state copied back."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foundation.errors import InputError
-from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.checkpoint.state import TrainState, check_same_training
 from pretrain.metrics.health import Health
@@ -32,13 +32,18 @@ class ResumePoint:
     notes: list[str]  # what differs between its recipe and the present one
 
 
-def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
-    """The checkpoint to go on from, `wanted` ("auto" or a path); None where there is none yet. Costs no more than its hashes.
+def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
+    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet. Reads no more than its hashes need.
 
-    Raises InputError where it belongs to another training and `accept_changes` is not set, and where all are damaged: starting
-    over in their place would bury what may still be rescued.
+    Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
+    checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
     path = checkpoints.newest() if wanted == "auto" else Path(wanted)
+    if path is not None and not path.exists():
+        there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
+        raise InputError(
+            f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
+        )
     if path is None:
         if checkpoints.damaged:
             raise InputError(
@@ -53,7 +58,7 @@ def find_source(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes:
 def restore(
     source: ResumePoint | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Put the checkpoint's weights, moments and counters back; returns the state and what the user should know of it."""
+    """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
@@ -68,10 +73,9 @@ def restore(
 def load_weights(
     source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly, scales: Mapping[str, Tensor]
 ) -> list[str]:
-    """Copy weights, moments and `scales` into place, whatever mode of `weights:` they were saved in; returns what the user should
-    know.
+    """Copy weights, moments and `scales` into place, whatever mode of `weights:` they were saved in; returns notes for the user.
 
-    Of another mode, the weights are read as they were stored, become FP32 masters, and are stored again in this run's `mode`.
+    Weights of another mode are read as they were stored, become FP32 masters, and are stored in this run's `mode`.
     """
     saved: Weights = source.record["identity"]["weights"]
     if saved == mode:
@@ -90,10 +94,10 @@ def load_weights(
 
 
 def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Where the delayed scaling's history and scales that the checkpoint holds go: into `wanted`, or, where this run does not
-    have them or has them in another shape, into tensors that nobody keeps. And what the user should know of it.
+    """Where to load the checkpoint's history and scales of delayed scaling, by name, and notes for the user.
 
-    A run that finds none keeps what a few packs of its data have taught it, as every run begins.
+    Those that this run has too, in the same shape, go into `wanted`; the others into tensors that nobody keeps. What this run has
+    and the checkpoint has not keeps what it learnt from a few packs, as at the beginning of every run.
     """
     saved = {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
     fits = {name: tensor for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)}
@@ -101,7 +105,7 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
     notes = []
     if len(fits) < len(wanted):
         notes.append(
-            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint: begun anew"
+            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint and start afresh"
         )
     if rest:
         notes.append(f"{len(rest)} tensors of delayed scaling in the checkpoint have no place in this run")

@@ -6,6 +6,8 @@ in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is repo
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -41,6 +43,15 @@ class ModelSettings(Settings):
     def _on_and_off_are_words(cls, value: Any) -> Any:
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads a bare `off` as false
 
+    @field_validator("config")
+    @classmethod
+    def _can_be_written_as_json(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        try:
+            json.dumps(config, allow_nan=False)
+        except (ValueError, TypeError):
+            raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
+        return config
+
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
         if self.source is None and "model_type" not in (self.config or {}):
@@ -65,6 +76,13 @@ class OptimizerSettings(Settings):
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Several processes sum in the weights' dtype.
     gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0)  # the largest gradient norm; null: gradients are not clipped
+
+    @field_validator("clip", mode="before")
+    @classmethod
+    def _not_clipping_has_a_word(cls, value: Any) -> Any:
+        if isinstance(value, float) and math.isinf(value):
+            raise ValueError(f"{value} is no norm to clip at; for no clipping set it to null")
+        return value
 
 
 class ScheduleSettings(Settings):

@@ -104,24 +104,23 @@ def observe(
 
 @contextmanager
 def confirming(
-    context: PrecisionContext, active: ActivePrecision, found: dict[str, Any], step: int, fused: FusedLayers | None = None
+    context: PrecisionContext, active: ActivePrecision, products: Sequence[Entry], fused: FusedLayers | None = None
 ) -> Iterator[None]:
     """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
 
-    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. Notes in `found`
-    in which step it was confirmed; InputError otherwise.
+    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. `products`: the
+    entries that `observe` returned. Raises InputError where they are not confirmed.
     """
     context.plain_calls.clear()
     with context.backend.observed_products() as observed, _within(fused) as inside:
         yield
     observed |= inside
     checked = []
-    for entry in (entry for entry in found["products"] if entry["products"]):
+    for entry in (entry for entry in products if entry["products"]):
         name = entry["name"]
         effective = _effective(observed.get(name, ()), "not run", context.plain_calls[name], active)
         checked.append(entry | {"effective": effective})
     _refuse(checked, active)
-    found["confirmed_in_step"] = step
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -147,7 +147,9 @@ def test_a_tokenizer_that_is_not_the_models_is_refused_before_text_is_prepared(s
 
 def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_theirs(source, launch, refusal, small_recipe):
     source.write_text(f"{DOCUMENT}\n" * 20)
-    assert "`python -m packing prepare RECIPE` prepares it" in refusal("--plan")
+    assert "`python -m packing prepare RECIPE` prepares it" in refusal("--plan", "train={epochs: 2}")
+    planned = launch("--plan")
+    assert planned.status == 0 and "not prepared yet" in planned.out and not Path(small_recipe["data"]["packs"]).exists()
     prepare(DataSettings(**small_recipe["data"]))
     assert launch("--plan").status == 0
     assert launch("--plan", "seed=43").status == 0

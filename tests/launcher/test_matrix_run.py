@@ -61,7 +61,7 @@ def last_step(run_dir: Path) -> int:
         return 0
 
 
-def test_a_failed_cell_is_reported_and_not_fatal_and_only_it_is_run_when_the_matrix_is_started_again(matrix_file, tmp_path):
+def test_a_failed_cell_does_not_stop_the_others_and_alone_is_run_again(matrix_file, tmp_path):
     path, folder = matrix_file(), tmp_path / "precisions"
     with RunFolder(folder / "fp32"):  # somebody else is training there
         status, output = run(path)

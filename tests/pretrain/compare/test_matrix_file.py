@@ -99,7 +99,7 @@ def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
     found = matrix()
     assert [c.name for c in found.only([])] == names(found)
     assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == ["bf16-bf16", "mxfp8-bf16"]
-    with pytest.raises(InputError, match=r"--only precison=bf16.*keys are precision, weights"):
+    with pytest.raises(InputError, match=r"--only precison=bf16.*keys of the cells are precision, weights"):
         found.only(["precison=bf16"])
     with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
         found.only(["precision=fp16"])

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from foundation.errors import InputError
 from packing.batch import IGNORE, evaluation_batches
 from packing.settings import DataSettings
-from pretrain.plan.data import Data, check_data, check_tokenizer, load_tokenizer, open_data
+from pretrain.plan.data import Data, check_tokens, open_data
+from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
 from pretrain.settings.recipe import ModelSettings
 
 WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
@@ -69,7 +70,7 @@ def test_packs_are_prepared_when_first_asked_for_and_left_alone_afterwards(setti
     assert contents(Path(settings.packs)) == before
     assert first.train.fingerprint == again.train.fingerprint
     assert len(first.train) > 0 and first.held_out_packs == len(first.held_out) > 0
-    assert first.vocabulary == len(WORDS)
+    assert first.tokenizer["vocab_size"] == len(WORDS)
 
 
 def test_packs_without_a_source_must_be_there(tmp_path: Path) -> None:
@@ -97,8 +98,8 @@ def test_a_trial_has_the_documents_of_the_first_packs_in_turns_and_tokens_that_a
 
 def test_the_model_s_own_tokenizer_is_accepted(data: Data, settings: DataSettings) -> None:
     own = ModelSettings(source=settings.tokenizer)
-    check_data(data, own, vocab_size=len(WORDS))
-    check_data(data, FROM_SCRATCH, vocab_size=len(WORDS))
+    check_tokens(data, len(WORDS), fingerprint_of(own))
+    check_tokens(data, len(WORDS), fingerprint_of(FROM_SCRATCH))
     check_tokenizer(settings, own, vocab_size=len(WORDS))
 
 
@@ -107,24 +108,24 @@ def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: D
         source=str(write_tokenizer(tmp_path / "model", {word: len(WORDS) - 1 - i for word, i in WORDS.items()}))
     )
     with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
-        check_data(data, other, vocab_size=len(WORDS))
+        check_tokens(data, len(WORDS), fingerprint_of(other))
     with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
         check_tokenizer(settings, other, vocab_size=len(WORDS))
 
 
 def test_a_model_with_fewer_embeddings_than_the_packs_have_tokens_is_refused(data: Data, settings: DataSettings) -> None:
     with pytest.raises(InputError, match=f"vocabulary of {len(WORDS)} tokens.*the model has {len(WORDS) - 1}"):
-        check_data(data, FROM_SCRATCH, vocab_size=len(WORDS) - 1)
+        check_tokens(data, len(WORDS) - 1, None)
     with pytest.raises(InputError, match=f"has {len(WORDS)} ids, the model's vocabulary {len(WORDS) - 1}"):
-        check_tokenizer(settings, FROM_SCRATCH, vocab_size=len(WORDS) - 1)
+        check_tokenizer(settings, ModelSettings(source=settings.tokenizer), vocab_size=len(WORDS) - 1)
 
 
 def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
     data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
-    assert data.vocabulary is None
-    check_data(data, FROM_SCRATCH, vocab_size=61)
+    assert data.tokenizer == {}
+    check_tokens(data, 61, None)
     with pytest.raises(InputError, match=r"token id 60, but the model's vocabulary has 60 tokens"):
-        check_data(data, FROM_SCRATCH, vocab_size=60)
+        check_tokens(data, 60, None)
 
 
 @pytest.mark.parametrize("as_file", [True, False])

@@ -14,7 +14,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.fused import choice
 from pretrain.model.fused.fuse import fuse
 from pretrain.model.fused.plain import TorchArithmetic
-from pretrain.plan.layer_memory import LayerMemory, layers_of
+from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Recipe

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import choice
-from pretrain.plan.layer_memory import layers_of
-from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
+from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe

@@ -7,9 +7,11 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig
 
 from foundation.errors import InputError
-from pretrain.plan.checks import check_settings, steps_of
+from pretrain.model.huggingface import load_config
+from pretrain.plan.checks import check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.settings.recipe import TrainSettings
 from tests.pretrain.plan.plan_recipe import recipe
 
@@ -75,3 +77,36 @@ def test_gradients_in_another_dtype_than_several_processes_exchange_are_refused(
     check_settings(asked, "bf16", 1)
     same = {"fp32": "fp32"}.get(weights, "bf16")
     check_settings(recipe(weights=weights, optimizer={"gradients": same}), "bf16", 2)
+
+
+def test_packs_longer_than_the_models_positions_are_refused() -> None:
+    longer = recipe(data={"packs": "packs", "length": 65_536}, batch={"tokens": 131_072})
+    with pytest.raises(InputError, match=r"data\.length: 65536.*32768 positions"):
+        check_sizes(longer, AutoConfig.for_model("qwen3", max_position_embeddings=32_768))
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "qwen3", "hidden_size": 0}, "hidden_size: 0"),
+        ({"model_type": "gpt2", "n_layer": 0}, "n_layer: 0"),
+        ({"model_type": "llama", "vocab_size": 0}, "vocab_size: 0"),
+        ({"model_type": "llama", "pad_token_id": 32_000}, "pad_token_id: 32000.*32000 tokens"),
+        ({"model_type": "llama", "eos_token_id": [2, -1]}, "eos_token_id: -1"),
+    ],
+)
+def test_models_of_no_size_and_tokens_beyond_the_vocabulary_are_refused(config: dict, says: str) -> None:
+    asked = recipe(model={"config": config}, data={"packs": "packs", "length": 1024})
+    with pytest.raises(InputError, match=rf"model\.config\.{says}"):
+        check_sizes(asked, load_config(asked.model))
+
+
+def test_evaluation_without_held_out_packs_is_refused() -> None:
+    with pytest.raises(InputError, match=r"evaluate\.every: 250.*data\.held_out"):
+        check_pack_counts(recipe(evaluate={"every": 250}), 22_206, 0)
+    check_pack_counts(recipe(evaluate={"every": 250}), 22_206, 1)
+
+
+def test_no_packs_are_refused() -> None:
+    with pytest.raises(InputError, match=r"data\.packs.*no pack of 4096 tokens"):
+        check_pack_counts(recipe(), 0, 0)

@@ -1,0 +1,176 @@
+"""The tokenizer behind a run's packs: what a model from scratch takes from it, whether it is the model's own, and the object that
+reads prompts and goes into the exported folder.
+
+A model from scratch has the tokens of its data. What `model.config` leaves open of vocab_size, eos_token_id, bos_token_id and
+pad_token_id is taken from the tokenizer, so that the exported model has no unused embeddings and `generate` stops at the token
+that ended the documents. What `model.config` sets and the tokenizer contradicts is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from foundation.errors import InputError
+from packing.settings import DataSettings
+from packing.tokenizer import TextTokenizer
+from packing.tokenizer import load_tokenizer as load_text_tokenizer
+from pretrain.model.huggingface import load_config
+from pretrain.plan.data import Data
+from pretrain.settings.recipe import ModelSettings
+
+VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
+ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
+
+
+# ── What a model from scratch takes from the tokenizer ────────────────────────────────────────────────────────────────────────
+
+
+def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]:
+    """What is known of the tokenizer that the packs are made with: name, vocab_size, eos_id, bos_id, pad_id (None: it has none).
+
+    By `data.tokenizer` where that is set, else by what the packs remember. Keys of which nothing is known are absent.
+    InputError where the packs were made with another tokenizer than `data.tokenizer`.
+    """
+    if settings.tokenizer is None:
+        return data.tokenizer if data else {}
+    named, made_with = load_text_tokenizer(settings.tokenizer).describe(), data.tokenizer.get("fingerprint") if data else None
+    if made_with not in (None, named["fingerprint"]):
+        raise InputError(
+            f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {settings.packs} "
+            f"({data.tokenizer.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
+        )
+    return named
+
+
+def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tuple[ModelSettings, str]:
+    """`settings` of a model from scratch, what they leave open of its vocabulary taken from `tokenizer`; and a line to say so.
+
+    Raises InputError where `model.config` contradicts the tokenizer, and for an unknown model type.
+    """
+    given = dict(settings.config or {})
+    known = load_config(ModelSettings(config={"model_type": given["model_type"]}))
+    size = tokenizer.get("vocab_size")
+    if size is None:
+        origin = "set by the recipe" if "vocab_size" in given else f"the default of {given['model_type']}"
+        return settings, f"vocabulary {origin}; the tokenizer behind the packs is not known (`data.tokenizer`)"
+    if contradictions := _contradictions(given, tokenizer):
+        raise InputError(
+            f"`model.config` contradicts the tokenizer of the data ({tokenizer.get('name', 'unnamed')}): "
+            f"{'; '.join(contradictions)}. Leave these keys out, and they are taken from the tokenizer"
+        )
+    found = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
+    found |= {f"{role}_token_id": tokenizer[f"{role}_id"] for role in ROLES if f"{role}_id" in tokenizer}
+    config = given | {key: value for key, value in found.items() if key not in given and hasattr(known, key)}
+    rounded = f"rounded up to a multiple of {VOCABULARY_MULTIPLE}"
+    origin = "set by the recipe, for" if "vocab_size" in given else f"{rounded} from" if found["vocab_size"] != size else "of"
+    ids = ", ".join(f"{word} {_shown(config.get(f'{role}_token_id'))}" for role, word in ROLES.items())
+    return settings.model_copy(update={"config": config}), f"vocabulary {origin} the tokenizer's {size:,} ids; {ids}"
+
+
+def _contradictions(given: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> list[str]:
+    found, size = [], given.get("vocab_size")
+    if isinstance(size, int) and size < tokenizer["vocab_size"]:
+        found.append(f"`vocab_size: {size}`, but it has {tokenizer['vocab_size']} ids")
+    for role, word in ROLES.items():
+        ids, own = given.get(f"{role}_token_id"), tokenizer.get(f"{role}_id")
+        if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+            found.append(f"`{role}_token_id: {ids}`, but its {word} token is {own}")
+    return found
+
+
+def _shown(token: Any) -> str:
+    return "none" if token is None else str(token)
+
+
+# ── Whether it is the model's own ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
+    """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; for before text is prepared."""
+    if data.tokenizer is None or model.source is None:
+        return
+    tokenizer, expected = load_text_tokenizer(data.tokenizer), fingerprint_of(model)
+    if expected is not None and tokenizer.fingerprint != expected:
+        raise InputError(
+            f"`data.tokenizer`: {data.tokenizer} ({tokenizer.fingerprint[:12]}) is not the tokenizer of `model.source` "
+            f"({expected[:12]}); set `data.tokenizer: {model.source}`"
+        )
+    if tokenizer.vocab_size > vocab_size:
+        raise InputError(
+            f"`data.tokenizer`: {data.tokenizer} has {tokenizer.vocab_size} ids, the model's vocabulary {vocab_size}; use the "
+            "model's own tokenizer, or set `model.config.vocab_size` for a model from scratch"
+        )
+
+
+def fingerprint_of(model: ModelSettings) -> str | None:
+    """Of the tokenizer that the model's folder or hub repository holds; None where there is none."""
+    if model.source is None:
+        return None
+    if Path(model.source).exists():
+        return load_text_tokenizer(model.source).fingerprint if (Path(model.source) / "tokenizer.json").is_file() else None
+    with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
+        return load_text_tokenizer(model.source, model.revision).fingerprint
+    return None
+
+
+# ── For prompts and for the exported folder ───────────────────────────────────────────────────────────────────────────────────
+
+
+def load_tokenizer(
+    settings: DataSettings, model: ModelSettings, data: Data | None = None, *, needed: bool
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer for samples and for the exported folder: the data's, else the model's, else the one that lies with the packs.
+
+    None where none is there; InputError where one is `needed`, or named and unreadable.
+    """
+    source = settings.tokenizer or model.source
+    if settings.tokenizer is not None:
+        text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
+        if Path(settings.tokenizer).is_file():
+            return _with_special_tokens(text, text.describe())
+    try:
+        if source is not None:
+            revision = model.revision if source == model.source else None
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        if settings.tokenizer is not None or needed:
+            key = "data.tokenizer" if settings.tokenizer else "model.source"
+            reason = " ".join(str(error).split())[:300]
+            raise InputError(f"`{key}`: no tokenizer can be read from {source!r}: {reason}; set `data.tokenizer`") from None
+    if data is not None and (file := data.train.path / "tokenizer.json").is_file():
+        text = load_text_tokenizer(str(file))
+        return _with_special_tokens(text, data.tokenizer or text.describe())
+    if needed:
+        raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
+    return None
+
+
+def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """A tokenizer.json does not say which tokens are EOS, BOS and padding; `known` does, as `TextTokenizer.describe`."""
+    ids = {role: known.get(f"{role}_id") for role in ROLES}
+    named = {f"{role}_token": text.tokenizer.id_to_token(token) for role, token in ids.items() if token is not None}
+    return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
+
+
+def check_samples(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """InputError where a prompt cannot be continued, which would otherwise be found out at the first evaluation."""
+    for prompt in prompts:
+        encoded_prompt(tokenizer, prompt)
+
+
+def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
+    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before."""
+    encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    if encoded["input_ids"].shape[1]:
+        return encoded
+    start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if start is None:
+        raise InputError("`evaluate.samples`: an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
+    ids = torch.tensor([[start]])
+    return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
