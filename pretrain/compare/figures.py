@@ -20,7 +20,7 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import count, memory
 from pretrain.compare.fairness import Variants, last_fifth, loss_differences
-from pretrain.metrics.run_files import RunRecord
+from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.registry import PRECISIONS
 
 if TYPE_CHECKING:
