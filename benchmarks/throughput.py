@@ -7,7 +7,7 @@
 Measured are whole steps, data included; the machine's own limits in the same run, so that every figure is also a share of what
 is possible; and of every way whether it trains what plain Hugging Face trains (benchmarks.ways.judge). A way that fails stands in
 the result with its error. The file is written after every way, and `--continue` adds to it what is missing. `--report` makes the
-table in the README and its picture from result files; `--tiny` goes through everything with a small model on a CPU.
+table of docs/results.md and its picture from result files; `--tiny` goes through everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         if arguments.report:
-            throughput_report.write(arguments.report, arguments.readme, arguments.picture)
+            throughput_report.write(arguments.report, arguments.page, arguments.picture)
         else:
             measure(arguments)
     except InputError as error:
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     how.add_argument("--out", type=Path, help="the result file")
     show = parser.add_argument_group("showing results")
     show.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="result files to make the table and picture from")
-    show.add_argument("--readme", type=Path, default=Path("README.md"), help="whose table between the markers is replaced")
+    show.add_argument("--page", type=Path, default=Path("docs/results.md"), help="whose table between the markers is replaced")
     show.add_argument("--picture", type=Path, default=Path("docs/throughput.png"))
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out or arguments.list):

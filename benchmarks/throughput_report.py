@@ -1,4 +1,4 @@
-"""Result files of `benchmarks.throughput` as a table in the README, between its markers, and as a picture."""
+"""Result files of `benchmarks.throughput` as the table of docs/results.md, between its markers, and as a picture."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
 
-def write(files: Sequence[Path], readme: Path, picture: Path) -> None:
-    """Replace what stands between the markers of `readme`, and draw `picture`. InputError for a file that cannot be used."""
+def write(files: Sequence[Path], page: Path, picture: Path) -> None:
+    """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
     results = [read(file) for file in files]
-    if not readme.is_file() or readme.read_text().count(BEGIN) != 1 or readme.read_text().count(END) != 1:
-        raise InputError(f"{readme}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
+    if not page.is_file() or page.read_text().count(BEGIN) != 1 or page.read_text().count(END) != 1:
+        raise InputError(f"{page}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
     draw(results, picture)
-    image = f"![tokens a second by way]({Path(os.path.relpath(picture, readme.parent)).as_posix()})"
-    tables = [section(result, os.path.relpath(file, readme.parent)) for result, file in zip(results, files, strict=True)]
+    image = f"![tokens a second by way]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
+    tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
     made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
-    before, _, rest = readme.read_text().partition(BEGIN)
+    before, _, rest = page.read_text().partition(BEGIN)
     content = "\n\n".join([BEGIN, *tables, image, made, END])
-    replace_file(readme, (before + content + rest.partition(END)[2]).encode())
+    replace_file(page, (before + content + rest.partition(END)[2]).encode())
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -26,28 +26,29 @@ class DataSettings(Settings):
     on first use. `tokenizer` without `source` names the one that existing packs were made with, to read prompts and to export.
     """
 
-    packs: Path
-    length: PositiveCount = 4096
-    held_out: Share = 0.0
+    packs: Path  # folder of packs (Arrow, MDS) or token .bin file; where packs are prepared if `source` is set
+    length: PositiveCount = 4096  # tokens of a pack
+    held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
-    end_token: int | None = Field(None, ge=0)  # token .bin only: the id that ends a document; none: a pack is one document
+    end_token: int | None = Field(None, ge=0)  # token .bin only: the id that ends a document; null: a pack is one document
 
-    source: str | None = None  # file, folder or Hugging Face dataset name
-    format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"
-    subset: str | None = None  # Hugging Face's "config name"
-    split: str = "train"
-    streaming: bool = False
-    # A special token that a text spells out, such as a literal <|endoftext|>, becomes that token's id: Hugging Face's default.
-    text: str = "text"  # a column, or a template over columns: "{title}\n\n{body}"
+    source: str | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
+    format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"  # auto: by the files' suffixes
+    subset: str | None = None  # Hugging Face datasets: the config's name
+    split: str = "train"  # Hugging Face datasets
+    streaming: bool = False  # Hugging Face datasets: read without a download first
+    # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
+    text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`.
     tokenizer: str | None = None  # hub name, folder, or tokenizer.json
+    # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
-    positions: Literal["restart", "continue"] = "restart"
-    add_bos: bool = False
-    add_eos: bool = True
-    shuffle: bool = True
+    positions: Literal["restart", "continue"] = "restart"  # of a cut document's rest: from 0, or on from where it was cut
+    add_bos: bool = False  # a BOS token before each document
+    add_eos: bool = True  # an EOS token after each document
+    shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
-    on_bad_line: Literal["error", "skip"] = "error"
-    processes: PositiveCount | None = None  # default: one a core
+    on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
+    processes: PositiveCount | None = None  # that tokenise; null: one a core
 
     @model_validator(mode="after")
     def _every_setting_is_used(self) -> DataSettings:

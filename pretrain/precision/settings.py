@@ -28,14 +28,14 @@ PrecisionName = Annotated[str, AfterValidator(_in_the_registry)]
 class KeepBf16Layers(Settings):
     """Decoder layers that stay in BF16: so many at the start of the model, so many at its end."""
 
-    first: Count = 0
-    last: Count = 0
+    first: Count = 0  # decoder layers at the start of the model that stay in BF16
+    last: Count = 0  # decoder layers at its end that stay in BF16
 
 
 class _ForEveryPrecision(Settings):
-    backend: Literal["TE", "emulation"] = "TE"  # emulation: also where Transformer Engine and the hardware could
-    scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # linear: all linears but the LM head
-    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # fallback: to delayed, else to bf16
+    backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
+    scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # all linears but the LM head; with it; with norms
+    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
     use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it
 

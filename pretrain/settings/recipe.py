@@ -22,15 +22,18 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 class EveryNthLayer(Settings):
     """Recompute every n-th layer in backward instead of keeping its activations."""
 
-    every: PositiveCount
+    every: PositiveCount  # {every: 2} recomputes every second layer
 
 
 class ModelSettings(Settings):
-    source: str | None = None  # hub name or folder
-    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config
-    revision: str | None = None
-    trust_remote_code: bool = False
+    source: str | None = None  # hub name or folder; null: from scratch, by `config`
+    # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
+    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
+    revision: str | None = None  # branch, tag or commit of a hub model; null: its main branch
+    trust_remote_code: bool = False  # run the Python code that comes with a hub model
+    # auto: cudnn on Hopper and Blackwell with Transformer Engine, else varlen on a GPU, sdpa elsewhere.
     attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
+    # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
     fused: Literal["auto", "on", "off"] = "auto"  # layers of known architectures as a few large products; auto: where faster
@@ -64,15 +67,15 @@ class BatchSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    learning_rate: float = Field(3.0e-4, gt=0)
-    betas: tuple[Share, Share] = (0.9, 0.95)
-    eps: float = Field(1.0e-8, gt=0)
-    weight_decay: float = Field(0.1, ge=0)
-    decay: Literal["matrices", "all"] = "matrices"  # all: norms and biases too, torch's default
-    moments: Literal["fp32", "bf16"] | None = None  # none: FP32, but BF16 under `weights: bf16`, as in torch
-    # What microbatches add up in; none: FP32, but BF16 under `weights: bf16`. Several processes sum in the parameters' dtype.
+    learning_rate: float = Field(3.0e-4, gt=0)  # the largest, which the schedule reaches after its warmup
+    betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's
+    eps: float = Field(1.0e-8, gt=0)  # AdamW's
+    weight_decay: float = Field(0.1, ge=0)  # AdamW's, times the learning rate
+    decay: Literal["matrices", "all"] = "matrices"  # what decays: matrices and embeddings; all: norms and biases too, as in torch
+    moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
+    # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Several processes sum in the weights' dtype.
     gradients: Literal["fp32", "bf16"] | None = None
-    clip: float | None = Field(1.0, gt=0)
+    clip: float | None = Field(1.0, gt=0)  # the largest gradient norm; null: gradients are not clipped
 
     @field_validator("clip", mode="before")
     @classmethod
@@ -83,11 +86,11 @@ class OptimizerSettings(Settings):
 
 
 class ScheduleSettings(Settings):
-    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"  # wsd: warmup, stable, then a linear decay
     warmup: Count = 0  # steps
     warmup_tokens: PositiveCount | None = None  # in place of `warmup`
     decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
-    min_lr_ratio: Fraction = 0.0
+    min_lr_ratio: Fraction = 0.0  # where the decay ends, as a share of `optimizer.learning_rate`
 
     @model_validator(mode="after")
     def _one_warmup(self) -> ScheduleSettings:
@@ -99,9 +102,9 @@ class ScheduleSettings(Settings):
 class TrainSettings(Settings):
     """The horizon: exactly one of the three."""
 
-    steps: PositiveCount | None = None
-    tokens: PositiveCount | None = None
-    epochs: float | None = Field(None, gt=0)
+    steps: PositiveCount | None = None  # optimizer steps
+    tokens: PositiveCount | None = None  # rounded up to whole steps
+    epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
@@ -111,28 +114,29 @@ class TrainSettings(Settings):
 
 
 class LossSettings(Settings):
+    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
     chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
 
 
 class EvaluateSettings(Settings):
-    every: PositiveCount | None = None  # steps; none: at the end only
-    packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; none: all of them
+    every: PositiveCount | None = None  # steps; null: at the end only
+    packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
     samples: tuple[str, ...] = ()  # prompts to continue at every evaluation
-    sample_tokens: PositiveCount = 64
+    sample_tokens: PositiveCount = 64  # the most tokens of a continuation
 
 
 class CheckpointSettings(Settings):
-    every: PositiveCount | None = 500  # steps; none: at the end and on a signal only
-    keep: PositiveCount = 3
+    every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
+    keep: PositiveCount = 3  # the newest so many; older ones are deleted
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
 
 class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
-    trackers: tuple[str, ...] = ("jsonl",)
-    project: str = "pretrain"
-    fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; none: never
+    trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
+    project: str = "pretrain"  # the project that a hosted tracker files the run under
+    fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
 
     @field_validator("trackers")
     @classmethod
@@ -141,20 +145,21 @@ class LogSettings(Settings):
 
 
 class HealthSettings(Settings):
-    on_nan: Literal["stop", "skip"] = "stop"
-    on_spike: Literal["ignore", "warn", "stop"] = "warn"
+    on_nan: Literal["stop", "skip"] = (
+        "stop"  # a loss or gradient norm that is not finite: stop the run; skip: leave the step out, ten in a row at most
+    )
+    on_spike: Literal["ignore", "warn", "stop"] = "warn"  # a loss far above the recent ones
 
 
 class Recipe(Settings):
     """A whole training recipe: what is trained, on what, how long, and what is recorded."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: Seed = 42
-    precision: PrecisionName | None = (
-        None  # fp32, bf16, delayed, current, block, mxfp8, nvfp4; none: the accelerate configuration's
-    )
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's, and a part of its folder's name
+    seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
+    precision: PrecisionName | None = None  # what matrix products compute in; null: as the accelerate configuration says
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     parity: bool = False  # compare step 0 with a plain FP32 path, and stop if it is not the same training
+    # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
     weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
     model: ModelSettings
     data: DataSettings
@@ -167,7 +172,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    run_dir: str = "runs/{name}-{precision}-{weights}"
+    run_dir: str = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
 
     def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.

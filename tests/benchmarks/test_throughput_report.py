@@ -1,4 +1,4 @@
-"""The README's table and picture of a comparison, from a result file made up here."""
+"""The table of docs/results.md and its picture, from a result file made up here."""
 
 from __future__ import annotations
 
@@ -53,21 +53,21 @@ def result(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def readme(tmp_path: Path) -> Path:
-    file = tmp_path / "README.md"
+def page(tmp_path: Path) -> Path:
+    file = tmp_path / "results.md"
     file.write_text(f"before\n\n{BEGIN}\nan older table\n{END}\n\nafter\n")
     return file
 
 
-def rows_of(readme: Path) -> dict[tuple[str, str], list[str]]:
+def rows_of(page: Path) -> dict[tuple[str, str], list[str]]:
     """Cells of each row, by way and weights, in the table's order."""
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in readme.read_text().splitlines() if line[:1] == "|"]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.read_text().splitlines() if line[:1] == "|"]
     return {(row[0], row[2]): row for row in cells[2:]}
 
 
-def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, readme: Path, tmp_path: Path):
-    write([result], readme, tmp_path / "docs" / "picture.png")
-    rows = rows_of(readme)
+def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, page: Path, tmp_path: Path):
+    write([result], page, tmp_path / "docs" / "picture.png")
+    rows = rows_of(page)
     assert [key[0] for key in rows] == [
         "**ours, delayed**",
         "the reference: te.Linear + Liger",
@@ -81,37 +81,37 @@ def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, 
     assert compiled[5] == "–" and compiled[-1].startswith("wrong [")
 
 
-def test_reasons_stand_below_the_table(result: Path, readme: Path, tmp_path: Path):
-    write([result], readme, tmp_path / "picture.png")
-    text = readme.read_text()
+def test_reasons_stand_below_the_table(result: Path, page: Path, tmp_path: Path):
+    write([result], page, tmp_path / "picture.png")
+    text = page.read_text()
     compiled = "Hugging Face, compiled, weights fp32: gradient norm 0.08 times eager's, 10 % off allowed; in microbatches of"
     assert compiled in text and "with which it began." in text.partition(compiled)[2].partition("\n")[0]
     assert "Hugging Face, eager, weights fp32: in microbatches of 4: 8 packs do not fit." in text
     assert "torchtitan's float8: torchao, compiled, weights fp32: it said nothing." in text
 
 
-def test_only_what_stands_between_the_markers_is_replaced_and_twice_is_as_once(result: Path, readme: Path, tmp_path: Path):
-    write([result], readme, tmp_path / "docs" / "picture.png")
-    once = readme.read_text()
+def test_only_what_stands_between_the_markers_is_replaced_and_twice_is_as_once(result: Path, page: Path, tmp_path: Path):
+    write([result], page, tmp_path / "docs" / "picture.png")
+    once = page.read_text()
     assert once.startswith(f"before\n\n{BEGIN}\n") and once.endswith(f"{END}\n\nafter\n") and "an older table" not in once
     assert "](docs/picture.png)" in once and (tmp_path / "docs" / "picture.png").read_bytes().startswith(b"\x89PNG")
-    write([result], readme, tmp_path / "docs" / "picture.png")
-    assert readme.read_text() == once
+    write([result], page, tmp_path / "docs" / "picture.png")
+    assert page.read_text() == once
 
 
-def test_a_file_without_markers_and_a_result_without_figures_are_refused(result: Path, readme: Path, tmp_path: Path):
-    readme.write_text("no place\n")
+def test_a_file_without_markers_and_a_result_without_figures_are_refused(result: Path, page: Path, tmp_path: Path):
+    page.write_text("no place\n")
     with pytest.raises(InputError, match="has no place for the table"):
-        write([result], readme, tmp_path / "picture.png")
+        write([result], page, tmp_path / "picture.png")
     with pytest.raises(InputError, match="measure first"):
-        write([tmp_path / "none.json"], readme, tmp_path / "picture.png")
+        write([tmp_path / "none.json"], page, tmp_path / "picture.png")
     (tmp_path / "empty.json").write_text('{"ways": {}}')
     with pytest.raises(InputError, match="holds no way that has run"):
-        write([tmp_path / "empty.json"], readme, tmp_path / "picture.png")
+        write([tmp_path / "empty.json"], page, tmp_path / "picture.png")
 
 
-def test_the_readme_of_this_repository_has_the_place():
-    text = (ROOT / "README.md").read_text()
+def test_the_results_page_has_the_place():
+    text = (ROOT / "docs/results.md").read_text()
     assert text.count(BEGIN) == 1 and text.index(BEGIN) < text.index(END)
 
 

@@ -1,0 +1,197 @@
+"""docs/settings.md, made from the settings classes: `python -m pretrain settings > docs/settings.md`.
+
+What a key means stands once, beside the key: in the comment that trails its line, or in the comment lines right above it. A
+comment that ends with a colon is the heading of a group of keys and belongs to none of them. A key that is made elsewhere (an
+option of a precision, say) brings its meaning as the `description` of its pydantic field.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import inspect
+import io
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from foundation.settings import Settings
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
+from pretrain.settings.recipe import Recipe
+
+HEAD = """\
+# Settings
+
+Every key that a recipe can have. This page is made by
+`python -m pretrain settings > docs/settings.md` from the classes that check recipes, and a test
+compares the two. To change it, change the comment beside the key: in `pretrain/settings/recipe.py`,
+`packing/settings.py`, `pretrain/precision/settings.py` or the file of a precision.
+
+* A recipe is a YAML file. A key that is not listed here is an error that names the nearest known
+  one.
+* `key=value` on the command line overrides the recipe, with dots for nesting:
+  `optimizer.learning_rate=1e-4 train.tokens=2e9`.
+* Where the default is `null`, the last column says what that means.
+* The run folder's `config.yaml` holds every key with the value that the run really had, and can be
+  trained as a recipe.
+* How processes are started, and the precision where the recipe names none, stand in the accelerate
+  configuration (`accelerate_configs/`). `fp8_config` has the same keys there and here; here
+  overrides there, key by key.
+"""
+
+
+def page() -> str:
+    """The whole of docs/settings.md."""
+    own = [row for row in rows(Recipe) if "." not in row[0]]
+    parts = [HEAD, "## The recipe itself", table(own)]
+    for name, field in Recipe.model_fields.items():
+        for cls in settings_classes(field.annotation):
+            parts += [f"## `{name}`", introduction(cls), table(list(rows(cls, f"{name}.")))]
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
+
+
+def introduction(cls: type[BaseModel]) -> str:
+    """The docstring of a section's class, wrapped anew, where it has one of its own."""
+    paragraphs = inspect.cleandoc(vars(cls).get("__doc__") or "").split("\n\n")
+    return "\n\n".join(textwrap.fill(paragraph, 100) for paragraph in paragraphs)
+
+
+def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning) of every field of `cls`, those of its sections included when a `prefix` is given."""
+    said = comments(cls)
+    for name, field in cls.model_fields.items():
+        below = settings_classes(field.annotation)
+        key, meaning = f"{prefix}{name}", field.description or said.get(name, "")
+        if below and not prefix:
+            continue  # a section of the recipe, which has a table of its own
+        options = option_defaults(name) if cls is LowPrecisionSettings else ""
+        others = [part for part in union(field.annotation) if part not in below]
+        if others or not below:
+            yield key, kind(field), options or default(field), meaning
+        for section in below:
+            for inner, type_, default_, meaning in rows(section, f"{key}."):
+                yield inner, type_, "" if others else default_, meaning  # beside `others` none of the section's keys is needed
+
+
+def comments(cls: type[BaseModel]) -> dict[str, str]:
+    """What the source of `cls` and of its bases says of each field: the comment that trails its line, then those right above."""
+    said: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Settings):
+            with contextlib.suppress(OSError, TypeError):  # a class that was made by a call has no source
+                said |= _comments_in(inspect.getsource(base))
+    return said
+
+
+def _comments_in(source: str) -> dict[str, str]:
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    found = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
+    lines, said = source.splitlines(), {}
+    for node in ast.parse(source).body[0].body:
+        if not isinstance(node, ast.AnnAssign):
+            continue
+        above, number = [], node.lineno - 1
+        while number in found and lines[number - 1].lstrip().startswith("#") and not found[number].endswith(":"):
+            above.insert(0, found[number])
+            number -= 1
+        trailing = [found[number] for number in range(node.lineno, node.end_lineno + 1) if number in found]
+        said[node.target.id] = " ".join([*trailing, *above])
+    return said
+
+
+def table(content: list[tuple[str, str, str, str]]) -> str:
+    lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [" | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in said)]) + " |" for key, *said in content]
+    return "\n".join(lines)
+
+
+# ── Types and defaults in words ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def settings_classes(annotation: Any) -> list[type[BaseModel]]:
+    """The settings classes in `annotation`, which may be a union."""
+    return [part for part in union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+
+
+def union(annotation: Any) -> list[Any]:
+    """The members of a union without None; anything else by itself."""
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        return [part for part in typing.get_args(annotation) if part is not type(None)]
+    return [annotation]
+
+
+def kind(field: FieldInfo) -> str:
+    parts = [part for part in union(field.annotation) if part not in settings_classes(field.annotation)]
+    return " or ".join(dict.fromkeys(words(part, field.metadata) for part in parts))
+
+
+def words(annotation: Any, constraints: list[Any]) -> str:
+    """A type in words, with its bounds: "whole number, 1 or more"."""
+    if annotation == PrecisionName:
+        return ", ".join(f"`{name}`" for name in PRECISIONS)
+    if typing.get_origin(annotation) is typing.Annotated:
+        inner, *more = typing.get_args(annotation)
+        unpacked = [each for item in more for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
+        return words(inner, unpacked)
+    if typing.get_origin(annotation) is Literal:
+        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if typing.get_origin(annotation) is tuple:
+        inner = list(dict.fromkeys(words(part, []) for part in typing.get_args(annotation) if part is not Ellipsis))
+        return f"list of {' or '.join(inner)}"
+    if typing.get_origin(annotation) is dict or annotation is dict:
+        return "mapping"
+    names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", Path: "path"}
+    return ", ".join([names.get(annotation, str(annotation)), *bounds(annotation, constraints)])
+
+
+def bounds(annotation: Any, constraints: list[Any]) -> list[str]:
+    if annotation not in (int, float):
+        return []
+    limits = []
+    for each in constraints:
+        if (least := getattr(each, "gt", None)) is not None:
+            limits.append("1 or more" if annotation is int and least == 0 else f"above {least:g}")
+        if (least := getattr(each, "ge", None)) is not None:
+            limits.append(f"{least:g} or more")
+        if (most := getattr(each, "lt", None)) is not None:
+            limits.append(f"below {most:g}")
+        if (most := getattr(each, "le", None)) is not None:
+            limits.append(f"at most {most:,}" if annotation is int else f"at most {most:g}")
+    return limits
+
+
+def default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
+    return f"`{value}`"
+
+
+def option_defaults(key: str) -> str:
+    """The default of an option of single precisions, with the precisions that take it; empty for a key that all take."""
+    taken: dict[str, list[str]] = {}
+    for precision in PRECISIONS.values():
+        if key in precision.options:
+            value = precision.options[key].default
+            taken.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(precision.name)
+    return "; ".join(f"`{value}` ({', '.join(names)})" for value, names in taken.items())
+
+
+def main(arguments: list[str]) -> int:
+    """The command; it takes nothing."""
+    print(page(), end="")
+    return 0

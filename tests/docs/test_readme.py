@@ -1,0 +1,110 @@
+"""README: its block for one's own text works as it stands, its figures are those of the files, its links lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from demo.corpus import library_documents, standard_library
+from demo.tokenizer import save_tokenizer, train_tokenizer
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+WIDTH = 100
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the checkout with an environment, the demo's tokenizer and a folder of texts: what the block asks for."""
+    for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train_accelerate.py", tmp_path)
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
+    (tmp_path / "demo/work").mkdir(parents=True)
+    save_tokenizer(train_tokenizer(texts, vocab_size=4000), tmp_path / "demo/work/tokenizer", model_max_length=512)
+    (tmp_path / "my_text").mkdir()
+    for number, text in enumerate(texts):
+        (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")
+    return tmp_path
+
+
+def test_the_block_for_your_own_text_trains_and_generates_as_it_stands(checkout: Path):
+    (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=checkout, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (run,) = (checkout / "runs").iterdir()
+    assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 7.0, "8.3 is a uniform guess over 4,000 tokens"
+    assert re.search(r"^The .", done.stdout, re.MULTILINE), "the continuation, which begins with its prompt"
+    config = json.loads((run / "final/config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), "the tokenizer's 4,000 ids, and its end of text"
+
+
+def test_readme_has_12_kilobytes_or_less():
+    assert len(README.encode()) <= 12_000
+
+
+def test_readme_has_the_speeds_of_the_result_file():
+    ways = json.loads((ROOT / "benchmarks/results/h200_throughput.json").read_text())["ways"]
+    speeds = {f"{way['tokens_per_second']['median']:,.0f}" for way in ways.values() if way["status"] == "ok"}
+    (table,) = re.findall(r"\*\*Speed\.\*\*.*?\n(\|.*?)\n\n", README, re.DOTALL)
+    shown = re.findall(r"\d+,\d{3}", table)
+    assert len(shown) >= 8 and set(shown) <= speeds
+
+
+def test_readme_has_the_losses_of_the_result_file():
+    runs = json.loads((ROOT / "benchmarks/results/h200_comparison.json").read_text())["runs"]
+    losses = {name: run["losses"] for name, run in runs.items()}
+    (table,) = re.findall(r"\*\*Loss\.\*\*.*?\n(\|.*?)\n\n", README, re.DOTALL)
+    header, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    for weights, *cells in rows:
+        for precision, cell in zip(header[1:], cells, strict=True):
+            steps = zip(losses[f"{precision}-{weights}"], losses["bf16-fp32"], strict=True)
+            difference = statistics.mean([ours - baseline for ours, baseline in steps][-16:])
+            assert float(cell) == float(f"{difference:.4f}"), f"{precision}, {weights}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files_and_headings_that_exist(page: Path):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_exist(page: Path):
+    """In backticks, or in commands: what looks like a file or folder of this repository."""
+    text = page.read_text(encoding="utf-8")
+    folders = "foundation|packing|pretrain|demo|benchmarks|tests|docs|recipes|accelerate_configs"
+    names = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)) - {"docs/picture.png"}
+    missing = [name for name in sorted(names) if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_prose_wraps_at_100(page: Path):
+    text = re.sub(r"<!-- throughput -->.*?<!-- /throughput -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith(("|", "!["))] == []

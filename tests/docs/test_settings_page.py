@@ -1,0 +1,30 @@
+"""docs/settings.md is what the settings classes say, and they say something of every key."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pretrain.settings import page
+from pretrain.settings.config import flatten, load_recipe, resolved
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_settings_page_is_current():
+    assert (ROOT / "docs/settings.md").read_text(encoding="utf-8") == page.page(), (
+        "python -m pretrain settings > docs/settings.md"
+    )
+
+
+def test_every_key_of_a_recipe_has_a_line_with_a_meaning():
+    lines = re.findall(r"^\| `([\w.]+)` \| (.+?) \| (.*?) \| (.*) \|$", page.page(), re.MULTILINE)
+    recipe = flatten(resolved(load_recipe(ROOT / "recipes/smoke.yaml")))
+    keys = {key for key in recipe if not key.startswith("model.config.")} | {"model.config"}
+    assert keys <= {line[0] for line in lines}
+    assert [key for key, _, _, meaning in lines if not meaning.strip()] == []
+    assert [key for key, kind, _, _ in lines if "typing." in kind or "<class" in kind] == []
+
+
+def test_a_comment_with_a_colon_at_its_end_is_a_heading_and_no_keys_meaning():
+    assert "Options of" not in page.page()
