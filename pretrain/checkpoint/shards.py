@@ -50,7 +50,7 @@ _FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_poin
 
 
 @dataclass(frozen=True)
-class Block:
+class ShardBlock:
     """What a process holds of a tensor, without its data, so that it can be sent to the others."""
 
     dtype: str
@@ -60,7 +60,7 @@ class Block:
     bytes: int
 
 
-def block_of(tensor: Tensor) -> Block:
+def block_of(tensor: Tensor) -> ShardBlock:
     """Where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
@@ -71,7 +71,9 @@ def block_of(tensor: Tensor) -> Block:
         offset = tuple(chunks[0].offsets)
     if local.dtype not in DTYPE_NAMES:
         raise ValueError(f"{local.dtype} has no safetensors name")
-    return Block(DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.numel() * local.element_size())
+    return ShardBlock(
+        DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.numel() * local.element_size()
+    )
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
@@ -79,10 +81,10 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-Assignment = list[tuple[str, Block]]  # tensor names and what to write of each
+Assignment = list[tuple[str, ShardBlock]]  # tensor names and what to write of each
 
 
-def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
+def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PART_BYTES) -> dict[str, TensorEntry]:
     """The index of a checkpoint: which rank writes each block into which file.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
@@ -98,9 +100,9 @@ def lay_out(kind: str, offers: list[dict[str, Block]], part_bytes: int = PART_BY
     return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(found)) for name, found in pieces.items()}
 
 
-def _share_out(offers: list[dict[str, Block]]) -> list[Assignment]:
+def _share_out(offers: list[dict[str, ShardBlock]]) -> list[Assignment]:
     """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
-    owners: dict[tuple[str, Block], list[int]] = {}
+    owners: dict[tuple[str, ShardBlock], list[int]] = {}
     for rank, offer in enumerate(offers):
         for name, block in offer.items():
             owners.setdefault((name, block), []).append(rank)

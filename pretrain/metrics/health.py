@@ -37,7 +37,7 @@ class TrainingHalted(Exception):
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepDecision:
     """What to do with a step whose gradient is ready: `proceed` to the optimizer or not, and a warning for the user."""
 
     proceed: bool
@@ -54,7 +54,7 @@ class Health:
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
-    def check(self, step: int, loss: float, gradient_norm: float) -> Decision:
+    def check(self, step: int, loss: float, gradient_norm: float) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient.
 
         Raises TrainingHalted where the settings say `stop`, and after CONSECUTIVE_SKIPS skipped steps in a row.
@@ -66,7 +66,7 @@ class Health:
         self._consecutive_skips = 0
         warning = None if self.settings.on_spike == "ignore" else self._on_spike(step, loss)
         self._losses.append(loss)
-        return Decision(proceed=True, warning=warning)
+        return StepDecision(proceed=True, warning=warning)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, which JSON keeps exactly."""
@@ -83,7 +83,7 @@ class Health:
         self.skipped_steps = state["skipped_steps"]
         self._consecutive_skips = state["consecutive_skips"]
 
-    def _on_nan(self, step: int, what: str) -> Decision:
+    def _on_nan(self, step: int, what: str) -> StepDecision:
         remedy = "Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and resume from an earlier checkpoint"
         if self.settings.on_nan == "stop":
             skip = "`health.on_nan: skip` leaves such steps out instead"
@@ -94,7 +94,7 @@ class Health:
             skipped = f"{self._consecutive_skips} steps in a row were skipped for this without effect"
             weights = f"The weights are those of step {step - self._consecutive_skips}"
             raise TrainingHalted(step, f"{what}, and {skipped}. {weights}. {remedy}.")
-        return Decision(proceed=False, warning=f"step {step} skipped: {what} ({self.skipped_steps} skipped so far)")
+        return StepDecision(proceed=False, warning=f"step {step} skipped: {what} ({self.skipped_steps} skipped so far)")
 
     def _on_spike(self, step: int, loss: float) -> str | None:
         """The warning when a spike begins, not at each of its steps. A level that stays is no spike after half a window."""

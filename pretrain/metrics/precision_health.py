@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from foundation.units import percent
-from pretrain.precision.definition import Condition
+from pretrain.precision.formats.definition import Condition
 from pretrain.precision.selection import ActivePrecision
 
 Record = Mapping[str, Any]

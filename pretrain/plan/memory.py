@@ -50,14 +50,13 @@ from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.arithmetic import StackedWeight
-from pretrain.model.fused.layers import Parts, not_fused_because, parts_of
+from pretrain.model.fused.layers import Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
-from pretrain.precision.definition import Precision
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
 from pretrain.precision.selection import ActivePrecision
 from pretrain.settings.recipe import Recipe
-from tests.benchmarks.test_throughput import verdict
 
 # `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
@@ -263,7 +262,7 @@ def layers_of(
     left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
     for name, layer in layers.items():
-        reason, low_precision = verdict(name, layer, decisions)
+        reason, low_precision = assess_layer(name, layer, decisions)
         precision = active.precision if low_precision else left_out
         is_fused = not (off or reason)
         found.append(fused_layer(layer, precision, recipe, device_type, attention) if is_fused else compiled)

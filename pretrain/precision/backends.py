@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from pretrain.precision import transformer_engine
-from pretrain.precision.definition import QuantizedPrecision
 from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.linear import Backend
 from pretrain.precision.selection import ActivePrecision, Missing
 

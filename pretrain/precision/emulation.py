@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from pretrain.precision.definition import Along
 from pretrain.precision.delayed_state import DelayedState
+from pretrain.precision.formats.definition import Along
 from pretrain.precision.linear import NormFunction, Role, norm_in_fp32
 from pretrain.precision.observation import BITS, Note, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized

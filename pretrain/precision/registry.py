@@ -11,7 +11,7 @@ import pkgutil
 
 from foundation.errors import InputError
 from pretrain.precision import formats
-from pretrain.precision.definition import Precision
+from pretrain.precision.formats.definition import Precision
 
 # `weights:` of a recipe, and the torch dtype that parameters are kept in.
 WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
@@ -20,7 +20,8 @@ WEIGHT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"
 def _discover() -> dict[str, Precision]:
     """Every precision by name, in order."""
     modules = [importlib.import_module(f"{formats.__name__}.{found.name}") for found in pkgutil.iter_modules(formats.__path__)]
-    return {precision.name: precision for precision in sorted((m.PRECISION for m in modules), key=lambda p: p.order)}
+    precisions = [module.PRECISION for module in modules if hasattr(module, "PRECISION")]
+    return {precision.name: precision for precision in sorted(precisions, key=lambda precision: precision.order)}
 
 
 PRECISIONS = _discover()

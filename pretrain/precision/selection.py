@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from foundation.errors import InputError
-from pretrain.precision.definition import Precision
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, create_model, model_validator
 
 from foundation.settings import Count, Settings
 from pretrain.precision import registry
-from pretrain.precision.definition import Option, Precision
+from pretrain.precision.formats.definition import Option, Precision
 from pretrain.precision.registry import PRECISIONS
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.precision.definition import QuantizedPrecision
 from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.product import Backend, LinearProduct, Role
+from pretrain.precision.formats.definition import QuantizedPrecision, Role
+from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext
 from pretrain.precision.quantizers.grid import Grid, Quantized
 from pretrain.precision.selection import ActivePrecision
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from foundation.errors import InputError
-from pretrain.precision.definition import OptionValues, QuantizedPrecision
+from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.linear import NormFunction
 from pretrain.precision.observation import GemmObserver, Note
 from pretrain.precision.selection import ActivePrecision

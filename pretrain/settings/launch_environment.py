@@ -18,7 +18,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
-from pretrain.precision.definition import Precision
+from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, find, find_by_accelerate_name
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe

@@ -23,7 +23,7 @@ from foundation.errors import InputError
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import was_reached
-from pretrain.precision.definition import Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.precision.observation import ObservedProduct, dtype_name
 from pretrain.precision.registry import UNQUANTIZED

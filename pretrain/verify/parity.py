@@ -32,7 +32,7 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import gradient_of
 from pretrain.optimizer.adamw import clear_gradients
-from pretrain.precision.definition import Tolerance
+from pretrain.precision.formats.definition import Tolerance
 from pretrain.verify.reference_model import Pass, reference_model, reference_pass, whole
 
 # Of each rank. The first microbatch quantizes the weights and the second takes the first one's copies, so two are the fewest that

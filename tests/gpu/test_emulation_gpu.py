@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from pretrain.precision.definition import Along
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
+from pretrain.precision.formats.definition import Along
 from pretrain.precision.linear import Role
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
@@ -66,7 +66,7 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(case: str) ->
             assert one is None or torch.equal(one.cpu(), other)
 
 
-def test_the_transformed_operands_of_nvfp4_are_the_cpus_but_for_the_order_of_sixteen_additions() -> None:
+def test_transformed_operands_of_nvfp4_are_the_cpus_but_for_the_order_of_additions() -> None:
     (x,) = tensors((1024, 768))
     options = {"disable_stochastic_rounding": True, "disable_rht": False}
     for role in ("input", "grad_output"):

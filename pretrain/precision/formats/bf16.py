@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.precision.definition import Precision, Tolerance
+from pretrain.precision.formats.definition import Precision, Tolerance
 
 
 class Bf16(Precision):

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretrain.precision.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Role
 from pretrain.precision.formats.current import FP8_TOLERANCE
+from pretrain.precision.formats.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Role
 
 
 class Block(QuantizedPrecision):

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from foundation.settings import Count, PositiveCount
-from pretrain.precision.definition import (
+from pretrain.precision.formats.current import FP8_HARDWARE
+from pretrain.precision.formats.definition import (
     FAST_ACCUMULATION,
     FP8_FORMAT,
     Option,
@@ -20,7 +21,6 @@ from pretrain.precision.definition import (
     Role,
     Tolerance,
 )
-from pretrain.precision.formats.current import FP8_HARDWARE
 
 
 class Delayed(QuantizedPrecision):

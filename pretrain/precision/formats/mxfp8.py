@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretrain.precision.definition import (
+from pretrain.precision.formats.current import FP8_TOLERANCE
+from pretrain.precision.formats.definition import (
     FP8_FORMAT,
     SCALE_ROUNDING,
     Hardware,
@@ -16,7 +17,6 @@ from pretrain.precision.definition import (
     QuantizedPrecision,
     Role,
 )
-from pretrain.precision.formats.current import FP8_TOLERANCE
 
 
 class Mxfp8(QuantizedPrecision):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pretrain.precision.definition import (
+from pretrain.precision.formats.definition import (
     DISABLE_RHT,
     DISABLE_STOCHASTIC_ROUNDING,
     Hardware,

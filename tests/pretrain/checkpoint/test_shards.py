@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from pretrain.checkpoint import shards
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.shards import DTYPE_NAMES, Block, lay_out, write_tensors
+from pretrain.checkpoint.shards import DTYPE_NAMES, lay_out, write_tensors
+from pretrain.precision.formats.block import Block
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.health import CONSECUTIVE_SKIPS, Decision, Health, TrainingHalted
+from pretrain.metrics.health import CONSECUTIVE_SKIPS, Health, StepDecision, TrainingHalted
 from pretrain.settings.recipe import HealthSettings
 
 # The reference's smoothed bf16 curve (a 50-step mean), and the standard deviation of one step about it.
@@ -24,7 +24,7 @@ def health(on_nan: str = "stop", on_spike: str = "warn") -> Health:
 def fed(losses, **settings) -> Health:
     watched = health(**settings)
     for step, loss in enumerate(losses, start=1):
-        assert watched.check(step, float(loss), 1.0) == Decision(proceed=True)
+        assert watched.check(step, float(loss), 1.0) == StepDecision(proceed=True)
     return watched
 
 
@@ -33,7 +33,7 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
-def test_a_figure_that_is_not_finite_stops_the_run_and_the_message_names_step_value_and_remedy(loss, norm, said):
+def test_a_figure_that_is_not_finite_stops_the_run_and_names_step_value_and_remedy(loss, norm, said):
     with pytest.raises(TrainingHalted) as halted:
         health().check(812, loss, norm)
     message = str(halted.value)
@@ -46,7 +46,7 @@ def test_skip_leaves_the_step_out_counts_it_and_says_so():
     verdict = watched.check(41, math.nan, math.nan)
     assert not verdict.proceed and "step 41" in verdict.warning and "nan" in verdict.warning
     assert watched.skipped_steps == 1
-    assert watched.check(42, 2.0, 1.0) == Decision(proceed=True)
+    assert watched.check(42, 2.0, 1.0) == StepDecision(proceed=True)
 
 
 def test_too_many_skips_in_a_row_halt_even_where_skipping_is_allowed():
@@ -102,7 +102,7 @@ def test_a_level_that_stays_becomes_usual_so_that_a_spike_above_it_is_noticed():
 def test_a_spike_stops_the_run_where_the_settings_say_so_and_is_nothing_where_they_say_ignore():
     with pytest.raises(TrainingHalted, match=r"step 101: the loss jumped to 5\.0000"):
         fed(noisy(2, 100, 0.05), on_spike="stop").check(101, 5.0, 1.0)
-    assert fed(noisy(2, 100, 0.05), on_spike="ignore").check(101, 5.0, 1.0) == Decision(proceed=True)
+    assert fed(noisy(2, 100, 0.05), on_spike="ignore").check(101, 5.0, 1.0) == StepDecision(proceed=True)
 
 
 def test_a_small_wobble_of_a_very_smooth_curve_is_no_spike():

@@ -14,7 +14,7 @@ import yaml
 from foundation.errors import InputError
 from pretrain.metrics.peaks import PeakDtype
 from pretrain.precision import formats, registry, settings
-from pretrain.precision.definition import Hardware
+from pretrain.precision.formats.definition import Hardware
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import OPTIONS, LowPrecisionSettings
 
@@ -106,7 +106,7 @@ def test_the_name_of_a_family_is_answered_with_the_precisions_of_it(name: str) -
 
 def test_a_file_beside_the_others_is_a_precision_at_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "posit.py").write_text(
-        "from pretrain.precision.definition import Precision\n"
+        "from pretrain.precision.formats.definition import Precision\n"
         "class Posit(Precision):\n    name = 'posit'\n    order = 15\n"
         "PRECISION = Posit()\n"
     )

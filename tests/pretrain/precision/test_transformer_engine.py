@@ -79,7 +79,7 @@ def resolved(name: str, **options: Any) -> LowPrecisionSettings:
 
 @pytest.mark.parametrize("environ", [{}, ADVERSE], ids=["no variables set", "variables set"])
 @pytest.mark.parametrize("name", ON_TE)
-def test_without_options_a_recipe_is_transformer_engines_default_whatever_the_environment_says(
+def test_without_options_te_recipes_are_its_defaults_whatever_the_environment_says(
     te_recipes: Install, name: str, environ: dict[str, str]
 ) -> None:
     default = getattr(te_recipes(), CLASSES[name])()
@@ -278,7 +278,7 @@ FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", 
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_every_gemm_is_attributed_to_its_product_and_its_operands_named_in_the_order_of_the_formula(
+def test_every_gemm_is_attributed_to_its_product_with_operands_in_the_formulas_order(
     context: PrecisionContext, observer: GemmObserver, recomputed: bool
 ) -> None:
     x = torch.randn(5, 4, requires_grad=True)

@@ -21,7 +21,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import attach_main_gradients, was_reached, wrap_layers
 from pretrain.optimizer.adamw import build_optimizer
-from pretrain.precision.definition import Tolerance
+from pretrain.precision.formats.definition import Tolerance
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify.parity import Parity, check_parity, compare, training_without_dropout
