@@ -1,8 +1,4 @@
-"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing.
-
-Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and
-a default sharding policy that neither computes in BF16 nor sums gradients in FP32.
-"""
+"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing."""
 
 from __future__ import annotations
 
@@ -65,11 +61,8 @@ def prepare(
 
 
 def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step.
-
-    FSDP2 sums them after each microbatch all the same. Waiting would hold the whole model's gradients on every device, unsharded
-    and in FP32, which is the very memory that sharding is there to save.
-    """
+    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step. FSDP2 sums
+    them after each microbatch all the same: waiting would hold the whole model's gradients, unsharded and in FP32."""
     return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 

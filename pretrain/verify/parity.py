@@ -3,12 +3,9 @@
 The fast path is the assembled model as the launcher is about to train it: packed, compiled, sharded, in its precision. It may
 differ from the plain one by what rounding explains, and how much that is depends on the precision: each recipe has a tolerance.
 
-A loss alone would prove little. At the start of training it is near the logarithm of the vocabulary's size whatever the layers
-do, while a document that sees its neighbour, a scale applied twice or a layer recomputed in another precision turns gradients.
-So the direction and the length of every tensor's gradient are compared, and a mismatch names the tensor.
-
-Real text is needed: where all tokens are the same, as in `Data.trial_batch`, attention averages equal values whichever it sees.
-So the batch is the beginning of the run's own step 0. Dropout is off on both sides; all else is as in training.
+A loss alone would prove little: at the start it is near the logarithm of the vocabulary's size whatever the layers do. So the
+direction and the length of every tensor's gradient are compared. Real text is needed, the beginning of the run's own step 0:
+where all tokens are the same, attention averages equal values whichever it sees. Dropout is off on both sides.
 """
 
 from __future__ import annotations
@@ -35,12 +32,9 @@ from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision.formats.definition import Tolerance
 from pretrain.verify.reference_model import Pass, reference_model, reference_pass, whole
 
-# Of each rank. The first microbatch quantizes the weights and the second takes the first one's copies, so two are the fewest that
-# show both; more would only cost time, of which the plain side needs far more than the fast one.
-MICROBATCHES = 2
-# A gradient that is zero on paper is rounding noise and has no direction. (A key's bias where keys are not rotated: it moves
-# all scores of a row alike.) Below this share of the whole gradient's norm only one thing is asked: has the fast path made
-# something of nothing?
+MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
+# Below this share of the whole gradient's norm a gradient is zero on paper (a key's bias where keys are not rotated), and what is
+# there is rounding noise without a direction. Only one thing is asked: has the fast path made something of nothing?
 NEGLIGIBLE = 1e-6
 SHOWN = 10  # tensors in a table, the worst ones
 

@@ -1,7 +1,5 @@
 """The LM head as the loss: hidden states and labels in, the sum of cross-entropies out, without ever holding all logits.
 
-The head computes the loss itself, and evaluation takes the same path: what fits in training fits there.
-
 Every loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over
 all microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict.
 
@@ -9,11 +7,9 @@ all microbatches and ranks. Labels are already shifted: `labels[i]` is what toke
 * `cce`: the cut-cross-entropy package, CUDA only. Less memory still; it may skip gradient blocks too small to count.
 * `reference`: torch's cross_entropy on all logits in FP32. For comparison.
 
-The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, and a usual loss keeps two or three copies of
-them. The chunked loss takes the tokens a chunk at a time, and no more than one chunk's logits exist at once. It computes the
-gradients on the way forward, while those logits exist: three products a chunk, as many as any way of computing them, where
-recomputing the logits in backward would take four. What is kept for backward is the size of the hidden states and of the weight,
-whatever the vocabulary and the number of tokens.
+The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, so the chunked loss takes the tokens a chunk at a
+time. It computes the gradients on the way forward, while those logits exist: three products a chunk, where recomputing the logits
+in backward would take four. What is kept for backward is the size of the hidden states and of the weight.
 
 A chunk is computed by a `ChunkLoss`. There are three: torch's products; a low-precision product that is differentiated like any
 other; and one that has the softmax write its gradient in the format of the next products (pretrain.model.loss.fp8_head).
