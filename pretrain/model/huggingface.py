@@ -29,11 +29,8 @@ _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
-    """The model's configuration, from `source` with `config` laid over it, or from `config` alone.
-
-    Raises InputError for an unknown source, model type or configuration key (transformers would keep the last silently), and for
-    values that the configuration class refuses.
-    """
+    """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
+    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
     changes = dict(settings.config or {})
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS

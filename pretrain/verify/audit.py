@@ -46,13 +46,11 @@ def observe(
     active: ActivePrecision,
     decisions: Mapping[str, Decision] | None = None,
 ) -> list[Entry]:
-    """One entry for each linear, low-precision norm and other module with matrices: what was asked of it, what it did, and in
-    which dtype it is stored.
+    """One `_entry` for each linear, low-precision norm and other module with matrices.
 
-    `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
-    multiplies in low precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to
-    do. Raises InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is
-    trained was not reached.
+    `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated where the model multiplies in low
+    precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. InputError if
+    a product computed in another precision than was decided, or not at all, and if a trained parameter was not reached.
     """
     hf, context, fused = packed.hf, packed.context, packed.fused
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
@@ -77,8 +75,8 @@ def observe(
     for name, module in linears.items():
         decision = (decisions or {}).get(name, Decision(name, precision))
         products = observed.get(name, ())
-        effective, on = _name_of(_dtypes(dtypes.seen.get(name), products)), "torch"
-        entry = _entry(name, module, decision.requested, effective, on, stored[name], decision.reason)
+        effective = _multiplied(dtypes.seen.get(name), products)
+        entry = _entry(name, module, decision.requested, effective, "torch", stored[name], decision.reason)
         if active.precision.quantized and decision.requested == precision:
             entry["effective"] = _effective(products, effective, context.calls_outside[name], active)
             entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
@@ -95,7 +93,7 @@ def observe(
     # them, so nothing is refused: they compute as transformers wrote them, and a router may do so in FP32.
     reason = "no linear, which is what low precision takes" if active.precision.quantized else None
     for name, module in others.items():
-        effective = _name_of(_dtypes(dtypes.seen.get(name), ()))
+        effective = _multiplied(dtypes.seen.get(name), ())
         entries.append(_entry(name, module, effective, effective, "torch", stored[name], reason))
     return entries
 
@@ -110,11 +108,8 @@ def _entry(
 
 @contextmanager
 def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry]) -> Iterator[None]:
-    """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
-
-    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. `products`: the
-    entries that `observe` returned. Raises InputError where they are not confirmed.
-    """
+    """Around the first step, compiled and recomputed as training is: what the low-precision products multiply there must be what
+    they did under `observe`, which returned `products`; else InputError."""
     context = packed.context
     context.calls_outside.clear()
     with context.observed_products() as observed:
@@ -154,19 +149,17 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
-def _dtypes(seen: Collection[str] | None, observed: Sequence[ObservedProduct]) -> str:
-    """The dtypes that a linear's products multiplied, by its own or as part of a fused one, whose operands are `observed`."""
+def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct]) -> str:
+    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`."""
     if observed:
         seen = {operand for product in observed for operand in (product.left, product.right)}
-    return " x ".join(sorted(seen)) if seen else "not run"
+    dtypes = " x ".join(sorted(seen)) if seen else "not run"
+    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
 
 
 def _effective(observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision) -> str:
-    """The precision's name if every product that ran multiplied operands of its formats, and all three ran; else what ran.
-
-    `otherwise`: what ran where no product was observed. `outside`: the calls from outside the low-precision context, as of a
-    layer that is recomputed after it was left.
-    """
+    """The precision's name if all three products ran on operands of its formats; else what ran. `otherwise`: where no product was
+    observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left."""
     if not observed:
         return otherwise
     if outside:
@@ -187,11 +180,6 @@ def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
         if not expected:
             return False
     return True
-
-
-def _name_of(dtypes: str) -> str:
-    """Observed dtypes under the name of the precision that they are, where they are one."""
-    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
 
 
 def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
@@ -232,11 +220,8 @@ _FACTORS = {
 
 
 class DtypesOfLinears(TorchDispatchMode):
-    """While entered, collects in `seen` the dtypes of the operands of each of `linears` that runs, by its name: of linears, and
-    of other modules that hold matrices, such as stacked experts.
-
-    Products inside of a linear's forward count as its own, so a cast that somebody put into a forward is seen as well.
-    """
+    """While entered, collects in `seen` the dtypes of the operands of each of `linears` (modules with matrices) that runs, by
+    name. Products inside of its forward count as its own, so a cast that somebody put into a forward is seen as well."""
 
     def __init__(self, linears: Mapping[str, nn.Module]) -> None:
         super().__init__()

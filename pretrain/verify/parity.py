@@ -110,11 +110,8 @@ class Parity:
     def table(self, rows: int = SHOWN) -> str:
         """The worst `rows` tensors in aligned columns."""
         lines = [("tensor", "cosine", "norm / plain", "share of gradient"), *(t.cells() for t in self.tensors[:rows])]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
-            for line in lines
-        )
+        longest = max(len(line[0]) for line in lines)
+        return "\n".join(f"{name:<{longest}}  {cosine:>8}  {norm:>12}  {share:>17}" for name, cosine, norm, share in lines)
 
     def summary(self) -> str:
         """In one line, how far apart the sides are."""
@@ -165,10 +162,9 @@ def check_parity(
 ) -> Parity:
     """Compare the first microbatches of `step` on both sides; collective, with the same result on every rank.
 
-    `model` is the prepared one, wrapped for the topology, `hf` the transformers model inside. `preserving` is entered around the
-    fast pass and keeps what a forward would change, such as the scales of delayed scaling. Gradients are cleared afterwards;
-    weights, random numbers and modes of modules are as before. Beside the run's own memory it takes 8 bytes a parameter on each
-    device, and one layer's eager attention and all logits of the longest document; InputError where that does not fit.
+    `model` is the prepared one, `hf` the transformers model inside. `preserving` is entered around the fast pass and keeps what a
+    forward would change, such as the scales of delayed scaling. Gradients are cleared afterwards; weights, random numbers and
+    modes of modules are as before. InputError where the plain model does not fit into memory beside the run.
     """
     device = accelerator.device
     # The step's count of tokens stays: gradients then have the size they have in training, for which delayed scales are made.
@@ -207,10 +203,8 @@ def fast_pass(model: nn.Module, hf: PreTrainedModel, step: StepBatches, accelera
 
 @contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero.
-
-    The rates are numbers in the modules, of torch's own dropout and of layers that call the function; they are put back.
-    """
+    """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
+    own dropout, and of layers that call the function."""
     modes = [(module, module.training) for module in model.modules()]
     rates = [
         (module, name, value)
@@ -241,8 +235,8 @@ def over_ranks(own: Pass, accelerator: Accelerator) -> Pass:
 def compare(measured: Pass, plain: Pass, tolerance: Tolerance, share: float = 1.0) -> Parity:
     """`measured` against `plain`, tensor by tensor. Collective where gradients are sharded.
 
-    `share`: how much of the step both passes took, in valid tokens, by which their losses become means. A parameter that only
-    `measured` has (a head that came untied) counts as one whose plain gradient is zero.
+    `share` of the step's valid tokens is what both passes took. A parameter that only `measured` has (a head that came untied)
+    counts as one whose plain gradient is zero.
     """
     names = [*plain.gradients, *(name for name in measured.gradients if name not in plain.gradients)]
     products = {name: _products(measured.gradients.get(name), plain.gradients.get(name)) for name in names}

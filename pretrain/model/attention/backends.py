@@ -82,8 +82,8 @@ def check(model: PreTrainedModel, length: int) -> None:
 
     A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
     """
-    config, kind = model.config, type(model).__name__
-    name = f"model: {kind}"
+    config, of = model.config, type(model).__name__
+    name = f"model: {of}"
     if not model._supports_attention_backend:  # it would ignore the name we registered and let documents see each other
         raise InputError(f"{name} does not use transformers' attention registry, so its documents cannot be kept apart")
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
@@ -91,9 +91,7 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"{name} has layers other than attention, whose state would run on into the next document")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types):
-        raise InputError(
-            f"data.length: {length} is longer than the sliding window of {kind}, {window}; set it to {window} or less"
-        )
+        raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
     if getattr(config, "kv_lora_rank", None):
         raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
     for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):

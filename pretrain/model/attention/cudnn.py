@@ -6,13 +6,12 @@ each compiled layer in pieces. `cudnn_forward` and `cudnn_backward` are for auto
 
 What is to know about the kernels:
 
-* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and cuDNN
-  plans for that many: up to there slots cost nothing, and each of these numbers is planned for once.
+* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and each of
+  these numbers is planned for once.
 * Pointers are handed over without strides. What is not contiguous among q, k, v and d_output is copied first.
-* Backward computes the scores again, from statistics that forward keeps (FP32 [T, H, 1]). On Hopper, blocks of keys add to dQ in
-  FP32 as they finish, so its last bits may differ from run to run; output, dK and dV repeat bit for bit. cuDNN can add in a fixed
-  order (torch.use_deterministic_algorithms asks for it), but on Hopper in a workspace that grows with the square of the tokens,
-  which no pack of thousands leaves room for: there `obstacle` says so, and `varlen` has a deterministic backward.
+* On Hopper, blocks of keys add to dQ in FP32 as they finish, so its last bits may differ from run to run; output, dK and dV
+  repeat bit for bit. cuDNN's fixed order (torch.use_deterministic_algorithms asks for it) takes a workspace there that grows with
+  the square of the tokens: `obstacle` says so, and `varlen` has a deterministic backward.
 """
 
 from __future__ import annotations

@@ -55,11 +55,10 @@ def swiglu(hidden: Tensor, quantizer: Any | None) -> tuple[Activated, Activated 
 def swiglu_backward(
     d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any | None, kept: Activated | None, activated_quantizer: Any | None
 ) -> tuple[Activated, Activated]:
-    """The gradient of `hidden` [T, 2 F] as its product's backward takes it, and the activated values [T, F] as the next
-    product's weight gradient takes them: columnwise, quantized with forward's scale.
+    """The gradient of `hidden` [T, 2 F] as its product's backward takes it (what the usages of `gradient_quantizer` say), and the
+    activated values [T, F] as the next product's weight gradient takes them: columnwise, quantized with forward's scale.
 
-    `d_activated` [T, F] and `hidden`, the same as in forward, are BF16; `kept` is what forward returned. The gradient has what
-    the usages of `gradient_quantizer` say. Raises TypeError for quantizers of different kinds.
+    `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. TypeError for quantizers of different kinds.
     """
     scaled = _scaled(activated_quantizer)
     if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not _scaled(gradient_quantizer):

@@ -76,9 +76,6 @@ class BlockScaled:
     power_of_two: bool = True
 
 
-# ── The functions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @triton.jit
 def _load(tensor, i, j, width):
     return tl.load(tensor + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
@@ -251,9 +248,6 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
     store_rows(d_gate.to(tl.bfloat16), d_hidden, i, j, 2 * F)
     store_rows(d_up.to(tl.bfloat16), d_hidden, i, j + F, 2 * F)
     store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
-
-
-# ── Launches ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:

@@ -198,10 +198,7 @@ class StackedProduct:
 
 
 class Arithmetic:
-    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype.
-
-    Weights are cast (or quantized) in the first microbatch of a step. The context is told of every product and its operands.
-    """
+    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype."""
 
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context
@@ -279,8 +276,7 @@ class Arithmetic:
         """After that backward."""
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
-        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. In a forward that
-        will not be differentiated nothing need be kept."""
+        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes."""
         ctx.save_for_backward(*operands)
 
     def saved(self, ctx: FunctionCtx) -> list[Operand | None]:

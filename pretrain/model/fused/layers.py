@@ -74,10 +74,9 @@ def not_fused_because(setting: Setting, active: ActivePrecision, device_type: st
 
 
 def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why fused layers gain nothing where nothing is quantized. On a CPU the demo's model trains 5 to 6 % slower so
-    (benchmarks/results/cpu_fused.json)."""
+    """Why fused layers gain nothing where nothing is quantized."""
     if device_type == "cpu":
-        return "it gains nothing on a CPU"
+        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
     if dtype != torch.bfloat16:
         return "on a GPU it gains in BF16 and below"
     lacking = transformer_engine.missing()
@@ -274,15 +273,12 @@ class FusedLayer:
 
 # ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Parameters are arguments only so that autograd, and through it DistributedDataParallel and FSDP2, knows of them: the products
-# look them up themselves.
+# Parameters are arguments only so that autograd, and through it DDP and FSDP2, knows of them: products look them up themselves.
 
 
 class NormProduct(torch.autograd.Function):
-    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual.
-
-    Handing x on is what lets backward have both of its gradients at once, and add them in the norm's own kernel.
-    """
+    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual: so backward has both of its gradients
+    at once, and adds them in the norm's own kernel."""
 
     @staticmethod
     def forward(
@@ -401,11 +397,8 @@ class Rotation(torch.autograd.Function):
 
 
 class RotatedAttention(torch.autograd.Function):
-    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim].
-
-    Where heads are normed, backward needs qkv and makes queries, keys and values again from it, in a hundredth of a step's time.
-    Elsewhere they are kept in its place.
-    """
+    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim]. Where heads are normed, backward needs qkv, and
+    makes queries, keys and values again from it; elsewhere they are kept in its place."""
 
     @staticmethod
     def forward(
@@ -446,8 +439,6 @@ class RotatedAttention(torch.autograd.Function):
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
-    """In the dtype of activations, as the unfused layer's working copies are: FP32 weights compute what exact BF16 ones do.
-
-    Cast in here and not before: autograd would round the gradients to that dtype on their way back.
-    """
+    """In the dtype of activations, as the unfused layer's working copies are. Cast in here and not before: autograd would round
+    the gradients to that dtype on their way back."""
     return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None

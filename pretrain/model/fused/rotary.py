@@ -70,9 +70,6 @@ def _check_angles(cos: Tensor, sin: Tensor, tokens: int, heads: Heads) -> None:
         raise ValueError(f"cos and sin are [{tokens}, {heads.dim}], not {list(cos.shape)} and {list(sin.shape)}")
 
 
-# ── The formulas, as torch operations ─────────────────────────────────────────────────────────────────────────────────────────
-
-
 def rotate_by_formula(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:

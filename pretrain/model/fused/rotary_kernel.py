@@ -263,7 +263,7 @@ def rotate_backward(
 
 
 def _layout(heads: Heads, tiling: RotaryTiling) -> tuple[int, int, int, int, int]:
-    """The kernels' constants from `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
+    """The kernels' constants, `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
     both = heads.query | heads.kv
     rows = tiling.values // heads.dim
     return heads.query, heads.kv, heads.dim, min(both & -both, MOST_HEADS, rows), rows

@@ -34,8 +34,6 @@ class TEStackedProduct(StackedProduct):
     holder: nn.Module | None = None  # the te.Linear that has the quantizers, None in BF16
     low_precision = False  # of the forward under way, and of its backward
 
-    # ── Forward ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def begin(self, x: Tensor) -> None:
         self.low_precision = self.holder is not None and self._arithmetic.context.low_precision
         if self.low_precision:
@@ -66,8 +64,6 @@ class TEStackedProduct(StackedProduct):
         if self.low_precision:
             self.holder.end_forward()
         return y
-
-    # ── Backward ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gradient_quantizer(self) -> Any | None:
         """Of this product's output gradient, None in BF16."""
@@ -100,8 +96,6 @@ class TEStackedProduct(StackedProduct):
         into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
         self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
         return [None] * len(self.weights.weights)
-
-    # ── Both ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def show(self, role: Role, tensor: Tensor) -> None:
         """To whoever looks at operands: the statistics of a step."""
@@ -151,8 +145,6 @@ class TransformerEngineArithmetic(Arithmetic):
             product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return product
 
-    # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def norm(self, x: Tensor, norm: Norm, product: TEStackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
         if product.watched:
             product.show("input", _normalize(x, norm, None)[0])
@@ -169,8 +161,6 @@ class TransformerEngineArithmetic(Arithmetic):
         backward = {"rms": tex.rmsnorm_bwd, "layer": tex.layernorm_bwd}[norm.kind]
         dx, *gradients = backward(dy, x, *statistics, weight, 0, False)
         return dx if residual is None else dx.add_(residual), gradients[: len(norm.parameters)]
-
-    # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand]:
         if kind == "swiglu":
@@ -199,8 +189,6 @@ class TransformerEngineArithmetic(Arithmetic):
             biases = below.weights.bias_gradients(in_bf16)
         quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
-
-    # ── Around a forward and its backward ─────────────────────────────────────────────────────────────────────────────────────
 
     def is_first_in_forward(self) -> bool:
         if not FP8GlobalStateManager.is_fp8_enabled():

@@ -4,8 +4,8 @@ Here the softmax writes the logits' gradient as FP8 operands, which te.Linear wo
 product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
 histories, its copy of the quantized weight, its GEMM, called where the audit looks on.
 
-For one scale a tensor (delayed and current scaling) on GPUs whose FP8 products read both operands along the inner dimension, up
-to Hopper. Blackwell's take any layout; nothing is measured there, and the head takes the path of every other product.
+For one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8 products read both operands along the inner
+dimension.
 """
 
 from __future__ import annotations
