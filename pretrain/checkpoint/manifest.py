@@ -7,9 +7,8 @@
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
 
-A piece is a block of its tensor: `offset` and `shape` give its place in the whole, `file` the safetensors file that holds it
-under the tensor's name. Nothing else ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here:
-a folder can be listed and verified on a machine without it.
+Nothing but the pieces ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here: a folder can
+be listed and verified on a machine without it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from foundation.errors import InputError
 from foundation.integrity import FileRecord
@@ -84,21 +85,5 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: written in another checkpoint format than this version's ({FORMAT}); resume with the version that wrote it"
         )
-    return Manifest(
-        step=content["step"],
-        world_size=content["world_size"],
-        files=[FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()],
-        model=_read_index(content["model"]),
-        optimizer=_read_index(content["optimizer"]),
-    )
-
-
-def _read_index(index: dict[str, Any]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            pieces=tuple(Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]),
-        )
-        for name, entry in index.items()
-    }
+    content["files"] = [FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()]
+    return TypeAdapter(Manifest).validate_python(content)

@@ -1,7 +1,6 @@
 """The matrix file: which runs a comparison consists of, all of them checked before the first one starts.
 
-A matrix crosses axes over one base recipe. A cell of it is one combination of their values, and an ordinary run: the base recipe
-with `key=value` overrides. So each can also be started, resumed and looked at by hand.
+A cell is one combination of the axes' values, and an ordinary run: the base recipe with `key=value` overrides.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ labels are dim; a narrow one drops the least important figures.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -43,10 +44,10 @@ class TimeLeft:
         """A step has just ended. The first one compiles, so its time is not used; its end is where counting begins."""
         if self._first_end is None:
             self._first_end = self._clock()
-            return
-        self._recent.append(step_ms / 1e3)
-        self._steps_since += 1
-        self._seconds_in_steps += step_ms / 1e3
+        else:
+            self._recent.append(step_ms / 1e3)
+            self._steps_since += 1
+            self._seconds_in_steps += step_ms / 1e3
 
     def seconds(self, step: int) -> float | None:
         """Estimate after `step`; None while only the first step of this process has run."""
@@ -89,11 +90,9 @@ class Console:
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
-        loss, perplexity = f"{record['held_out_loss']:.4f}", f"{record['held_out_perplexity']:.4g}"
-        label, position = self._shade(BOLD, "eval"), self._position(record["step"])
-        self._write(
-            f"{label} {position}   held-out loss {self._shade(BOLD, loss)}   perplexity {perplexity}   in {duration(seconds)}"
-        )
+        what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
+        loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
+        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
@@ -135,9 +134,12 @@ class Console:
     def _fit(self, figures: list[tuple[int, str]]) -> str:
         """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
         width = shutil.get_terminal_size().columns if self._terminal else None
-        while width and len(_bare("   ".join(text for _, text in figures))) > width and max(rank for rank, _ in figures):
+        while True:
+            line = "   ".join(text for _, text in figures)
+            shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
+            if not width or len(shown) <= width or not max(rank for rank, _ in figures):
+                return line
             figures.remove(max(figures, key=lambda figure: figure[0]))
-        return "   ".join(text for _, text in figures)
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
@@ -170,10 +172,3 @@ def _gradient(norm: float) -> str:
 def _visible(text: str) -> str:
     """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
     return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
-
-
-def _bare(text: str) -> str:
-    """`text` without shades, which take no width on the terminal."""
-    for shade in (BOLD, DIM, YELLOW, PLAIN):
-        text = text.replace(shade, "")
-    return text

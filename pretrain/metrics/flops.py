@@ -7,14 +7,13 @@ count: this is model FLOPs utilisation (MFU), not hardware utilisation.
 The usual formulas are wrong about attention in a packed run. Each token attends to the earlier tokens of its own document only,
 so a step's cost grows with the sum of squared document lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a
 fifth of what `12 L H Q T` gives, and an MFU computed from that is too high by as much.
-
-`legacy` has the formulas that other launchers print, under their names, for comparison with their tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -91,10 +90,6 @@ class ModelFlops:
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
     tied: bool
-    per_token_matrix: float = field(init=False)  # FLOPs a token, attention products not included
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_token_matrix", float(FORWARD_AND_BACKWARD * sum(m.forward_flops for m in self.matrices)))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -115,6 +110,11 @@ class ModelFlops:
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
             tied=head is not None and head.weight is token_weight,
         )
+
+    @cached_property
+    def per_token_matrix(self) -> float:
+        """FLOPs a token, attention products not included."""
+        return float(FORWARD_AND_BACKWARD * sum(m.forward_flops for m in self.matrices))
 
     @property
     def per_squared_length(self) -> float:
@@ -161,11 +161,9 @@ class ModelFlops:
         * The sum over components of Scicom's llm_TII launcher, version 3, as written: it assumes a gated MLP and
           heads · head_dim = hidden, and gives norms as many operations as they have weights.
         """
-        s = self.shape
-        attention = 12.0 * s.layers * s.heads * s.head_dim * pack_length
-        groups = s.heads / s.kv_heads
-        h = s.hidden
-        layer = 4 * h**2 + 4 * h**2 / groups + 4 * pack_length * h + 6 * h * s.feed_forward + 3 * h
+        s, h = self.shape, self.shape.hidden
+        attention = 12.0 * s.layers * s.query_width * pack_length
+        layer = 4 * h**2 + 4 * h**2 * s.kv_heads / s.heads + 4 * pack_length * h + 6 * h * s.feed_forward + 3 * h
         per_token = {
             "6N + 12LHQT, N without embeddings": 6.0 * (self.parameters - self.embedding_parameters) + attention,
             "6N + 12LHQT, N with embeddings": 6.0 * (self.parameters - self.position_parameters) + attention,

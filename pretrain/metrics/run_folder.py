@@ -78,16 +78,16 @@ class RunFolder:
 
 
 def check_free(path: Path) -> None:
-    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock.
-
-    Call it before data is prepared: hours later would be a bad time to learn that the folder is in use.
-    """
+    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock."""
     if path.exists():
         RunFolder(path).close()
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     """What a run's figures depend on beside its settings: versions, device, driver, commit and accelerate's settings."""
+    import torch  # slow to import, and a run folder in use must be refused at once
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     versions = {package: _version(package) for package in PACKAGES}
     versions |= {package: version for package in OPTIONAL_PACKAGES if (version := _version(package))}
     return {
@@ -95,7 +95,9 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "packages": versions,
-        **_devices(),
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "driver": _driver() if gpus else None,
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }
@@ -106,13 +108,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _devices() -> dict[str, Any]:
-    import torch  # slow to import, and a run folder in use must be refused at once
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cuda": torch.version.cuda, "gpus": names, "driver": _driver() if names else None}
 
 
 def _driver() -> str | None:

@@ -62,7 +62,7 @@ def restore(
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
-    scales, scale_notes = scales_to_load(source.path, assembly.precision_tensors)
+    scales, scale_notes = scales_to_load(source.path, assembly.precision.state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"])
@@ -79,18 +79,18 @@ def load_weights(
     """
     saved: Weights = source.record["identity"]["weights"]
     if saved == mode:
-        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales).notes
+        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales)
     parameters = dict(assembly.hf.named_parameters())
     stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
     moments = {key: tensor for key, tensor in assembly.optimizer_tensors.items() if not key.startswith("remainder/")}
     remainders = {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
     kept = moments | scales | (remainders if saved == "bf16_exact" else {})
-    loaded = checkpoints.load(source.path, assembly.tensors | stored, kept)
+    notes = checkpoints.load(source.path, assembly.tensors | stored, kept)
     for name, parameter in parameters.items():
         remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" else None
         master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)
-    return [describe_conversion(saved, mode), *loaded.notes]
+    return [describe_conversion(saved, mode), *notes]
 
 
 def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import textwrap
 import tokenize
 import types
@@ -113,9 +114,6 @@ def table(content: list[tuple[str, str, str, str]]) -> str:
     return "\n".join(lines)
 
 
-# ── Types and defaults in words ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def settings_classes(annotation: Any) -> list[type[BaseModel]]:
     """The settings classes in `annotation`, which may be a union."""
     return [part for part in union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
@@ -135,50 +133,37 @@ def kind(field: FieldInfo) -> str:
 
 def words(annotation: Any, constraints: list[Any]) -> str:
     """A type in words, with its bounds: "whole number, 1 or more"."""
-    if annotation == PrecisionName:
-        return ", ".join(f"`{name}`" for name in PRECISIONS)
-    if typing.get_origin(annotation) is typing.Annotated:
-        inner, *more = typing.get_args(annotation)
-        unpacked = [each for item in more for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return words(inner, unpacked)
-    if typing.get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        inner = list(dict.fromkeys(words(part, []) for part in typing.get_args(annotation) if part is not Ellipsis))
-        return f"list of {' or '.join(inner)}"
-    if typing.get_origin(annotation) is dict or annotation is dict:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation == PrecisionName or origin is Literal:
+        return ", ".join(f"`{value}`" for value in (inner if origin is Literal else PRECISIONS))
+    if origin is typing.Annotated:
+        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in inner[1:])
+        return words(inner[0], [each for item in nested for each in item])
+    if origin is tuple:
+        return f"list of {' or '.join(dict.fromkeys(words(part, []) for part in inner if part is not Ellipsis))}"
+    if dict in (origin, annotation):
         return "mapping"
     names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", Path: "path"}
     return ", ".join([names.get(annotation, str(annotation)), *bounds(annotation, constraints)])
 
 
 def bounds(annotation: Any, constraints: list[Any]) -> list[str]:
-    if annotation not in (int, float):
-        return []
     limits = []
-    for each in constraints:
-        if (least := getattr(each, "gt", None)) is not None:
-            limits.append("1 or more" if annotation is int and least == 0 else f"above {least:g}")
-        if (least := getattr(each, "ge", None)) is not None:
-            limits.append(f"{least:g} or more")
-        if (most := getattr(each, "lt", None)) is not None:
-            limits.append(f"below {most:g}")
-        if (most := getattr(each, "le", None)) is not None:
-            limits.append(f"at most {most:,}" if annotation is int else f"at most {most:g}")
+    for each in constraints if annotation in (int, float) else []:
+        for name, form in {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}.items():
+            if (limit := getattr(each, name, None)) is not None:
+                above = annotation is int and name == "gt"
+                text = f"{limit + above:,}" if annotation is int else f"{limit:g}"
+                limits.append(("{} or more" if above else form).format(text))
     return limits
 
 
 def default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "`null`"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value}`"
+    return "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+
+
+def in_yaml(value: Any) -> str:
+    return f"`{value if isinstance(value, (str, Path)) else json.dumps(value)}`"
 
 
 def option_defaults(key: str) -> str:
@@ -186,12 +171,10 @@ def option_defaults(key: str) -> str:
     taken: dict[str, list[str]] = {}
     for precision in PRECISIONS.values():
         if key in precision.options:
-            value = precision.options[key].default
-            taken.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(precision.name)
-    return "; ".join(f"`{value}` ({', '.join(names)})" for value, names in taken.items())
+            taken.setdefault(in_yaml(precision.options[key].default), []).append(precision.name)
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in taken.items())
 
 
 def main(arguments: list[str]) -> int:
-    """The command; it takes nothing."""
     print(page(), end="")
     return 0
