@@ -124,6 +124,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         world_size=accelerator.num_processes,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
+    logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}
     run = Run(
         job=job,
         assembly=assembly,
@@ -134,13 +135,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         health=health,
         checkpoints=checkpoints,
         recorder=recorder,
-        trackers=resolve(
-            recipe.log.trackers,
-            run_dir=folder.path,
-            project=recipe.log.project,
-            resumed_step=state.step,
-            main_process=main_process,
-        ),
+        trackers=resolve(recipe.log.trackers, main_process=main_process, **logged),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,

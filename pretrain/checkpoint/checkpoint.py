@@ -13,13 +13,12 @@
 Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
 instruction, and the machine at any moment: a folder named step-* is whole. Disks still flip bits and people still copy folders
 halfway, so every byte is hashed again before it is trusted.
-
-One run writes into a folder at a time: the run folder's lock sees to that (pretrain.metrics.run_folder).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -37,7 +36,7 @@ from foundation.errors import InputError
 from foundation.files import fsync, write_file
 from foundation.integrity import THREADS, FileRecord, find_damage, wrong_sizes
 from foundation.units import memory
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest, record_of
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import (
     PART_BYTES,
     block_of,
@@ -95,7 +94,8 @@ class Checkpoints:
         try:
             self._on_every_rank(lambda: self.rank == 0 and _make_empty(partial))
             written = self._on_every_rank(lambda: self._write_shards(partial, index, groups))
-            files = [*(record for records in written for record in records), record_of(STATE, state_json)]
+            files = [record for records in written for record in records]
+            files.append(FileRecord(STATE, len(state_json), {"sha256": hashlib.sha256(state_json).hexdigest()}))
             manifest = Manifest(step, self.world_size, files, index["model"], index["optimizer"])
             self._on_every_rank(lambda: self.rank == 0 and _complete(partial, final, manifest, state_json))
         except OSError as refusal:
@@ -164,10 +164,8 @@ class Checkpoints:
 
         Otherwise the next automatic resume would continue the abandoned training. Returns the new paths.
         """
-        moved = []
-        if self.rank == 0:
-            moved = [_set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
-        return self._gather(moved)[0]
+        newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
+        return self._gather([_set_aside(path) for path in newer])[0]
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint, every byte verified; None if there is none.
@@ -216,7 +214,7 @@ class Checkpoints:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
         if path != self._verified and (problems := self._verify(path)):
             remedy = "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
-            raise InputError(f"{path} cannot be used: {'; '.join(problems)}; {remedy}")
+            raise InputError(f"{path}: cannot be used: {'; '.join(problems)}; {remedy}")
         self._verified = path
 
     def _verify(self, path: Path) -> list[str]:

@@ -60,11 +60,6 @@ class Manifest:
         return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
 
 
-def record_of(name: str, data: bytes) -> FileRecord:
-    """What the manifest records of a file `name` that holds `data`."""
-    return FileRecord(name, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
-
-
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

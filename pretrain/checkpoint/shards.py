@@ -3,8 +3,7 @@
 Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
 several processes hold is written by one of them, so data-parallel replicas share the writing.
 
-torch.distributed.checkpoint is not used, because its metadata is a pickle and it stores no hashes. Here each file is plain
-safetensors under the Hugging Face names, and the model file of a single process loads anywhere.
+torch.distributed.checkpoint is not used: its metadata is a pickle, and it stores no hashes.
 """
 
 from __future__ import annotations
@@ -84,8 +83,7 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PA
     """The index of a checkpoint: which rank writes each block into which file.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
-    without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their names,
-    with `-part-<n>` where they exceed `part_bytes`.
+    without a further exchange.
     """
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
@@ -131,9 +129,8 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
-    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. The format is a length, a JSON
-    header and the bytes, so this takes a few lines and BLOCK_BYTES of host memory, and hashes each block on its way to the disk
-    instead of reading the file back. Raises OSError.
+    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. This takes BLOCK_BYTES of it, and
+    hashes each block on its way to the disk. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}

@@ -137,8 +137,6 @@ def _figure_of_one(run: RunRecord) -> Figure:
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run, how it is drawn wherever it appears, and what is drawn of it beside its own curves."""
-
     run: RunRecord
     label: str
     colour: str
@@ -232,8 +230,7 @@ def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
 
 
 def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
-    """The scale of the panel and of those that share its axis: linear, or logarithmic outside the noise around zero where some
-    runs differ by tens of times what others do."""
+    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do."""
     ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
     if not ends:
         return

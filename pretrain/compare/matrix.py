@@ -108,10 +108,7 @@ class StartedRun:
 
 
 def command_of(matrix: Matrix, run: MatrixRun) -> list[str]:
-    """The command that one would type, with accelerate's launcher of this very Python.
-
-    `--quiet` leaves out accelerate's own traceback under a message of ours.
-    """
+    """The command that one would type; `--quiet` leaves out accelerate's own traceback under a message of ours."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(matrix.settings.accelerate)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *run.overrides]
 
@@ -127,7 +124,6 @@ def environment_on(gpu: int | None) -> dict[str, str]:
 
 
 def least_busy(gpus: int | None, running: Sequence[StartedRun]) -> int | None:
-    """The GPU with the fewest runs."""
     return None if gpus is None else min(range(gpus), key=[one.gpu for one in running].count)
 
 
@@ -210,10 +206,7 @@ class Screen:
 
 
 def write_report(matrix: Matrix) -> str:
-    """Write the report over all finished runs into the matrix's folder; returns what to print.
-
-    Runs that were trained differently from the baseline (an axis may be a learning rate) are named and left out.
-    """
+    """Write the report over all finished runs that are comparable (an axis may be a learning rate); returns what to print."""
     finished = [run.run_dir for run in matrix.runs if run.is_finished()]
     if not finished:
         return "No cell is finished, so there is nothing to report yet."

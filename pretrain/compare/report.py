@@ -125,9 +125,8 @@ def write(
 ) -> str:
     """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `page`, and return what to print.
 
-    baseline: the run that the others are compared to, one of `paths` or another; none: the first. out: by default loss.png in the
-    folder of a single run, or comparison.png beside the first of several. Raises InputError where a run cannot be read, and where
-    one cannot be compared fairly unless `leave_out_unfair` leaves it out, saying so.
+    Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
+    first), unless `leave_out_unfair` leaves it out, saying so.
     """
     runs = [read_run(path) for path in dict.fromkeys([*([baseline] if baseline else []), *paths])]
     out = out or (paths[0] / "loss.png" if len(runs) == 1 else paths[0].parent / "comparison.png")

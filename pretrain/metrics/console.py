@@ -1,7 +1,6 @@
 """What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
-Labelled lines that are never rewritten, so a log file reads and greps like the screen. On a terminal, what matters is bold and
-labels are dim; a narrow one drops the least important figures.
+Lines are never rewritten, so a log file reads and greps like the screen. A narrow terminal drops the least important figures.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
 class TimeLeft:
-    """Seconds until the last step, from the median of recent steps and the mean time between steps so far.
-
-    The time between steps goes to evaluating and saving; before the first of these the estimate is too low. The median keeps one
-    slow step from changing the figure.
-    """
+    """Seconds until the last step, from the median of recent steps and the mean time between steps (to evaluate, save) so far."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -69,10 +64,7 @@ class Console:
         self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
-        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does.
-
-        A row's text may have several lines; they stay aligned.
-        """
+        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
         self._write("", self._shade(BOLD, title))
         width = max((len(label) for label in rows), default=0) + 2
         for label, text in rows.items():

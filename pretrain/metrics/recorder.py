@@ -1,7 +1,6 @@
 """Times whole steps, waiting for data included, and makes each step's line of `metrics.jsonl`.
 
-Times are wall-clock. A step reads its figures from the device, the last of them after the optimizer's update, so its time covers
-all of its work without a further synchronisation.
+A step reads its last figure from the device after the optimizer's update, so its wall-clock time covers all of its work.
 """
 
 from __future__ import annotations
@@ -53,9 +52,7 @@ class Recorder:
 
         In the object, step_ms and tokens_per_second (of all devices) are of the whole step, with data. tflops is per device,
         mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
-        have taken, each at the peak of the precision it ran in. memory_gib is the most this process ever allocated on its GPU or,
-        without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, not counting the
-        process's first two steps: after those there should be none.
+        have taken, each at the peak of the precision it ran in. recompiles does not count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,

@@ -1,7 +1,4 @@
-"""What the files of a run folder say of its run: its metrics, its summary, and the screen that a finished run ends with.
-
-No torch, so it is quick, and it works while the run is going.
-"""
+"""What the files of a run folder say of its run: its metrics, its summary, and the screen it ends with. Works without torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Where a step's figures go: `metrics.jsonl` and any of accelerate's trackers, by name.
 
-`resolve` checks the names before any work; `Trackers` then gives the same record to all of them. Only the main process has any.
-
 After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so they hold every step exactly once. The hosted
 services cannot remove a point; there each resume is a new segment, grouped under the run folder's name where groups exist.
 """
@@ -108,11 +106,7 @@ class Trackers:
 
 
 def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: int = 0, main_process: bool = True) -> Trackers:
-    """The trackers called `names`, not yet started: nothing is written or sent before `start`.
-
-    resumed_step: last step of the checkpoint that the run goes on from; 0 for a new run.
-    Raises InputError where a name is unknown or its package is not installed, on every process alike.
-    """
+    """The trackers called `names`, not yet started; on every process InputError for a name unknown or a package not installed."""
     for name in names:
         _check(name)
     if not main_process:
@@ -121,10 +115,7 @@ def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: 
 
 
 def cut_back(path: Path, last_step: int) -> None:
-    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole.
-
-    The new file replaces the old one in one rename, so a kill leaves one or the other.
-    """
+    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole."""
     if not path.exists():
         return
     old = path.read_bytes()

@@ -139,11 +139,10 @@ class ExactAdamW(torch.optim.Optimizer):
         return FusedUpdate()
 
     def frozen_counts(self) -> Tensor:
-        """Of the last step, on the parameters' device: int64 [2], values whose update was lost and values in all.
+        """Of the last step, on the parameters' device: int64 [2], this process's values whose update was lost, and values in all.
 
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
-        update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight. Values are
-        this process's own: sum the counts over processes before dividing.
+        update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
         """
         if not self._frozen:
             return torch.zeros(2, dtype=torch.int64)
@@ -162,10 +161,7 @@ def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """AdamW; `exact` keeps the remainders of BF16 parameters.
-
-    `decay: matrices` leaves norms and biases out of weight decay, which does not help them; `decay: all` is torch's default.
-    """
+    """AdamW as the settings say; `exact` keeps the remainders of BF16 parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
     not_decayed = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]

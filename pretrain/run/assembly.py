@@ -52,19 +52,14 @@ REHEARSALS = 8
 
 @dataclass(frozen=True)
 class Assembly:
-    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
-    the topology, and `tensors` as checkpoints hold it.
+    """One model under its names, its optimizer and its precision."""
 
-    `precision`: the context that its products share. `audit`: what audit.json says; `check_parity` and
-    `confirming_audit` add what they find, and nobody else writes to it.
-    """
-
-    hf: PreTrainedModel
-    model: nn.Module
+    hf: PreTrainedModel  # as transformers knows it
+    model: nn.Module  # as it maps packed batches to losses, wrapped for the topology
     optimizer: ExactAdamW
     active: ActivePrecision
-    precision: PrecisionContext
-    audit: dict[str, Any]
+    precision: PrecisionContext  # which its products share
+    audit: dict[str, Any]  # what audit.json says; `check_parity` and `confirming_audit` add what they find
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -207,9 +202,8 @@ def rehearse(
 ) -> list[audit.Entry]:
     """Run a pack through the model under observation, and return what ran in which precision.
 
-    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Before it has seen any, its scales
-    are one, at which gradients round to zero. The first backward then teaches it the gradients of a layer's last products only;
-    all before them get zeros, and learn in the second.
+    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Its first scales are one, at which
+    gradients round to zero: the first backward teaches it those of a layer's last products only, the second the others.
     """
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
@@ -235,9 +229,8 @@ def rehearse(
 def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
     """Let DistributedDataParallel lay out its final buckets before the first step, with every gradient a view into them.
 
-    It rebuilds its buckets after the first backward that it sees, and a gradient becomes a view at the end of a backward. In
-    training that would hold a second copy of all gradients during the first step, which would raise the peak. And sums over
-    three ranks or more would come in another order after a resume than without one.
+    It rebuilds its buckets after the first backward that it sees. In training that would hold a second copy of all gradients in
+    the first step, and sums over three ranks or more would come in another order after a resume than without one.
     """
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):

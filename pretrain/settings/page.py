@@ -7,13 +7,11 @@ option of a precision, say) brings its meaning as the `description` of its pydan
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
-import io
 import json
+import re
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
@@ -93,18 +91,14 @@ def comments(cls: type[BaseModel]) -> dict[str, str]:
 
 
 def _comments_in(source: str) -> dict[str, str]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    lines, said = source.splitlines(), {}
-    for node in ast.parse(source).body[0].body:
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        above, number = [], node.lineno - 1
-        while number in found and lines[number - 1].lstrip().startswith("#") and not found[number].endswith(":"):
-            above.insert(0, found[number])
-            number -= 1
-        trailing = [found[number] for number in range(node.lineno, node.end_lineno + 1) if number in found]
-        said[node.target.id] = " ".join([*trailing, *above])
+    said, above = {}, []
+    for line in source.splitlines():
+        if comment := re.fullmatch(r"    # (.*)", line):
+            above = [] if comment[1].endswith(":") else [*above, comment[1]]
+        else:
+            if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+                said[field[1]] = " ".join(filter(None, [field[2], *above]))
+            above = []
     return said
 
 
