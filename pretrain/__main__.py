@@ -13,7 +13,6 @@ from foundation.errors import InputError
 COMMANDS = {
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
-    "settings": ("pretrain.settings.page", "every key that a recipe can have, as docs/settings.md"),
 }
 
 

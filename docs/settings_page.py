@@ -1,4 +1,4 @@
-"""docs/settings.md, made from the settings classes: `python -m pretrain settings > docs/settings.md`.
+"""docs/settings.md, made from the settings classes: `make docs`.
 
 What a key means stands once, beside the key: in the comment that trails its line, or in the comment lines right above it. A
 comment that ends with a colon is the heading of a group of keys and belongs to none of them. A key that is made elsewhere (an
@@ -29,10 +29,10 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-Every key that a recipe can have. This page is made by
-`python -m pretrain settings > docs/settings.md` from the classes that check recipes, and a test
-compares the two. To change it, change the comment beside the key: in `pretrain/settings/recipe.py`,
-`packing/settings.py`, `pretrain/precision/settings.py` or the file of a precision.
+Every key that a recipe can have. `make docs` writes this page from the classes that check recipes,
+and a test compares the two. To change it, change the comment beside the key: in
+`pretrain/settings/recipe.py`, `packing/settings.py`, `pretrain/precision/settings.py` or the file
+of a precision.
 
 * A recipe is a YAML file. A key that is not listed here is an error that names the nearest known
   one.
@@ -169,6 +169,5 @@ def option_defaults(key: str) -> str:
     return "; ".join(f"{value} ({', '.join(names)})" for value, names in taken.items())
 
 
-def main(arguments: list[str]) -> int:
+if __name__ == "__main__":
     print(page(), end="")
-    return 0
