@@ -28,10 +28,8 @@ class TokenBin:
     """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
 
     With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
-    document. The fingerprint is the sha256 of the file's own sha256 with dtype, length and end token.
-
-    Raises InputError for an empty file, a part of a token at its end, signs of another dtype, an end token that never occurs, and
-    ids beyond the vocabulary that meta names: at opening in the first million tokens, later in each pack read.
+    document. Raises InputError for signs of another dtype, an end token that never occurs, and ids beyond meta's vocabulary: at
+    opening in the first million tokens, later in each pack read.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
@@ -51,8 +49,13 @@ class TokenBin:
         self.tokenizer: dict | None = {"vocab_size": self._vocab_size} if self._vocab_size else None
         self._tokens = np.memmap(self.path, self._dtype, mode="r")
         self._check_dtype(named="dtype" in meta or self._vocab_size is not None)
-        self._check_vocabulary(self._tokens[:_SAMPLED_TOKENS])
-        self._check_end_token()
+        sample = self._tokens[:_SAMPLED_TOKENS]
+        self._check_vocabulary(sample)
+        if end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == end_token).any():
+            raise InputError(
+                f"{self.path}: `data.end_token` {end_token} does not occur in its first {len(sample):,} tokens; set it to "
+                "the id that ends a document, or leave it out to take each pack for one"
+            )
         self.verify(trust_stamp=True)
         digest = digests(self.path.parent, [self.path.name], ["sha256"])[self.path.name]["sha256"]
         self.fingerprint = hashlib.sha256(json.dumps([digest, self._dtype.name, length, end_token]).encode()).hexdigest()
@@ -103,15 +106,6 @@ class TokenBin:
             raise InputError(
                 f"{self.path}: looks like uint32 tokens, and nothing names its dtype; write "
                 f'{self.path.parent / "meta.json"}: {{"dtype": "uint32"}}, or "uint16" if that is what it holds'
-            )
-
-    def _check_end_token(self) -> None:
-        """Refuse an id that does not occur in a million tokens: every pack would count as one document."""
-        sample = self._tokens[:_SAMPLED_TOKENS]
-        if self.end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == self.end_token).any():
-            raise InputError(
-                f"{self.path}: `data.end_token` {self.end_token} does not occur in its first {len(sample):,} tokens; set it to "
-                "the id that ends a document, or leave it out to take each pack for one"
             )
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:

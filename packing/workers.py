@@ -1,7 +1,6 @@
 """Tokenising in several processes: chunks go out in order, arrays of ids come back in the same order.
 
-Forking would copy whatever the caller has loaded (torch, a CUDA context, threads), so the workers are spawned. One thread a worker
-waits on its pipe.
+Forking would copy whatever the caller has loaded (torch, a CUDA context, threads), so the workers are spawned.
 """
 
 from __future__ import annotations
@@ -18,25 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from foundation.errors import InputError
-from packing.chunks import Chunk, TextTemplate, read_chunk
+from packing.chunks import Chunk, Texts, TextTemplate, read_chunk
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    tokenizer: str  # path of a tokenizer.json
-    text: str  # column or template
-    skip_bad: bool
-    bos: int | None  # id to put before each document
-    eos: int | None  # and after
 
 
 @dataclass(frozen=True)
@@ -52,10 +43,15 @@ class Tokenized:
 
 
 class TokenizerWorkers:
-    """`processes` workers, started when first needed and stopped on leaving the `with` block."""
+    """`processes` workers, started when first needed and stopped on leaving the `with` block.
 
-    def __init__(self, settings: WorkerSettings, processes: int) -> None:
-        self._settings, self._processes = settings, processes
+    tokenizer: path of a tokenizer.json. head, tail: ids to put before and after each document.
+    """
+
+    def __init__(
+        self, processes: int, tokenizer: Path, template: TextTemplate, *, skip_bad: bool, head: list[int], tail: list[int]
+    ) -> None:
+        self._processes, self._arguments = processes, (str(tokenizer), template, skip_bad, head, tail)
         self._workers: list[BaseProcess] = []
         self._idle: queue.SimpleQueue[tuple[BaseProcess, Connection]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="tokenize")
@@ -102,7 +98,7 @@ class TokenizerWorkers:
 
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("spawn").Process(target=_serve, args=(self._settings, theirs), daemon=True)
+        worker = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # or each worker would import the caller's script again
         try:
@@ -114,28 +110,24 @@ class TokenizerWorkers:
         self._idle.put((worker, ours))
 
 
-def _serve(settings: WorkerSettings, pipe: Connection) -> None:
+def _serve(pipe: Connection, file: str, template: TextTemplate, skip_bad: bool, head: list[int], tail: list[int]) -> None:
     """What a worker does: it answers until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(settings.tokenizer)
-    template = TextTemplate.parse(settings.text)
+    tokenizer = Tokenizer.from_file(file)
     with suppress(EOFError, ConnectionError):
         while True:
             chunk = pipe.recv()
             try:
-                pipe.send(_tokenize(chunk, tokenizer, template, settings))
+                pipe.send(_tokenize(chunk, read_chunk(chunk, template, skip_bad), tokenizer, head, tail))
             except InputError as error:
                 pipe.send(error)
 
 
-def _tokenize(chunk: Chunk, tokenizer: Tokenizer, template: TextTemplate, settings: WorkerSettings) -> Tokenized:
+def _tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
     """A document without tokens of its own is left out: many tokenizers give none for blanks."""
-    texts = read_chunk(chunk, template, settings.skip_bad)
-    head = [] if settings.bos is None else [settings.bos]
-    tail = [] if settings.eos is None else [settings.eos]
     ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
     ends = [0]
     # encode_batch_fast computes no character offsets.
