@@ -171,7 +171,7 @@ class _SplitWriter:
         self.buffered: list[tuple[np.ndarray, ...]] = []
         self.buffered_rows = 0
         self.shard_packs: list[int] = []
-        self.packs = self.documents = self.tokens = 0
+        self.documents = self.tokens = 0
         self.hashes = [hashlib.sha256() for _ in range(4)]
         self.stream: pa.ipc.RecordBatchStreamWriter | None = None
 
@@ -180,7 +180,6 @@ class _SplitWriter:
         _, lengths, counts, _ = columns
         for hasher, column in zip(self.hashes, columns, strict=True):  # each by itself: batches must not change the hash
             hasher.update(np.ascontiguousarray(column))
-        self.packs += len(counts)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
         self.buffered.append(tuple(column.copy() for column in columns))  # the caller may reuse its arrays
@@ -194,11 +193,12 @@ class _SplitWriter:
         if self.stream is not None:
             self._close_shard()
         files = []
-        for shard, packs in enumerate(self.shard_packs):
+        for shard, count in enumerate(self.shard_packs):
             path = self.folder / f"data-{shard:05d}-of-{len(self.shard_packs):05d}.arrow"
             self._shard_path(shard).rename(path)
-            files.append({"packs": packs} | _entry(path))
-        content = {"length": self.length, "packs": self.packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
+            files.append({"packs": count} | _entry(path))
+        packs = sum(self.shard_packs)
+        content = {"length": self.length, "packs": packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
         fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         _write_json(self.folder / "dataset_info.json", {"features": _features(self.length)})
         state = {
@@ -211,7 +211,7 @@ class _SplitWriter:
             "_split": self.folder.name,
         }
         _write_json(self.folder / "state.json", state)
-        totals = {"packs": self.packs, "documents": self.documents, "tokens": self.tokens}
+        totals = {"packs": packs, "documents": self.documents, "tokens": self.tokens}
         return totals | {"fingerprint": fingerprint, "files": files}
 
     def _flush(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,14 +20,13 @@ from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
-_SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
     """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
     known = _length_of(path) if length is None else length
     settings = parse(DataSettings, {"packs": path, "length": known, "end_token": end_token}, "command line")
-    opened = {split: open_packs(settings, split) for split in _SPLITS}
+    opened = {split: open_packs(settings, split) for split in get_args(Split)}
     return {split: packs for split, packs in opened.items() if packs is not None}
 
 
@@ -54,7 +53,8 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
     known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
     yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
     for split, packs in splits.items():
-        lengths, seen = _sampled_lengths(packs)
+        chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
+        lengths, seen = np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)
         yield f"  {split}"
         yield f"    packs         {len(packs):,}"
         yield f"    fingerprint   {packs.fingerprint}"
@@ -137,9 +137,3 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
             "end_token": end_token,
         }
         return writer.finish(settings=origin, statistics=statistics, tokenizer=known.describe() if known else first.tokenizer)
-
-
-def _sampled_lengths(packs: Packs) -> tuple[np.ndarray, int]:
-    """Document lengths of up to _SAMPLED_PACKS packs, evenly spread, and the number of packs."""
-    chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
-    return np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)

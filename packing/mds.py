@@ -19,7 +19,7 @@ from collections.abc import Callable, Container
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,12 +36,6 @@ _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
-
-
-class Column(NamedTuple):
-    name: str
-    size: int | None  # bytes of every value, or None where each sample states its own
-    decode: Callable[[memoryview], Any]
 
 
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
@@ -76,19 +70,18 @@ class Shard:
             raise InputError(
                 f"{where}: lists a shard of format {entry['format']} version {entry['version']}; only mds version 2 is read"
             )
-        self.compression = (entry["compression"] or "").partition(":")[0]
-        if self.compression not in ("", "zstd"):
-            raise InputError(
-                f"{where}: its shards are compressed with {self.compression}; write it again with zstd or uncompressed"
-            )
+        compression = (entry["compression"] or "").partition(":")[0]
+        if compression not in ("", "zstd"):
+            raise InputError(f"{where}: its shards are compressed with {compression}; write it again with zstd or uncompressed")
         self.folder = folder
         self.samples: int = entry["samples"]
         self.raw = _record(where, entry["raw_data"])
         self.packed = _record(where, entry["zip_data"]) if entry["zip_data"] else None
         self.path = folder / self.raw.name
         self.layout = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
-        self.columns = [Column(name, size or None, decoder(code, size)) for name, code, size in zip(*self.layout, strict=True)]
-        self._variable_columns = sum(column.size is None for column in self.columns)
+        # A column without a size (bytes of every value) has one that each sample states.
+        self.columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
+        self._variable_columns = sum(not size for _, size, _ in self.columns)
 
     @property
     def record(self) -> FileRecord:
@@ -135,10 +128,10 @@ class Shard:
         try:
             sizes = iter(np.frombuffer(data, "<u4", self._variable_columns).tolist())
             start, result = 4 * self._variable_columns, {}
-            for column in self.columns:
-                end = start + (column.size or next(sizes))
-                if names is None or column.name in names:
-                    result[column.name] = column.decode(data[start:end])
+            for name, size, decode in self.columns:
+                end = start + (size or next(sizes))
+                if names is None or name in names:
+                    result[name] = decode(data[start:end])
                 start = end
         except (ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.path}: damaged: sample {index} cannot be decoded ({error}); {_REMEDY}") from None
@@ -220,7 +213,7 @@ class MDSPacks(MDSReader):
         self.length = length
         if len(self) == 0:
             raise InputError(f"{path}: its MDS index lists no samples; name a folder that holds packs in `data.packs`")
-        names = {column.name for column in self.shards[0].columns}
+        names = set(self.shards[0].layout[0])
         self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
         if self._tokens is None:
             raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")

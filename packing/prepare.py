@@ -24,7 +24,7 @@ from packing.pack import Layout, best_fit, materialise, truncate
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
-from packing.token_log import SOURCE_FILES, TokenCounts, TokenLog, differences
+from packing.token_log import SOURCE_FILES, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers
 
@@ -164,8 +164,13 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     finally:
         if not log.counts.documents:
             shutil.rmtree(partial)  # nothing worth resuming
-    if not log.counts.documents:
-        raise InputError(f"data.source: {settings.source}: no document with any text{_left_out(log.counts)}")
+    counts = log.counts
+    if not counts.documents:
+        parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
+        if counts.skipped:
+            parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
+        why = f": {' and '.join(parts)}" if parts else "; the source is empty"
+        raise InputError(f"data.source: {settings.source}: no document with any text{why}")
     return log
 
 
@@ -190,8 +195,20 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
                 written += last - first
                 line.update(written, written / total)
         tokenizer.save(writer.folder / "tokenizer.json")
-        statistics = _statistics(log.counts, lengths, places, layouts)
-        statistics["source_bytes"] = log.key[SOURCE_FILES].get("bytes")
+        statistics = {
+            "documents": log.counts.documents,
+            "tokens": log.counts.tokens,
+            "packs": total,
+            "fill": log.counts.tokens / (total * settings.length),
+            "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
+            "held_out_documents": len(places.get("held_out", ())),
+            "held_out_packs": len(layouts.get("held_out", ())),
+            "skipped_lines": log.counts.skipped,
+            "first_skipped": log.counts.first_skipped,
+            "empty_documents": log.counts.empty,
+            "lengths": length_statistics(lengths),
+            "source_bytes": log.key[SOURCE_FILES].get("bytes"),
+        }
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
@@ -223,25 +240,6 @@ def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
         )
 
 
-def _statistics(
-    counts: TokenCounts, lengths: np.ndarray, places: dict[str, np.ndarray], layouts: dict[str, Layout]
-) -> dict[str, Any]:
-    packs, room = sum(map(len, layouts.values())), sum(len(layout) * layout.length for layout in layouts.values())
-    return {
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-        "packs": packs,
-        "fill": counts.tokens / room,
-        "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
-        "held_out_documents": len(places.get("held_out", ())),
-        "held_out_packs": len(layouts.get("held_out", ())),
-        "skipped_lines": counts.skipped,
-        "first_skipped": counts.first_skipped,
-        "empty_documents": counts.empty,
-        "lengths": length_statistics(lengths),
-    }
-
-
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
@@ -258,13 +256,6 @@ def summary(manifest: dict[str, Any]) -> str:
     if numbers["first_skipped"]:
         lines["first left out"] = numbers["first_skipped"]
     return "\n".join(f"  {name:<15} {value}" for name, value in lines.items())
-
-
-def _left_out(counts: TokenCounts) -> str:
-    parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
-    if counts.skipped:
-        parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
-    return f": {' and '.join(parts)}" if parts else "; the source is empty"
 
 
 def _cores() -> int:

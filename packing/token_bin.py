@@ -7,7 +7,6 @@ vocabulary. The format carries no checksum; a `train.bin.sha256` (as `sha256sum`
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import pickle
 from pathlib import Path
@@ -119,11 +118,12 @@ class TokenBin:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The content of meta.json or meta.pkl in `folder`; empty where there is neither, InputError where it cannot be read."""
-    for name, load in (("meta.json", json.loads), ("meta.pkl", _load_plain_pickle)):
+    for name, load in (("meta.json", json.load), ("meta.pkl", lambda file: _PlainUnpickler(file).load())):
         path = folder / name
         if path.exists():
             try:
-                meta = load(path.read_bytes())
+                with open(path, "rb") as file:
+                    meta = load(file)
             except (ValueError, EOFError, AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
                 raise InputError(
                     f'{path}: cannot be read ({error}); write meta.json: {{"dtype": "uint16", "vocab_size": ...}}'
@@ -150,7 +150,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, only plain numbers, strings and containers are read")
-
-
-def _load_plain_pickle(data: bytes) -> Any:
-    return _PlainUnpickler(io.BytesIO(data)).load()
