@@ -67,7 +67,7 @@ def measure_strategies(lengths: np.ndarray, starts: np.ndarray, tokens: np.ndarr
             "tokens_per_second_layout_only": total / deciding,
             "tokens_per_second_materialise_only": total / copying,
             "packs": len(layout),
-            "fill": layout.fill,
+            "fill": int((layout.stop - layout.start).sum()) / (len(layout) * layout.length),
             "cut_documents": layout.cut_documents,
         }
     return figures

@@ -4,6 +4,6 @@
 class InputError(Exception):
     """Something the user gave cannot be used.
 
-    The message names the file or key, what is wrong with it and what to do; the command lines print it alone, without a
-    traceback, and exit with status 2. Anything else that escapes is a bug of ours and keeps its traceback.
+    The command lines print its message alone (the file or key, what is wrong, what to do) and exit with status 2. Anything else
+    that escapes is a bug of ours and keeps its traceback.
     """

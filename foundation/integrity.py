@@ -1,10 +1,8 @@
 """Whether the files on disk are the ones that were written: every file has a recorded size and recorded hashes.
 
-A damaged file must stop a run before its first step. `find_damage` reads every byte. That would take too long at every start with
-terabytes, so `check_files` remembers: it hashes large files when they are written or first opened, and again when their size,
-mtime or ctime differ from those in a stamp beside them. Copying, downloading and overwriting change these, and that is where bits
-get lost. Sizes are always compared; files of up to 128 MiB together, a fraction of a second, are always hashed, and so are files
-beside which no stamp can be written.
+Reading terabytes at every start would take too long, so `check_files` remembers: it hashes large files when they are written or
+first opened, and again when their size, mtime or ctime differ from those in a stamp beside them. Sizes are always compared; files
+of up to 128 MiB together are always hashed, and so are those beside which no stamp can be written.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ STAMP = ".verified.json"
 ALWAYS_HASHED_BYTES = 128 * 2**20
 THREADS = 8  # hashing and writing release the interpreter lock; more threads than this only queue at the disk
 _CHUNK_BYTES = 2**20
-_XXHASHES = {"xxh32", "xxh64", "xxh128", "xxh3_64", "xxh3_128"}
 
 Digests = dict[str, dict[str, str]]  # file name -> algorithm -> hex digest
 
@@ -66,7 +63,7 @@ def hash_file(path: Path, algorithms: Iterable[str]) -> dict[str, str]:
 
 
 def _new_hash(algorithm: str, path: Path) -> Any:
-    if algorithm in _XXHASHES:
+    if algorithm in xxhash.algorithms_available:
         return getattr(xxhash, algorithm)()
     if algorithm in hashlib.algorithms_available and not algorithm.startswith("shake_"):
         return hashlib.new(algorithm, usedforsecurity=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 
+from foundation.units import duration
+
 
 def say(text: str, shown: bool = True) -> None:
     """Print to stderr, where progress goes, so that stdout stays free for results."""
@@ -30,7 +32,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.shown and self._latest is not None:
             self._print(*self._latest)
             if self._on_terminal:
@@ -51,14 +53,9 @@ class Progress:
         parts = [f"{self.task}: {count:,} {self.unit}", detail, f"{rate:,.0f} {self.unit}/s"]
         if share is not None:
             gained = share - (self._first_share or 0.0)
-            left = f"{_clock(elapsed * (1 - share) / gained)} left" if gained > 0 and share < 1 else f"{_clock(elapsed)} taken"
-            parts += [f"{share:.1%}", left]
+            unfinished = gained > 0 and share < 1
+            parts += [f"{share:.1%}", duration(elapsed * (1 - share) / gained if unfinished else elapsed)]
+            parts[-1] += " left" if unfinished else " taken"
         text = ", ".join(filter(None, parts))
         start, end = ("\r\x1b[2K", "") if self._on_terminal else ("", "\n")
         print(f"{start}{text}", end=end, file=sys.stderr, flush=True)
-
-
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

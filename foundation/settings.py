@@ -1,7 +1,4 @@
-"""Typed settings that refuse keys they do not know.
-
-`parse` turns all pydantic errors into one InputError that names the file, the key, what is wrong and the nearest known key.
-"""
+"""Typed settings that refuse keys they do not know, and messages for people out of pydantic's errors."""
 
 from __future__ import annotations
 
@@ -66,15 +63,12 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], st
     try:
         return cls.model_validate(values)
     except ValidationError as error:
-        lines: dict[tuple[str, str], list[str]] = {}
+        lines: dict[str, dict[str, None]] = {}
         for item in error.errors(include_url=False):
             key, what, offered = _describe(cls, item)
-            lines.setdefault((key, what), []).append(offered)
-        texts = [
-            f"{origin if isinstance(origin, str) else origin(key)}: {what}{', or '.join(filter(None, dict.fromkeys(offered)))}"
-            for (key, what), offered in lines.items()
-        ]
-        raise InputError("\n".join(texts)) from None
+            line = f"{origin if isinstance(origin, str) else origin(key)}: {what}"
+            lines.setdefault(line, {})[offered] = None
+        raise InputError("\n".join(line + ", or ".join(filter(None, offered)) for line, offered in lines.items())) from None
 
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
@@ -125,9 +119,7 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
 def _settings_classes(annotation: object) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
-        return [c for part in typing.get_args(annotation) for c in _settings_classes(part)]
-    return []
+    return [c for part in typing.get_args(annotation) for c in _settings_classes(part)]
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -7,12 +7,8 @@
                 save()
                 break
 
-A signal reaches the ranks of a training at different moments, or one rank alone, so `requested` is what this process knows:
-reduce it over the ranks each step. Launchers pass signals on in their own ways. torchrun sends its workers the signal that it got
-and kills them after TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds (30 unless set), so the save of a large model may need more; one that
-is cut off leaves the checkpoint before it as the newest. `accelerate launch` of a single process passes nothing on: signal the
-training process, or the whole process group, as a terminal does. It also replaces any exit status of the training but 0 by its
-own.
+A signal reaches the ranks of a training at different moments, or one rank alone: reduce `requested` over the ranks each step.
+docs/scaling.md says how launchers pass signals on.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import signal
 import sys
 import time
 from contextlib import suppress
-from types import FrameType, TracebackType
+from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; nobody presses twice on purpose this fast
@@ -46,7 +42,7 @@ class StopRequest:
         self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 

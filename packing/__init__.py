@@ -1,4 +1,1 @@
-"""Text to packs to batches: all that happens between a document on disk and the tensors of a training step.
-
-It knows nothing of models, and of this project it imports only `foundation`.
-"""
+"""Text to packs to batches: all that happens between a document on disk and the tensors of a training step."""

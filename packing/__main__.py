@@ -138,7 +138,7 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from packing.inspection import decoded, describe, open_splits, stored_tokenizer
+    from packing.inspection import decoded, describe, open_splits
 
     splits = open_splits(options.path, options.length, options.end_token)
     print("\n".join(describe(options.path, splits)))
@@ -150,15 +150,14 @@ def _inspect(options: argparse.Namespace) -> None:
         return
     if options.split not in splits:
         raise InputError(f"{options.path}: has no {options.split} split")
-    print("\n".join(decoded(splits[options.split], options.index, stored_tokenizer(options.path, options.tokenizer))))
+    print("\n".join(decoded(splits[options.split], options.index, options.tokenizer)))
 
 
 def _import(options: argparse.Namespace) -> None:
     from packing.inspection import import_packs
 
-    manifest = import_packs(
-        options.path, options.out, length=options.length, end_token=options.end_token, tokenizer=options.tokenizer, progress=True
-    )
+    given = {"length": options.length, "end_token": options.end_token, "tokenizer": options.tokenizer}
+    manifest = import_packs(options.path, options.out, **given)
     numbers = manifest["statistics"]
     print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
 

@@ -1,10 +1,5 @@
 """What a pack is, and packs in Arrow files, laid out as Hugging Face `datasets` saves them, with a manifest of all files.
 
-    <packs>/packs.json              settings, statistics, tokenizer; size and sha256 of every file; a fingerprint a split
-    <packs>/dataset_dict.json       so that `datasets.load_from_disk(<packs>)` gives both splits
-    <packs>/train/                  and `load_from_disk(<packs>/train)` gives one
-    <packs>/held_out/
-
 Both sides use pyarrow alone: `datasets` takes seconds to import, and a memory-mapped record batch is already a NumPy array.
 """
 
@@ -44,7 +39,7 @@ class Pack:
 
 
 class Packs(Protocol):
-    """Random access to the packs of one split, of any format. Readers hold no position, so threads may share one."""
+    """Random access to the packs of one split, of any format. Threads may share one."""
 
     path: Path
     length: int
@@ -55,15 +50,12 @@ class Packs(Protocol):
 
     def __getitem__(self, index: int) -> Pack:
         """Pack `index` of 0 .. len - 1; IndexError outside."""
-        ...
 
     def lengths(self, index: int) -> np.ndarray:
         """[documents] int32 of one pack, without reading its tokens where the format allows it."""
-        ...
 
     def verify(self) -> None:
         """Hash every file, also those checked before; InputError names the first that is not what its writer recorded."""
-        ...
 
 
 def checked_index(index: int, count: int) -> int:
@@ -87,19 +79,11 @@ def as_token_ids(values: np.ndarray, where: str) -> np.ndarray:
 class PackWriter:
     """Writes a folder of packs that is either complete or absent.
 
-    Everything goes to a hidden folder beside `path`, which `finish` completes, flushes and renames to `path`; leaving the `with`
-    block without `finish` (an error, Ctrl-C) removes it. Takes about 16 MiB of memory a split.
+    Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the
+    `with` block without `finish` removes it. Further files in `folder` travel with the packs. One writer a path at a time.
 
-        with PackWriter(path, length=4096) as writer:
-            writer.write("train", input_ids, lengths, first_positions)
-            plot.save(writer.folder / "lengths.png")          # further files travel with the folder
-            writer.finish(settings=..., statistics=..., tokenizer=...)
-
-    Raises InputError if `path` exists and is not an empty folder (packs are never written over), and on leaving the block if the
-    disk was full. One writer a path at a time.
+    Raises InputError if `path` exists and is not an empty folder, and on leaving the block if the disk was full.
     """
-
-    folder: Path  # where files lie until `finish`
 
     def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
         self.path = Path(path)
@@ -116,8 +100,6 @@ class PackWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
-        for split in self._splits.values():
-            split.abandon()
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
         if is_disk_full(error):
             raise InputError(f"{self.path}: the disk is full; free some space and run this again") from None
@@ -133,7 +115,7 @@ class PackWriter:
         by default zeros. The arrays are copied. Raises ValueError where the three do not fit together.
         """
         packs = len(input_ids)
-        first_positions = np.zeros(packs, np.int32) if first_positions is None else np.asarray(first_positions)
+        first_positions = np.zeros(packs, np.int32) if first_positions is None else first_positions
         if input_ids.shape != (packs, self.length) or len(lengths) != packs or first_positions.shape != (packs,):
             shapes = f"{input_ids.shape} ids, {len(lengths)} lengths, {first_positions.shape} first positions"
             raise ValueError(f"these do not make packs of {self.length}: {shapes}")
@@ -141,7 +123,8 @@ class PackWriter:
             return
         counts = np.fromiter(map(len, lengths), np.int32, packs)
         flat = np.concatenate(lengths).astype(np.int32, copy=False)
-        if counts.min() < 1 or flat.min() < 1 or _sums(flat, counts).max() > self.length or first_positions.min() < 0:
+        tokens = [int(each.sum()) for each in lengths]
+        if counts.min() < 1 or flat.min() < 1 or max(tokens) > self.length or first_positions.min() < 0:
             raise ValueError("every pack needs documents of 1 token or more that fit into it, and a first position of 0 or more")
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes)
@@ -155,7 +138,6 @@ class PackWriter:
         if "train" not in self._splits:
             raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
-        files = [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()]
         manifest = {
             "version": VERSION,
             "length": self.length,
@@ -163,7 +145,7 @@ class PackWriter:
             "settings": settings,
             "statistics": statistics,
             "splits": splits,
-            "files": files,
+            "files": [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()],
         }
         manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum fits
         _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
@@ -189,9 +171,8 @@ class _SplitWriter:
         self.buffered: list[tuple[np.ndarray, ...]] = []
         self.buffered_rows = 0
         self.shard_packs: list[int] = []
-        self.packs = self.documents = self.tokens = 0
+        self.documents = self.tokens = 0
         self.hashes = [hashlib.sha256() for _ in range(4)]
-        self.file: pa.OSFile | None = None
         self.stream: pa.ipc.RecordBatchStreamWriter | None = None
 
     def append(self, *columns: np.ndarray) -> None:
@@ -199,7 +180,6 @@ class _SplitWriter:
         _, lengths, counts, _ = columns
         for hasher, column in zip(self.hashes, columns, strict=True):  # each by itself: batches must not change the hash
             hasher.update(np.ascontiguousarray(column))
-        self.packs += len(counts)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
         self.buffered.append(tuple(column.copy() for column in columns))  # the caller may reuse its arrays
@@ -210,23 +190,29 @@ class _SplitWriter:
     def finish(self) -> dict[str, Any]:
         """Write the rest and the two files that `datasets` wants; returns the split's part of the manifest."""
         self._flush()
-        self._close_shard()
+        if self.stream is not None:
+            self._close_shard()
         files = []
-        for shard, packs in enumerate(self.shard_packs):
+        for shard, count in enumerate(self.shard_packs):
             path = self.folder / f"data-{shard:05d}-of-{len(self.shard_packs):05d}.arrow"
             self._shard_path(shard).rename(path)
-            files.append({"packs": packs} | _entry(path))
-        content = {"length": self.length, "packs": self.packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
+            files.append({"packs": count} | _entry(path))
+        packs = sum(self.shard_packs)
+        content = {"length": self.length, "packs": packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
         fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         _write_json(self.folder / "dataset_info.json", {"features": _features(self.length)})
-        _write_json(self.folder / "state.json", _dataset_state([file["name"] for file in files], fingerprint, self.folder.name))
-        totals = {"packs": self.packs, "documents": self.documents, "tokens": self.tokens}
+        state = {
+            "_data_files": [{"filename": file["name"]} for file in files],
+            "_fingerprint": fingerprint[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": self.folder.name,
+        }
+        _write_json(self.folder / "state.json", state)
+        totals = {"packs": packs, "documents": self.documents, "tokens": self.tokens}
         return totals | {"fingerprint": fingerprint, "files": files}
-
-    def abandon(self) -> None:
-        """Close the file without completing it."""
-        if self.file is not None:
-            self.file.close()
 
     def _flush(self) -> None:
         if not self.buffered:
@@ -249,20 +235,18 @@ class _SplitWriter:
             self._close_shard()
 
     def _close_shard(self) -> None:
-        if self.stream is not None:
-            self.stream.close()
-            self.file.close()
-        self.stream = self.file = None
+        self.stream.close()
+        self.file.close()
+        self.stream = None
 
     def _shard_path(self, shard: int) -> Path:
         return self.folder / f"data-{shard:05d}.arrow"  # `-of-n` joins once n is known
 
 
 class ArrowPacks:
-    """One split of a folder that PackWriter wrote, memory-mapped.
+    """One split of a folder that PackWriter wrote, memory-mapped. InputError where a file is missing, truncated or damaged.
 
-    The fingerprint comes from the manifest and covers tokens, lengths, positions and their order, but not how they are sharded.
-    Raises InputError for a folder without a readable manifest and for missing, truncated or damaged shards.
+    The fingerprint covers tokens, lengths, positions and their order, but not how they are sharded.
     """
 
     def __init__(self, path: Path, split: Split = "train") -> None:
@@ -293,9 +277,7 @@ class ArrowPacks:
         return lengths[offsets[row] : offsets[row + 1]]
 
     def verify(self) -> None:
-        """As Packs.verify, also for the files beside the splits."""
-        records = self._records + _records(self.manifest["files"])
-        check_files(self.path, records, _REMEDY, trust_stamp=False)
+        check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, trust_stamp=False)
 
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
@@ -367,23 +349,6 @@ def _features(length: int) -> dict[str, Any]:
         "lengths": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"},
         "first_position": {"dtype": "int32", "_type": "Value"},
     }
-
-
-def _dataset_state(names: list[str], fingerprint: str, split: str) -> dict[str, Any]:
-    return {
-        "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": fingerprint[:16],
-        "_format_columns": None,
-        "_format_kwargs": {},
-        "_format_type": None,
-        "_output_all_columns": False,
-        "_split": split,
-    }
-
-
-def _sums(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Sum of each run of `counts` values."""
-    return np.add.reduceat(values.astype(np.int64), np.concatenate([[0], counts.cumsum()[:-1]]))
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

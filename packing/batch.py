@@ -1,8 +1,7 @@
 """Packs to the tensors of a step: every batch has the same shapes, whatever documents it holds.
 
 A microbatch is several packs laid end to end in one row of T = microbatch * length tokens. `cu_seqlens`, the offsets of the
-documents, says which tokens may attend to each other; `labels`, shifted and masked already, which token each one has to predict.
-So the model needs no attention mask, no padding logic and no shifting, and the loss is a sum over the labels that are not IGNORE.
+documents, says which tokens may attend to each other; `labels` are shifted and masked already.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
+from itertools import islice
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 IGNORE = -100  # the label that torch's and transformers' losses skip
 
-# The number of offsets is rounded up to a multiple of this. Empty documents are not free: padding to the worst case (1,024 slots
-# for 165 documents) costs 10 % of an H200's training speed. Rounding up costs nothing, since the compiled attention takes this
-# size as dynamic; the multiple only keeps it from being a new number in every microbatch.
+# The number of offsets is rounded up to a multiple of this, so that it is not a new number in every microbatch. Padding to the
+# worst case instead (1,024 slots for 165 documents) costs 10 % of an H200's training speed: empty documents are not free.
 OFFSETS_MULTIPLE = 16
+_AHEAD = 2  # results that a thread builds before they are asked for
 
 
 @dataclass(frozen=True)
@@ -65,24 +65,27 @@ class StepBatches:
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
     """Lay packs of one length end to end.
 
-    The last token of a pack has no label: what follows belongs to another pack. With `mask_boundaries` the last token of every
-    document has none either; without, it has to predict the next document's first, as in plain concatenated training. Padding at
-    a pack's end is never a label, and is a document of its own to attention.
+    The last token of a pack has no label, nor has that of a document with `mask_boundaries`; without, it has to predict the next
+    document's first. Padding at a pack's end is never a label, and is a document of its own to attention.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    sizes, first_positions = _cover(packs, length)
+    # Documents and padding tails cover the microbatch without a gap.
+    tails = [length - int(pack.lengths.sum()) for pack in packs]
+    parts = [np.append(pack.lengths, tail) if tail else pack.lengths for pack, tail in zip(packs, tails, strict=True)]
+    sizes = np.concatenate(parts, dtype=np.int64)
     ends = np.cumsum(sizes)
+    first_positions = np.zeros_like(sizes)
+    first_positions[np.cumsum([0, *map(len, parts[:-1])])] = [pack.first_position for pack in packs]
 
     input_ids = np.concatenate([pack.input_ids for pack in packs], dtype=np.int64)
     position_ids = np.arange(total) - np.repeat(ends - sizes - first_positions, sizes)
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for begin, pack in zip(range(0, total, length), packs, strict=True):
-        real = int(pack.lengths.sum())
-        if real < length:  # from the last real token on, which would have to guess padding
-            labels[begin + max(real - 1, 0) : begin + length] = IGNORE
+    for end, tail in zip(range(length, total + 1, length), tails, strict=True):
+        if tail:  # from the last real token on, which would have to guess padding
+            labels[end - min(tail + 1, length) : end] = IGNORE
 
     offsets = np.full(-(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE, total, dtype=np.int32)
     offsets[0] = 0
@@ -97,19 +100,6 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
         valid_tokens=int(np.count_nonzero(labels != IGNORE)),
         sum_squared_lengths=sum(sum_of_squares(pack.lengths) for pack in packs),
     )
-
-
-def _cover(packs: Sequence[Pack], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of all documents and paddings, which cover the microbatch without a gap, and the position each begins at."""
-    sizes: list[int] = []
-    first_positions: list[int] = []
-    for pack in packs:
-        own = pack.lengths.tolist()
-        if (tail := length - sum(own)) > 0:
-            own.append(tail)
-        sizes += own
-        first_positions += [pack.first_position] + [0] * (len(own) - 1)
-    return np.array(sizes), np.array(first_positions)
 
 
 def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
@@ -130,28 +120,25 @@ def count_valid_tokens(lengths: np.ndarray, *, mask_boundaries: bool) -> int:
 
 
 class Prefetch(Generic[T]):
-    """Iterates over build(n) for the numbers given, in order; a thread builds up to `ahead` results before they are asked for.
+    """Iterates over build(n) for the numbers given, in order; a thread (numpy releases the interpreter lock) builds ahead.
 
-    One thread suffices, since numpy releases the interpreter lock. An exception of `build` is raised by the `next` that would
-    have returned its result, and ends the iteration. `close`, leaving a `with` block and iterating to the end all return once
-    the thread has ended; what was not consumed is dropped.
+    An exception of `build` is raised by the `next` that would have returned its result, and ends the iteration. `close`, leaving
+    a `with` block and iterating to the end all return once the thread has ended; what was not consumed is dropped.
     """
 
-    def __init__(
-        self, build: Callable[[int], T], numbers: Iterable[int], *, ahead: int = 2, initializer: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, build: Callable[[int], T], numbers: Iterable[int], pin_memory: bool) -> None:
         self.data_wait_ms = 0.0  # how long the last `next` waited for its result
         self._build = build
         self._numbers = iter(numbers)
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", initializer=initializer)
+        setup = None
+        if pin_memory:  # pinning goes through a thread's device, and by default every rank would take memory of the first
+            setup = partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", initializer=setup)
         self._pending: deque[Future[T]] = deque()
-        for _ in range(ahead):
-            self._submit_one()
+        self._submit(_AHEAD)
 
-    def _submit_one(self) -> None:
-        for number in self._numbers:
-            self._pending.append(self._thread.submit(self._build, number))
-            return
+    def _submit(self, count: int) -> None:
+        self._pending.extend(self._thread.submit(self._build, number) for number in islice(self._numbers, count))
 
     def __iter__(self) -> Prefetch[T]:
         return self
@@ -167,7 +154,7 @@ class Prefetch(Generic[T]):
         if failed:
             self.close()
         else:
-            self._submit_one()
+            self._submit(1)
         return future.result()
 
     def close(self) -> None:
@@ -187,9 +174,7 @@ class Prefetch(Generic[T]):
 class BatchStream:
     """The batches of one rank, by step number.
 
-    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. With another
-    `world_size` the same packs of a step are dealt out differently.
-
+    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had.
     Raises InputError where a step's packs do not divide over the ranks and microbatches.
     """
 
@@ -206,7 +191,8 @@ class BatchStream:
     def __post_init__(self) -> None:
         if self.order.packs_count != len(self.packs):
             raise ValueError(f"the order is over {self.order.packs_count} packs, but {self.packs.path} holds {len(self.packs)}")
-        _check_rank(self.rank, self.world_size)
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} processes")
         if self.microbatch < 1 or self.order.packs_per_step % (self.world_size * self.microbatch):
             what = f"a step of {self.order.packs_per_step} packs does not divide into microbatches of {self.microbatch} packs"
             raise InputError(
@@ -232,7 +218,7 @@ class BatchStream:
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Steps `start` to `stop` (exclusive), built ahead by a thread. Use it in a `with` block, or iterate to the end."""
-        return Prefetch(self.step, range(start, stop), initializer=_thread_setup(self.pin_memory))
+        return Prefetch(self.step, range(start, stop), self.pin_memory)
 
     def _build(self, indices: Sequence[int]) -> Microbatch:
         chosen = [read_pack(self.packs, index, self.vocab_size) for index in indices]
@@ -253,11 +239,8 @@ def evaluation_batches(
     """This rank's part of one pass over all packs, or over the first `limit` packs, in order.
 
     Every rank gets equally many microbatches, so that none waits for another in a collective: packs without documents and labels
-    make up the rest. Summed over the ranks, losses and valid tokens count each pack once, for any world size.
+    make up the rest.
     """
-    _check_rank(rank, world_size)
-    if microbatch < 1:
-        raise ValueError(f"a microbatch holds at least 1 pack, not {microbatch}")
     count = len(packs) if limit is None else min(limit, len(packs))
     blank = Pack(np.zeros(packs.length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
 
@@ -268,7 +251,7 @@ def evaluation_batches(
         return build_microbatch(chosen, mask_boundaries=mask_boundaries, pin_memory=pin_memory)
 
     turns = -(-count // (world_size * microbatch))
-    return Prefetch(build, range(turns), initializer=_thread_setup(pin_memory))
+    return Prefetch(build, range(turns), pin_memory)
 
 
 def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
@@ -280,15 +263,3 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:
             "prepare the packs with the model's own tokenizer, or choose the model they were made for"
         )
     return pack
-
-
-def _check_rank(rank: int, world_size: int) -> None:
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of {world_size} processes")
-
-
-def _thread_setup(pin_memory: bool) -> partial[None] | None:
-    """Sets the device of a new thread: pinning goes through it, and by default every rank would take memory of the first."""
-    if not pin_memory:
-        return None
-    return partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())

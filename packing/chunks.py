@@ -1,7 +1,6 @@
 """The unit of work of `prepare`: a chunk of raw records that one process cuts from a source and another turns into texts.
 
-Cutting is cheap (find the newlines, slice a table), parsing is not. So the reading process only cuts; the processes that tokenise
-decode JSON and fill templates. A reader that did it all would be the bottleneck from a few dozen cores on.
+A reader that also parsed would be the bottleneck from a few dozen cores on.
 """
 
 from __future__ import annotations
@@ -52,10 +51,9 @@ class MissingColumn(BadRecord):
 
 @dataclass(frozen=True)
 class TextTemplate:
-    """How a record becomes a document: one column as it is, or a template filled with several.
+    """How a record becomes a document: one column as it is, or a template such as "{title}\\n\\n{body}".
 
-    `TextTemplate.parse("text")` takes the column `text`; whatever holds a brace is a template, as in "{title}\\n\\n{body}". In a
-    template, null counts as no text and numbers are written out.
+    In a template, null counts as no text and numbers are written out.
     """
 
     columns: tuple[str, ...]
@@ -104,42 +102,37 @@ class TextTemplate:
 def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
     """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
     texts = Texts()
-    for place, outcome in _records(chunk, template):
-        if isinstance(outcome, BadRecord):
-            message = f"{place}: {outcome}"
+    for place, text_of, *arguments in _records(chunk, template):
+        try:
+            text = text_of(*arguments)
+        except BadRecord as error:
+            message = f"{place}: {error}"
             if not skip_bad:
-                hint = "" if isinstance(outcome, MissingColumn) else "; or set data.on_bad_line: skip to leave such records out"
-                raise InputError(message + hint)
+                hint = "" if isinstance(error, MissingColumn) else "; or set data.on_bad_line: skip to leave such records out"
+                raise InputError(message + hint) from None
             texts.skipped += 1
             texts.first_skipped = texts.first_skipped or message
-        elif outcome:
-            texts.documents.append(outcome)
+            continue
+        if text:
+            texts.documents.append(text)
         else:
             texts.empty += 1
     return texts
 
 
-def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[str, str | BadRecord]]:
-    """The place of every record, and its text or what is wrong with it."""
+def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[Any, ...]]:
+    """The place of every record, and the call that gives its text."""
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                yield f"{chunk.origin}:{number}", _attempt(_line_text, line, template)
+                yield f"{chunk.origin}:{number}", _line_text, line, template
     elif chunk.kind == "files":
         for path in json.loads(chunk.payload):
-            yield path, _attempt(_file_text, path)
+            yield path, _file_text, path
     else:
-        table = pa.ipc.open_stream(chunk.payload).read_all()
-        rows = zip(*(table.column(name).to_pylist() for name in template.columns), strict=True)
-        for number, values in enumerate(rows, chunk.first):
-            yield f"{chunk.origin}, row {number}", _attempt(template.fill, dict(zip(template.columns, values, strict=True)))
-
-
-def _attempt(function: Any, *arguments: Any) -> str | BadRecord:
-    try:
-        return function(*arguments)
-    except BadRecord as error:
-        return error
+        table = pa.ipc.open_stream(chunk.payload).read_all().select(template.columns)
+        for number, record in enumerate(table.to_pylist(), chunk.first):
+            yield f"{chunk.origin}, row {number}", template.fill, record
 
 
 def _line_text(line: bytes, template: TextTemplate) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
@@ -20,14 +20,13 @@ from packing.store import find_mds, open_packs
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
-_SPLITS: tuple[Split, ...] = ("train", "held_out")
 
 
 def open_splits(path: Path, length: int | None, end_token: int | None) -> dict[Split, Packs]:
     """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
     known = _length_of(path) if length is None else length
     settings = parse(DataSettings, {"packs": path, "length": known, "end_token": end_token}, "command line")
-    opened = {split: open_packs(settings, split) for split in _SPLITS}
+    opened = {split: open_packs(settings, split) for split in get_args(Split)}
     return {split: packs for split, packs in opened.items() if packs is not None}
 
 
@@ -51,11 +50,11 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
     kinds = {"ArrowPacks": "Arrow", "MDSPacks": "MDS", "TokenBin": "token .bin"}
     first = next(iter(splits.values()))
     yield f"{path}: {kinds.get(type(first).__name__, type(first).__name__)}, packs of {first.length:,} tokens"
-    tokenizer = first.tokenizer or {}
-    known = [f"{key} {value}" for key, value in tokenizer.items() if value is not None]
+    known = [f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None]
     yield f"  tokenizer       {', '.join(known) or 'not recorded in this format'}"
     for split, packs in splits.items():
-        lengths, seen = _sampled_lengths(packs)
+        chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
+        lengths, seen = np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)
         yield f"  {split}"
         yield f"    packs         {len(packs):,}"
         yield f"    fingerprint   {packs.fingerprint}"
@@ -69,10 +68,12 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         yield from summary(first.manifest).splitlines()
 
 
-def decoded(packs: Packs, index: int, tokenizer: TextTokenizer | None) -> Iterator[str]:
-    """The text of one pack, each document under a line of its own; the ids where no tokenizer is known."""
+def decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
+    """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
+    stored = packs.path / "tokenizer.json"
+    tokenizer = load_tokenizer(tokenizer_name or str(stored)) if tokenizer_name or stored.is_file() else None
     pack, start = packs[index], 0
     for number, size in enumerate(pack.lengths.tolist()):
         position = pack.first_position if number == 0 else 0
@@ -100,22 +101,14 @@ def _text(ids: np.ndarray, tokenizer: TextTokenizer | None) -> str:
     return tokenizer.tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
 
-def stored_tokenizer(path: Path, name: str | None) -> TextTokenizer | None:
-    """The tokenizer `name`, else the one that lies with the packs."""
-    stored = path / "tokenizer.json"
-    return load_tokenizer(name or str(stored)) if name or stored.is_file() else None
-
-
-def import_packs(
-    path: Path, out: Path, *, length: int | None, end_token: int | None, tokenizer: str | None, progress: bool
-) -> dict[str, Any]:
+def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | None, tokenizer: str | None) -> dict[str, Any]:
     """Write the packs at `path`, of any format, as Arrow packs at `out`; returns their manifest. The tokens stay the same."""
     splits = open_splits(path, length, end_token)
     known = load_tokenizer(tokenizer) if tokenizer else None
-    width, total = next(iter(splits.values())).length, sum(map(len, splits.values()))
-    lengths: dict[Split, list[np.ndarray]] = {split: [] for split in splits}
-    written = 0
-    with PackWriter(out, width) as writer, Progress("importing", "packs", progress) as line:
+    first, total = next(iter(splits.values())), sum(map(len, splits.values()))
+    width = first.length
+    lengths: list[np.ndarray] = []
+    with PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
         for split, packs in splits.items():
             for index in range(len(packs)):
                 pack = packs[index]
@@ -125,11 +118,9 @@ def import_packs(
                         f"{known.vocab_size:,} ids; name the tokenizer the packs were made with"
                     )
                 writer.add(split, pack)
-                lengths[split].append(pack.lengths)
-                written += 1
-                line.update(written, written / total)
-        flat = {split: np.concatenate(parts) for split, parts in lengths.items()}
-        everything = np.concatenate(list(flat.values()))
+                lengths.append(pack.lengths)
+                line.update(len(lengths), len(lengths) / total)
+        everything = np.concatenate(lengths)
         if known is not None:
             known.save(writer.folder / "tokenizer.json")
         draw_lengths(everything, width, writer.folder / "lengths.png")
@@ -145,11 +136,4 @@ def import_packs(
             "fingerprints": {split: packs.fingerprint for split, packs in splits.items()},
             "end_token": end_token,
         }
-        first = next(iter(splits.values()))
         return writer.finish(settings=origin, statistics=statistics, tokenizer=known.describe() if known else first.tokenizer)
-
-
-def _sampled_lengths(packs: Packs) -> tuple[np.ndarray, int]:
-    """Document lengths of up to _SAMPLED_PACKS packs, evenly spread, and the number of packs."""
-    chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
-    return np.concatenate([packs.lengths(int(index)) for index in chosen]), len(chosen)

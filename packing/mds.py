@@ -4,9 +4,8 @@ The format (github.com/mosaicml/streaming, streaming/base/format/mds): `index.js
 shard is a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes
 of its variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`.
 
-The name `uint32` is ambiguous: it is one number in the format, and the raw bytes of an array in the reference launcher, which
-registers an encoding of that name. Each reads without an error as the other, so the declared size decides: 4 bytes is the number,
-no fixed size the array. The same holds for every other scalar name.
+The name `uint32` (and every other scalar's) is ambiguous: one number in the format, the raw bytes of an array in the reference
+launcher. The declared size decides: 4 bytes is the number, no fixed size the array.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import os
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -40,18 +38,8 @@ _VALUE_DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Column:
-    name: str
-    size: int | None  # bytes of every value, or None where each sample states its own
-    decode: Callable[[memoryview], Any]
-
-
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
-    """The function from a value's bytes to an object: str, bytes, int, JSON, a NumPy scalar or a read-only array.
-
-    Raises ValueError for an encoding that is unknown, unsafe (`pkl`) or of no use for packs (images).
-    """
+    """The function from a value's bytes to a NumPy scalar, a read-only array or, of encodings without tokens, the bytes."""
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:
         dtype = np.dtype(name).newbyteorder("<")
@@ -59,15 +47,7 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
     if name == "ndarray":
         dtype, _, shape = arguments.partition(":")
         return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
-    simple: dict[str, Callable[[memoryview], Any]] = {
-        "int": lambda data: int.from_bytes(data, "little", signed=True),
-        "bytes": bytes,
-        "str": lambda data: str(data, "utf-8"),
-        "json": lambda data: json.loads(bytes(data)),
-    }
-    if encoding not in simple:
-        raise ValueError(f"encoding {encoding!r} is not one this reader takes")
-    return simple[encoding]
+    return bytes
 
 
 def _array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
@@ -90,24 +70,18 @@ class Shard:
             raise InputError(
                 f"{where}: lists a shard of format {entry['format']} version {entry['version']}; only mds version 2 is read"
             )
-        self.compression = (entry["compression"] or "").partition(":")[0]
-        if self.compression not in ("", "zstd"):
-            raise InputError(
-                f"{where}: its shards are compressed with {self.compression}; write it again with zstd or uncompressed"
-            )
+        compression = (entry["compression"] or "").partition(":")[0]
+        if compression not in ("", "zstd"):
+            raise InputError(f"{where}: its shards are compressed with {compression}; write it again with zstd or uncompressed")
         self.folder = folder
         self.samples: int = entry["samples"]
         self.raw = _record(where, entry["raw_data"])
         self.packed = _record(where, entry["zip_data"]) if entry["zip_data"] else None
         self.path = folder / self.raw.name
-        self.columns: list[Column] = []
         self.layout = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
-        for name, encoding, size in zip(entry["column_names"], entry["column_encodings"], entry["column_sizes"], strict=True):
-            try:
-                self.columns.append(Column(name, size or None, decoder(encoding, size)))
-            except ValueError as error:
-                raise InputError(f"{where}: column `{name}`: {error}") from None
-        self._variable_columns = sum(column.size is None for column in self.columns)
+        # A column without a size (bytes of every value) has one that each sample states.
+        self.columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
+        self._variable_columns = sum(not size for _, size, _ in self.columns)
 
     @property
     def record(self) -> FileRecord:
@@ -154,10 +128,10 @@ class Shard:
         try:
             sizes = iter(np.frombuffer(data, "<u4", self._variable_columns).tolist())
             start, result = 4 * self._variable_columns, {}
-            for column in self.columns:
-                end = start + (column.size or next(sizes))
-                if names is None or column.name in names:
-                    result[column.name] = column.decode(data[start:end])
+            for name, size, decode in self.columns:
+                end = start + (size or next(sizes))
+                if names is None or name in names:
+                    result[name] = decode(data[start:end])
                 start = end
         except (ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.path}: damaged: sample {index} cannot be decoded ({error}); {_REMEDY}") from None
@@ -186,10 +160,9 @@ def _record(where: Path, data: dict[str, Any]) -> FileRecord:
 
 
 class MDSReader:
-    """All samples of an MDS folder, or of several folders in turn, as dicts of decoded columns.
+    """All samples of several MDS folders in turn, as dicts of decoded columns.
 
-    Opening checks sizes and hashes (foundation.integrity) and decompresses. Raises InputError for whatever the folders lack, and
-    for damage, unknown encodings and unknown compression.
+    Opening checks sizes and hashes and decompresses. Raises InputError for what the folders lack, damage and unknown compression.
     """
 
     def __init__(self, folders: list[Path]) -> None:
@@ -205,21 +178,18 @@ class MDSReader:
         return self._starts[-1]
 
     def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
-        """The columns of sample `index`, or those that `names` holds; InputError where the file is damaged."""
         shard = bisect_right(self._starts, checked_index(index, len(self))) - 1
         return self.shards[shard].sample(index - self._starts[shard], names)
 
-    def where(self, index: int) -> str:
-        """What a message calls sample `index`."""
+    def _where(self, index: int) -> str:
         shard = bisect_right(self._starts, index) - 1
         return f"{self.shards[shard].path}, sample {index - self._starts[shard]}"
 
     def verify(self, *, trust_stamp: bool = False) -> None:
-        """Compare sizes and hashes of all files with the index; InputError names the first damaged one."""
         for folder, shards in self._shards_of.items():
             check_files(folder, [shard.record for shard in shards], _REMEDY, trust_stamp=trust_stamp)
 
-    def fingerprint(self) -> str:
+    def _hash(self) -> str:
         """sha256 hex over columns and content hashes in order: those of the index, or else the files' sha256.
 
         The same samples in other shards, or with other hashes, have another fingerprint.
@@ -232,68 +202,56 @@ class MDSReader:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class MDSPacks:
-    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` if there are any.
-
-    Raises InputError, naming the shard and sample, where a pack is not `length` tokens or its columns contradict one another.
-    """
+class MDSPacks(MDSReader):
+    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` if there are any."""
 
     tokenizer: dict | None = None  # the format has no place for it
 
     def __init__(self, folders: list[Path], path: Path, length: int) -> None:
+        super().__init__(folders)
         self.path = path
         self.length = length
-        self._reader = MDSReader(folders)
         if len(self) == 0:
             raise InputError(f"{path}: its MDS index lists no samples; name a folder that holds packs in `data.packs`")
-        names = {column.name for column in self._reader.shards[0].columns}
+        names = set(self.shards[0].layout[0])
         self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
         if self._tokens is None:
             raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")
-        self.fingerprint: str = self._reader.fingerprint()
+        self.fingerprint = self._hash()
         self[0]  # a wrong length or dtype shows here, before anything costs time
 
-    def __len__(self) -> int:
-        return len(self._reader)
-
     def __getitem__(self, index: int) -> Pack:
-        sample = self._reader.sample(index, (self._tokens, "attention_mask", "position_ids"))
+        sample = self.sample(index, (self._tokens, "attention_mask", "position_ids"))
         tokens = self._vector(sample, self._tokens, index)
         if len(tokens) != self.length:
-            raise InputError(
-                f"{self._reader.where(index)}: holds {len(tokens)} tokens, `data.length` says {self.length}; set it to fit"
-            )
+            raise InputError(f"{self._where(index)}: holds {len(tokens)} tokens, `data.length` says {self.length}; set it to fit")
         lengths, first_position = self._documents(sample, index)
-        return Pack(as_token_ids(tokens, self._reader.where(index)), lengths, first_position)
+        return Pack(as_token_ids(tokens, self._where(index)), lengths, first_position)
 
     def lengths(self, index: int) -> np.ndarray:
-        return self._documents(self._reader.sample(index, ("attention_mask", "position_ids")), index)[0]
-
-    def verify(self) -> None:
-        self._reader.verify()
+        return self._documents(self.sample(index, ("attention_mask", "position_ids")), index)[0]
 
     def _documents(self, sample: dict[str, Any], index: int) -> tuple[np.ndarray, int]:
         columns = {name: self._vector(sample, name, index) for name in ("attention_mask", "position_ids") if name in sample}
-        return documents(self.length, columns.get("attention_mask"), columns.get("position_ids"), self._reader.where(index))
+        return documents(self.length, columns.get("attention_mask"), columns.get("position_ids"), self._where(index))
 
     def _vector(self, sample: dict[str, Any], name: str, index: int) -> np.ndarray:
         value = sample.get(name)
         if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "iu":
-            kind = "one number" if isinstance(value, np.generic | int) else type(value).__name__
+            kind = "one number" if isinstance(value, np.generic) else type(value).__name__
             kind += f" of {value.ndim} axes of {value.dtype}" if isinstance(value, np.ndarray) else ""
             raise InputError(
-                f"{self._reader.where(index)}: column `{name}` holds {kind} where a row of integers is wanted; "
+                f"{self._where(index)}: column `{name}` holds {kind} where a row of integers is wanted; "
                 "write it as ndarray:uint32, or as uint32 without a fixed size"
             )
         return value
 
 
 def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str) -> tuple[np.ndarray, int]:
-    """The document lengths ([documents] int32) and first position of a pack of `width` tokens.
+    """The document lengths ([documents] int32) and first position of a pack of `width` tokens. InputError where they disagree.
 
     `mask` is either a list of document lengths, as the reference writes it, or an ordinary mask: ones, then zeros for padding.
     Without lengths, a document begins wherever `positions` do not count on by one; without positions, a pack is one document.
-    Raises InputError where mask or positions do not describe `width` tokens.
     """
     if positions is not None and (len(positions) != width or positions.min() < 0):
         raise InputError(f"{where}: position_ids holds {len(positions)} positions for {width} tokens; write the packs again")

@@ -1,8 +1,7 @@
 """Which packs make step n, and which rank computes which of them: pure functions, so that resuming needs a number.
 
-An epoch is one pass over all packs in an order of its own. The order is computed, never stored: a permutation that gives the pack
-at place i directly, so step 1,000,000 costs what step 0 costs and nothing has to be replayed or saved. Its integer arithmetic is
-written out here, since a library's random generator may change between versions.
+An epoch's order is a permutation that gives the pack at place i directly, so nothing has to be replayed or saved. Its integer
+arithmetic is written out here, since a library's random generator may change between versions.
 """
 
 from __future__ import annotations
@@ -25,8 +24,7 @@ _LEAST_BITS = 6
 class PackOrder:
     """The endless stream of packs, cut into steps: epoch after epoch, each a permutation of all packs by (seed, epoch).
 
-    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs. Any world
-    size trains on the same packs in the same step; `spread` deals them out to the ranks.
+    Nothing is dropped or repeated within an epoch: a step in which one ends goes on with the next epoch's first packs.
     """
 
     packs_count: int
@@ -47,8 +45,6 @@ class PackOrder:
 
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
-        if step < 0:
-            raise ValueError(f"steps are counted from 0, not {step}")
         place = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
         epoch, within = np.divmod(place, self.packs_count)
         # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
@@ -62,9 +58,7 @@ def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> 
     A pack's cost is the sum of its squared document lengths, to which its attention's is proportional; all else is equal.
     Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes to the microbatch with the
     least cost that still has room. Microbatches of similar cost then run at the same time on all ranks, the costliest of them on
-    the rank with the least so far, so that the ranks' totals are even too. Ties go to the lower index.
-
-    Raises ValueError where the packs do not divide into ranks * microbatches.
+    the rank with the least so far. Ties go to the lower index. Raises ValueError where the packs do not divide.
     """
     bins = ranks * microbatches
     if bins < 1 or len(costs) % bins:

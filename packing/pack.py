@@ -1,19 +1,9 @@
 """Which piece of which document goes into which pack: pure algorithms over document lengths.
 
 `truncate` and `best_fit` see only the documents' lengths and return a `Layout`; `materialise` then copies the tokens of any range
-of packs, so a corpus larger than memory is packed in parts from memory-mapped arrays:
+of packs, so a corpus larger than memory is packed in parts. A layout takes about 90 bytes of memory a piece at its peak.
 
-    layout = best_fit(lengths, 4096, "restart")
-    for first in range(0, len(layout), 1024):
-        block = materialise(layout, first, min(first + 1024, len(layout)), tokens, starts, fill_id=eos_id)
-        # block.input_ids [packs, 4096], block.lengths_of(i), block.first_position[i]
-
-`lengths[d]` and `starts[d]` describe the document at place d of the order to pack in, so shuffling needs no copying: pass
-`lengths[order]` and `starts[order]`, with `tokens` as on disk. A layout takes about 90 bytes of memory a piece at its peak: half
-a gigabyte for a billion tokens in documents of 200.
-
-The order of the packs is not the training order, which `packing.order` draws for each epoch. `truncate` keeps the documents'
-order; `best_fit` scatters its packs, so that a range of them is a fair sample and not the longest documents.
+The order of the packs is not the training order, which `packing.order` draws for each epoch.
 """
 
 from __future__ import annotations
@@ -44,21 +34,9 @@ class Layout:
         """Number of packs."""
         return len(self.offsets) - 1
 
-    @property
-    def tokens(self) -> int:
-        """Number of real tokens in all packs; the rest of len(layout) * length is padding."""
-        return int((self.stop - self.start).sum())
-
-    @property
-    def fill(self) -> float:
-        """Share of real tokens in the packs; 1.0 where there are no packs."""
-        return self.tokens / (len(self) * self.length) if len(self) else 1.0
-
 
 @dataclass(frozen=True)
 class PackBlock:
-    """The tokens of consecutive packs, ready to be written."""
-
     input_ids: np.ndarray  # [packs, length] uint32, a short pack's tail filled with fill_id
     lengths: np.ndarray  # [pieces] int32, lengths of all packs' pieces; a pack's own sum to its real tokens
     offsets: np.ndarray  # [packs + 1] int64, where each pack's lengths begin
@@ -72,8 +50,7 @@ class PackBlock:
 def truncate(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     """Concatenate all documents in the order given and cut every `length` tokens.
 
-    No token is lost or repeated; only the last pack can be short. The rest of a cut document opens the next pack; its positions
-    restart at 0, or continue. Empty documents take no place. Time and memory are linear in the number of pieces.
+    The rest of a cut document opens the next pack; its positions restart at 0, or continue. Empty documents take no place.
 
     lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
     """
@@ -94,13 +71,10 @@ def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     """Best-fit decreasing: the longest document first, each into the pack where it leaves the least room.
 
     Only a document longer than a pack is cut: into full packs and a rest. With `restart` the rest is packed as a document of its
-    own. With `continue` each rest opens a pack, since a pack stores the position of its first token only; where most documents
-    are longer than a pack, this leaves more padding. Within a pack the rest of a long document comes first, then documents in the
-    order given.
+    own. With `continue` each rest opens a pack, since a pack stores the position of its first token only; this leaves more
+    padding. Within a pack the rest of a long document comes first, then documents in the order given.
 
-    Deterministic, and near linear: documents of one length are placed together (see `_best_fit_decreasing`).
-
-    lengths: [documents] integers >= 0. Raises ValueError for a negative length or a pack length below 1.
+    lengths: as for `truncate`.
     """
     lengths = _checked(lengths, length)
     pieces = -(-lengths // length)
@@ -125,8 +99,6 @@ def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, start
     tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
     where each document begins in it, in the order that the layout's lengths were given. Takes about 12 bytes of memory a token.
     """
-    if not 0 <= first <= last <= len(layout):
-        raise IndexError(f"packs {first} to {last} of a layout of {len(layout)}")
     own = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[own] - layout.start[own]
     ends = np.cumsum(sizes)
@@ -161,9 +133,7 @@ def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
-def _layout(
-    length: int, pieces: tuple[np.ndarray, np.ndarray, np.ndarray], pack: np.ndarray, packs: int, positions: Positions
-) -> Layout:
+def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int, positions: Positions) -> Layout:
     """Group pieces (document, start, stop) by the pack each goes to, keeping their order within one."""
     if np.any(pack[1:] < pack[:-1]):
         by_pack = np.argsort(pack, kind="stable")
@@ -179,8 +149,7 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tupl
     """The pack of each piece, and the number of packs; each of the first `openers` pieces opens a pack: 0, 1, ...
 
     Pieces of one size are placed together. If the tightest pack for such a piece has room for `each` of them, it is still the
-    tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by
-    one, at a cost that grows with the number of distinct (size, room) pairs instead of pieces.
+    tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by one.
     """
     rooms = _Rooms()
     for opener, size in enumerate(sizes[:openers].tolist()):
@@ -215,8 +184,7 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int, openers: int) -> tupl
 class _Rooms:
     """The open packs, by how many more tokens each can hold.
 
-    The amounts of room that exist are the bits of one integer: shifting it right by a size and taking the lowest set bit finds
-    the tightest in a few machine words, where a segment tree would visit log2(capacity) nodes in Python.
+    The amounts of room that exist are the bits of one integer: its lowest set bit from a size on is the tightest.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """Text to packs: tokenise in several processes, order the documents, lay out packs, write them.
 
-Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/` (`packing.token_log`), and the next call after
-a kill goes on from there. The rest takes minutes for billions of tokens, starts over after a kill, and ends in one rename. The
-packs depend on the settings alone, not on the number of processes or on interruptions.
+Tokenising takes nearly all the time, so its results are kept in `<packs>.partial/` (`packing.token_log`), from where a later call
+goes on; the rest starts over after a kill. The packs depend on neither interruptions nor the number of processes.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
-from packing.chunks import CHUNK_BYTES
+from packing.chunks import CHUNK_BYTES, TextTemplate
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.settings import DataSettings
-from packing.sources import FileSource, Source, open_source
+from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
-from packing.token_log import SOURCE_FILES, TokenCounts, TokenLog, differences
+from packing.token_log import SOURCE_FILES, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
-from packing.workers import TokenizerWorkers, WorkerSettings
+from packing.workers import TokenizerWorkers
 
 # The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
 # ...) changes the packs.
@@ -39,8 +38,7 @@ _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """Make the packs that `settings` describe, unless they exist, and return their folder.
 
-    Waits for another process that prepares the same folder. Raises InputError for a source, tokenizer or setting that cannot be
-    used, a folder that holds other packs, and a full disk; a later call goes on where this one stopped.
+    Waits for another process that prepares the same folder. Raises InputError for what cannot be used and for a full disk.
     """
     if settings.source is None or settings.tokenizer is None:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
@@ -130,8 +128,8 @@ def _content_settings(settings: DataSettings) -> dict[str, Any]:
 
 def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
     """All documents as ids, in the order of the source."""
-    bos = tokenizer.required("bos", "data.add_bos") if settings.add_bos else None
-    eos = tokenizer.required("eos", "data.add_eos") if settings.add_eos else None
+    head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
+    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos else []
     source = open_source(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
     key = {name: value for name, value in _content_settings(settings).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
@@ -148,30 +146,32 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         return log
     file = partial / "tokenizer.json"
     tokenizer.save(file)
-    worker = WorkerSettings(str(file), settings.text, settings.on_bad_line == "skip", bos, eos)
-    try:
-        _run_workers(source, worker, settings.processes or _cores(), log, progress)
-    finally:
-        if not log.counts.documents:
-            shutil.rmtree(partial)  # nothing worth resuming
-    if not log.counts.documents:
-        raise InputError(f"data.source: {settings.source}: no document with any text{_left_out(log.counts)}")
-    return log
-
-
-def _run_workers(source: Source, worker: WorkerSettings, processes: int, log: TokenLog, progress: bool) -> None:
+    template, skip_bad = TextTemplate.parse(settings.text), settings.on_bad_line == "skip"
+    processes = settings.processes or _cores()
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
-    with (
-        TokenizerWorkers(worker, processes) as workers,
-        log.writing(),
-        Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
-    ):
-        for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
-            log.append(result)
-            line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
-        log.finish()
+    try:
+        with (
+            TokenizerWorkers(processes, file, template, skip_bad=skip_bad, head=head, tail=tail) as workers,
+            log.writing(),
+            Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
+        ):
+            for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
+                log.append(result)
+                line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+            log.counts.complete = True
+    finally:
+        if not log.counts.documents:
+            shutil.rmtree(partial)  # nothing worth resuming
+    counts = log.counts
+    if not counts.documents:
+        parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
+        if counts.skipped:
+            parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
+        why = f": {' and '.join(parts)}" if parts else "; the source is empty"
+        raise InputError(f"data.source: {settings.source}: no document with any text{why}")
+    return log
 
 
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
@@ -195,8 +195,20 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
                 written += last - first
                 line.update(written, written / total)
         tokenizer.save(writer.folder / "tokenizer.json")
-        statistics = _statistics(log.counts, lengths, places, layouts)
-        statistics["source_bytes"] = log.key[SOURCE_FILES].get("bytes")
+        statistics = {
+            "documents": log.counts.documents,
+            "tokens": log.counts.tokens,
+            "packs": total,
+            "fill": log.counts.tokens / (total * settings.length),
+            "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
+            "held_out_documents": len(places.get("held_out", ())),
+            "held_out_packs": len(layouts.get("held_out", ())),
+            "skipped_lines": log.counts.skipped,
+            "first_skipped": log.counts.first_skipped,
+            "empty_documents": log.counts.empty,
+            "lengths": length_statistics(lengths),
+            "source_bytes": log.key[SOURCE_FILES].get("bytes"),
+        }
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
 
@@ -228,25 +240,6 @@ def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
         )
 
 
-def _statistics(
-    counts: TokenCounts, lengths: np.ndarray, places: dict[str, np.ndarray], layouts: dict[str, Layout]
-) -> dict[str, Any]:
-    packs, room = sum(map(len, layouts.values())), sum(len(layout) * layout.length for layout in layouts.values())
-    return {
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-        "packs": packs,
-        "fill": counts.tokens / room,
-        "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
-        "held_out_documents": len(places.get("held_out", ())),
-        "held_out_packs": len(layouts.get("held_out", ())),
-        "skipped_lines": counts.skipped,
-        "first_skipped": counts.first_skipped,
-        "empty_documents": counts.empty,
-        "lengths": length_statistics(lengths),
-    }
-
-
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
@@ -263,13 +256,6 @@ def summary(manifest: dict[str, Any]) -> str:
     if numbers["first_skipped"]:
         lines["first left out"] = numbers["first_skipped"]
     return "\n".join(f"  {name:<15} {value}" for name, value in lines.items())
-
-
-def _left_out(counts: TokenCounts) -> str:
-    parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
-    if counts.skipped:
-        parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
-    return f": {' and '.join(parts)}" if parts else "; the source is empty"
 
 
 def _cores() -> int:

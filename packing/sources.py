@@ -1,7 +1,7 @@
 """Where documents come from: JSONL, Parquet, text files, folders of these, and Hugging Face datasets, all as a stream of chunks.
 
-`open_source` looks at names only and returns at once; `chunks()` reads. An unchanged source gives the same chunks every time, so
-an interrupted `prepare` counts how many it has done and goes on after them.
+Both sources have a `description` for people, and an `identity` (JSON-able) that differs where the documents may. `chunks()`
+raises InputError with the file and place of what cannot be read. An unchanged source gives the same chunks every time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -35,19 +34,8 @@ _MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 byt
 _ROWS = 1024  # read from tables at once, then cut by size
 
 
-class Source(ABC):
-    """Documents in a fixed order."""
-
-    description: str  # for people: what is read
-    identity: dict[str, Any]  # JSON-able and quick to tell; differs where the documents may differ
-
-    @abstractmethod
-    def chunks(self) -> Iterator[Chunk]:
-        """All records from the first on. Raises InputError with the file and place of what cannot be read."""
-
-
-def open_source(settings: DataSettings) -> Source:
-    """The source that `settings` name. InputError where there is none or its format is unclear."""
+def open_source(settings: DataSettings) -> FileSource | DatasetSource:
+    """The source that `settings` name, from names only. InputError where there is none or its format is unclear."""
     template = TextTemplate.parse(settings.text)
     path = Path(settings.source or "")
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
@@ -135,7 +123,7 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
     return FileSource(paths, kind, template, folder)
 
 
-class FileSource(Source):
+class FileSource:
     """Files of one kind."""
 
     def __init__(self, paths: list[Path], kind: str, template: TextTemplate, folder: Path | None = None) -> None:
@@ -185,14 +173,13 @@ class FileSource(Source):
         """A .json file that begins with a bracket is a list of records, read whole; any other is read as JSONL."""
         stream, raw = open_stream(path)
         with raw, stream:
-            is_list = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
-        if not is_list:
+            head = stream.read(1024)
+            content = head + stream.read() if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else None
+        if content is None:
             yield from self._jsonl_chunks(path, before)
             return
-        stream, raw = open_stream(path)
         try:
-            with raw, stream:
-                records = json.loads(stream.read())
+            records = json.loads(content)
         except ValueError as error:
             raise InputError(f"{path}: not valid JSON: {error}") from None
         for first in range(0, len(records), _ROWS):
@@ -230,27 +217,19 @@ class FileSource(Source):
             yield Chunk("files", names[0], 0, json.dumps(names).encode(), 1.0)
 
 
-class DatasetSource(Source):
+class DatasetSource:
     """A Hugging Face dataset: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes, streamed or not."""
 
     def __init__(self, settings: DataSettings, template: TextTemplate) -> None:
         self.settings, self.template, self.name = settings, template, str(settings.source)
-
-    @property
-    def description(self) -> str:
-        how = ", streaming" if self.settings.streaming else ""
-        return f"Hugging Face dataset {self.name} ({self.settings.subset or 'default'}, {self.settings.split}{how})"
+        how = ", streaming" if settings.streaming else ""
+        self.description = f"Hugging Face dataset {self.name} ({settings.subset or 'default'}, {settings.split}{how})"
 
     @property
     def identity(self) -> dict[str, Any]:
         fingerprint = None if self.settings.streaming else self._data._fingerprint
-        return {
-            "kind": "dataset",
-            "name": self.name,
-            "subset": self.settings.subset,
-            "split": self.settings.split,
-            "fingerprint": fingerprint,
-        }
+        of = {"subset": self.settings.subset, "split": self.settings.split}
+        return {"kind": "dataset", "name": self.name, **of, "fingerprint": fingerprint}
 
     def chunks(self) -> Iterator[Chunk]:
         import datasets
@@ -274,21 +253,21 @@ class DatasetSource(Source):
         settings, folder = self.settings, Path(self.name)
         saved = (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file()
         try:
-            if not saved:
-                data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
-            else:
+            if saved:
                 data = datasets.load_from_disk(self.name)
+            else:
+                data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
         except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
                 f"(data.subset: {settings.subset}, data.split: {settings.split}): {reason}"
             ) from None
-        if isinstance(data, datasets.DatasetDict):
-            if settings.split not in data:
-                raise InputError(f"data.split: {self.name} has no split `{settings.split}`; it has: {', '.join(data)}")
-            return data[settings.split]
-        return data
+        if not isinstance(data, datasets.DatasetDict):
+            return data
+        if settings.split not in data:
+            raise InputError(f"data.split: {self.name} has no split `{settings.split}`; it has: {', '.join(data)}")
+        return data[settings.split]
 
 
 def _check_columns(where: str, schema: pa.Schema, template: TextTemplate) -> None:

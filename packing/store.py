@@ -22,9 +22,8 @@ _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or p
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     """The packs at `settings.packs`, whatever their format; None where `split` is held_out and there is none.
 
-    A held-out split of the data's own is used as it is. Where there is none, the share `settings.held_out` of the training packs
-    is set apart, the same packs every time, so no step trains on them. (A document that was cut between packs may then have a
-    part on either side; `prepare` holds out whole documents.)
+    Where the data has no held-out split of its own, the share `settings.held_out` of the training packs is set apart, the same
+    packs every time. (A document that was cut between packs may then have a part on either side; `prepare` holds out whole ones.)
 
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
@@ -61,10 +60,7 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
-    """The training or held-out part of `packs`: disjoint, together complete, decided by the number of packs and `share` alone.
-
-    The max(1, round(share * n)) packs whose indices have the smallest hashes are held out (splitmix64: no two are equal).
-    """
+    """The training or held-out part of `packs`; the packs whose indices have the smallest hashes are held out."""
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
         raise InputError(
@@ -118,10 +114,7 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
 
 
 def find_mds(path: Path) -> dict[Split, list[Path]]:
-    """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts as training data; may be empty.
-
-    Reads indices only. InputError where several folders are not the parts of one dataset.
-    """
+    """MDS folders by split: `train` and `val` in the folder, else the folder itself or its parts to train on; may be empty."""
     if folders := _mds_parts(path / "train"):
         held_out = next(filter(None, (_mds_parts(path / name) for name in _HELD_OUT_NAMES)), None)
         return {"train": folders} | ({"held_out": held_out} if held_out else {})
@@ -130,10 +123,7 @@ def find_mds(path: Path) -> dict[Split, list[Path]]:
 
 
 def _mds_parts(path: Path) -> list[Path]:
-    """`path` if it has an index (its own or its parts' merged one), else those of its folders that have one.
-
-    Folders side by side may also be different datasets, or splits: training on those would go unnoticed, so they are refused.
-    """
+    """`path` if it has an index, else those of its folders that have one; refused where they are datasets or splits instead."""
     if (path / INDEX).exists():
         return [path]
     parts = sorted(index.parent for index in path.glob(f"*/{INDEX}"))

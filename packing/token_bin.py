@@ -7,7 +7,6 @@ vocabulary. The format carries no checksum; a `train.bin.sha256` (as `sha256sum`
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import pickle
 from pathlib import Path
@@ -28,10 +27,8 @@ class TokenBin:
     """Consecutive windows of `length` tokens of one .bin file; the last one is padded.
 
     With `end_token`, each document ends with that id, and the positions of a cut one restart in each pack; without, a pack is one
-    document. The fingerprint is the sha256 of the file's own sha256 with dtype, length and end token.
-
-    Raises InputError for an empty file, a part of a token at its end, signs of another dtype, an end token that never occurs, and
-    ids beyond the vocabulary that meta names: at opening in the first million tokens, later in each pack read.
+    document. Raises InputError for signs of another dtype, an end token that never occurs, and ids beyond meta's vocabulary: at
+    opening in the first million tokens, later in each pack read.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
@@ -51,8 +48,13 @@ class TokenBin:
         self.tokenizer: dict | None = {"vocab_size": self._vocab_size} if self._vocab_size else None
         self._tokens = np.memmap(self.path, self._dtype, mode="r")
         self._check_dtype(named="dtype" in meta or self._vocab_size is not None)
-        self._check_vocabulary(self._tokens[:_SAMPLED_TOKENS])
-        self._check_end_token()
+        sample = self._tokens[:_SAMPLED_TOKENS]
+        self._check_vocabulary(sample)
+        if end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == end_token).any():
+            raise InputError(
+                f"{self.path}: `data.end_token` {end_token} does not occur in its first {len(sample):,} tokens; set it to "
+                "the id that ends a document, or leave it out to take each pack for one"
+            )
         self.verify(trust_stamp=True)
         digest = digests(self.path.parent, [self.path.name], ["sha256"])[self.path.name]["sha256"]
         self.fingerprint = hashlib.sha256(json.dumps([digest, self._dtype.name, length, end_token]).encode()).hexdigest()
@@ -105,15 +107,6 @@ class TokenBin:
                 f'{self.path.parent / "meta.json"}: {{"dtype": "uint32"}}, or "uint16" if that is what it holds'
             )
 
-    def _check_end_token(self) -> None:
-        """Refuse an id that does not occur in a million tokens: every pack would count as one document."""
-        sample = self._tokens[:_SAMPLED_TOKENS]
-        if self.end_token is not None and len(sample) == _SAMPLED_TOKENS and not (sample == self.end_token).any():
-            raise InputError(
-                f"{self.path}: `data.end_token` {self.end_token} does not occur in its first {len(sample):,} tokens; set it to "
-                "the id that ends a document, or leave it out to take each pack for one"
-            )
-
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         if self._vocab_size is not None and int(tokens.max()) >= self._vocab_size:
             seen = f"holds token id {int(tokens.max())}, but its meta says vocab_size {self._vocab_size}"
@@ -125,11 +118,12 @@ class TokenBin:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The content of meta.json or meta.pkl in `folder`; empty where there is neither, InputError where it cannot be read."""
-    for name, load in (("meta.json", json.loads), ("meta.pkl", _load_plain_pickle)):
+    for name, load in (("meta.json", json.load), ("meta.pkl", lambda file: _PlainUnpickler(file).load())):
         path = folder / name
         if path.exists():
             try:
-                meta = load(path.read_bytes())
+                with open(path, "rb") as file:
+                    meta = load(file)
             except (ValueError, EOFError, AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
                 raise InputError(
                     f'{path}: cannot be read ({error}); write meta.json: {{"dtype": "uint16", "vocab_size": ...}}'
@@ -156,7 +150,3 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it holds a {module}.{name}, only plain numbers, strings and containers are read")
-
-
-def _load_plain_pickle(data: bytes) -> Any:
-    return _PlainUnpickler(io.BytesIO(data)).load()

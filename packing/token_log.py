@@ -1,8 +1,7 @@
 """Tokens on their way from text to packs: two files that only grow, and a note of how much of them is complete.
 
-`tokens.bin` (uint32) and `lengths.bin` (int64, one a document) take what the workers return. Every few seconds both are flushed
-and `progress.json` is replaced; bytes beyond the sizes it names are cut off when the log is opened again. So a kill, a full disk
-or a power cut loses seconds, and packs are laid out from one memory-mapped array instead of many shards.
+Every few seconds `tokens.bin` (uint32) and `lengths.bin` (int64, one a document) are flushed and `progress.json` is replaced.
+Bytes beyond the sizes it names are cut off when the log is opened again, so a kill or a power cut loses seconds.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ class TokenCounts:
 
 
 class TokenLog:
-    """The log in `folder`, for the settings `key`.
+    """The log in `folder`, for the settings `key`. Append inside `with log.writing():`; read once it is complete.
 
-    Tokens take hours, so none are ever thrown away. Where `folder` holds tokens made with other settings, or lacks some that it
-    should hold, that is an InputError. Where the source has changed since (SOURCE_FILES), the folder is moved aside (`moved_to`)
-    and an empty log begins.
-
-    Append inside `with log.writing():`; `tokens()` and `lengths()` read once it is complete.
+    Tokens take hours, so none are ever thrown away. InputError where `folder` holds tokens of other settings, or lacks some.
+    Where the source has changed since (SOURCE_FILES), the folder is moved aside (`moved_to`) and an empty log begins.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
         self.folder, self.key = folder, key
         self.moved_to: Path | None = None
-        self.counts, made_with = _read_progress(folder)
+        self.counts, made_with = TokenCounts(), {}
+        if (folder / _PROGRESS).is_file():
+            state = json.loads((folder / _PROGRESS).read_text())
+            self.counts, made_with = TokenCounts(**state["counts"]), state["key"]
         if not self.counts.documents:
             shutil.rmtree(folder, ignore_errors=True)
             self.counts = TokenCounts()
         else:
-            self._check_settings(made_with)
-            self._check_sizes()
+            self._check(made_with)
             if made_with.get(SOURCE_FILES) != key.get(SOURCE_FILES):
-                self.moved_to = _move_aside(folder)
+                names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
+                self.moved_to = folder.rename(next(path for path in names if not path.exists()))
                 self.counts = TokenCounts()
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -99,10 +98,6 @@ class TokenLog:
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self._commit()
 
-    def finish(self) -> None:
-        """Note that the source has no more."""
-        self.counts.complete = True
-
     def tokens(self) -> np.ndarray:
         """[tokens] uint32, memory-mapped."""
         return np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
@@ -118,35 +113,18 @@ class TokenLog:
         replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
         self._committed = time.monotonic()
 
-    def _check_settings(self, made_with: dict[str, Any]) -> None:
+    def _check(self, made_with: dict[str, Any]) -> None:
+        """InputError where other settings made what is here, or where some of it is missing."""
         before, now = ({name: key[name] for name in key if name != SOURCE_FILES} for key in (made_with, self.key))
         if different := differences(before, now):
             raise InputError(
                 f"{self.folder}: holds {self.counts.tokens:,} tokens made with other settings ({'; '.join(different)}); set them "
                 "back, set data.packs to another folder, or remove this one to start over"
             )
-
-    def _check_sizes(self) -> None:
         for name, wanted in (("tokens.bin", self.counts.tokens * 4), ("lengths.bin", self.counts.documents * 8)):
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < wanted:
                 raise InputError(f"{path}: is not all there; remove {self.folder} to start over")
-
-
-def _read_progress(folder: Path) -> tuple[TokenCounts, dict[str, Any]]:
-    """The counts of the log in `folder`, and its key; empty where there is no log."""
-    path = folder / _PROGRESS
-    if not path.is_file():
-        return TokenCounts(), {}
-    state = json.loads(path.read_text())
-    return TokenCounts(**state["counts"]), state["key"]
-
-
-def _move_aside(folder: Path) -> Path:
-    """Rename `folder` to the first free of <folder>.1, <folder>.2, ...; returns that."""
-    names = (folder.with_name(f"{folder.name}.{number}") for number in itertools.count(1))
-    free = next(path for path in names if not path.exists())
-    return folder.rename(free)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -69,19 +69,17 @@ class TextTokenizer:
 def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub at `revision`. Raises InputError."""
     path = Path(name)
-    if path.is_file():
-        file, config = path, path.parent / "tokenizer_config.json"
-    elif path.is_dir():
-        file, config = path / "tokenizer.json", path / "tokenizer_config.json"
-        if not file.is_file():
+    file = path / "tokenizer.json" if path.is_dir() else path
+    config = file.parent / "tokenizer_config.json"
+    if not file.is_file():
+        if path.is_dir():
             raise InputError(
                 f"data.tokenizer: {path}: no tokenizer.json in this folder; name a tokenizer.json, or a folder with one"
             )
-    elif not HUB_NAME.fullmatch(name):
-        raise InputError(
-            f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
-        )
-    else:
+        if not HUB_NAME.fullmatch(name):
+            raise InputError(
+                f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"
+            )
         file, config = _from_hub(name, revision)
     try:
         text = file.read_text(encoding="utf-8")
@@ -102,8 +100,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
 def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
     """tokenizer.json and tokenizer_config.json of a hub model, from the local cache where they are in it.
 
-    A repository may lack the second. If it cannot be reached, that is an InputError: which token ends a document must not depend
-    on the network.
+    A repository may lack the second. One that cannot be reached is an InputError: ids must not depend on the network.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
@@ -124,6 +121,7 @@ def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
 
 def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
     """Id by role (bos, eos, pad), for the roles that the tokenizer has a token for."""
+    candidates = _USUAL_NAMES
     if config.is_file():
         try:
             values = json.loads(config.read_text(encoding="utf-8"))
@@ -131,11 +129,9 @@ def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
             raise InputError(f"data.tokenizer: {config}: not valid JSON: {error}") from None
         named = {role: values.get(f"{role}_token") for role in _ROLES}
         candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
-    else:
-        candidates = {role: list(names) for role, names in _USUAL_NAMES.items()}
-    ids = {role: [tokenizer.token_to_id(name) for name in names] for role, names in candidates.items()}
-    known = {role: [number for number in found if number is not None] for role, found in ids.items()}
-    return {role: found[0] for role, found in known.items() if found}
+    ids = {role: map(tokenizer.token_to_id, names) for role, names in candidates.items()}
+    known = {role: next((number for number in found if number is not None), None) for role, found in ids.items()}
+    return {role: number for role, number in known.items() if number is not None}
 
 
 def _without_nulls(value: Any) -> Any:

@@ -31,8 +31,8 @@ ROOMS = ["foundation", "packing", "pretrain/precision", "pretrain/settings", "pr
 ROOMS += ["pretrain/checkpoint", "pretrain/metrics", "pretrain/plan", "pretrain/verify", "pretrain/compare", "pretrain/run"]
 ROOMS += ["train_accelerate.py", "pretrain/__main__.py", "demo", "benchmarks"]
 
-# Modules that are started as programs of their own. Of packing/workers.py prepare starts several; users start the others.
-STARTED = {"packing/__main__.py", "packing/workers.py", "pretrain/__main__.py", "train_accelerate.py"}
+# Modules that are started as programs of their own.
+STARTED = {"packing/__main__.py", "pretrain/__main__.py", "train_accelerate.py"}
 
 
 def python_files(*folders: str) -> list[Path]:

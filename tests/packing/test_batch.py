@@ -65,7 +65,7 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     """Best-fit packs of different tokens: token t stands at one place only, so that batches tell which packs they hold."""
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
     layout = best_fit(lengths, LENGTH, "restart")
-    assert len(layout) >= count and layout.fill < 1, "some packs must have a padding tail"
+    assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, "some packs must have a padding tail"
     block = materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0)
     return PacksInMemory([Pack(block.input_ids[i], block.lengths_of(i), int(block.first_position[i])) for i in range(count)])
 

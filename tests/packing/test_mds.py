@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,8 @@ def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
                 assert value.dtype.name == column["dtype"] and list(value.shape) == column["shape"]
                 assert value.tolist() == column["values"]
             else:
-                assert type(value).__name__ == column["type"]
-                assert (list(value) if isinstance(value, bytes) else value) == column["values"]
+                read = {"int": lambda data: int.from_bytes(data, "little", signed=True), "str": bytes.decode}
+                assert read.get(column["type"], list if column["type"] == "bytes" else json.loads)(value) == column["values"]
 
 
 def test_reference_packs_have_the_documents_and_first_positions_that_its_columns_say():
@@ -154,9 +155,9 @@ def test_the_declared_size_tells_the_builtin_uint32_from_the_references():
     assert decoder("uint32", None)(data[:4]).tolist() == [7]
 
 
-def test_a_pickle_column_is_refused():
-    with pytest.raises(ValueError, match="pkl"):
-        decoder("pkl", None)
+def test_a_pickle_column_is_never_unpickled():
+    data = pickle.dumps({"a": 1})
+    assert decoder("pkl", None)(memoryview(data)) == data
 
 
 def test_another_length_is_refused_by_name():

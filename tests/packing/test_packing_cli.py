@@ -61,7 +61,7 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
         (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
-        (["--seed", str(2**64)], f"command line: `data.seed` is {2**64}; it should be less than or equal to {2**63 - 1}"),
+        (["--seed", str(2**64)], f"command line: `data.seed`: too large; the most that a count can be is {2**63 - 1}"),
         (["--source", ""], "`source` is empty"),
         (["data.end_token=0"], "`end_token` is for token .bin files"),
         (["data.source=null", "data.packing=best_fit"], "`packing`, `seed`: for preparing packs, but no `source` is set"),

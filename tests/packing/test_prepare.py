@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import datasets
@@ -18,10 +19,12 @@ from foundation.errors import InputError
 from packing import prepare as prepare_module
 from packing import sources, token_log
 from packing.arrow import read_manifest
+from packing.chunks import Chunk, TextTemplate
 from packing.prepare import prepare, split_documents
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
+from packing.workers import TokenizerWorkers
 
 
 @pytest.fixture
@@ -386,3 +389,28 @@ def test_two_processes_prepare_one_after_the_other(settings: DataSettings, corpu
     assert [process.returncode for process in processes] == [0, 0]
     assert sum("already prepared" in text for text in said) == 1
     assert sum("tokenising" in text for text in said) == 1
+
+
+def test_workers_do_not_run_the_callers_script_again(settings: DataSettings, tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(f"print('script')\n{PREPARE_IN_SMALL_STEPS}")
+    root = Path(prepare_module.__file__).parents[1]
+    command = [sys.executable, str(script), settings.model_dump_json()]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=True)
+    assert done.stdout == "script\n" and settings.packs.exists()
+
+
+def test_a_worker_that_is_killed_is_one_message_with_a_remedy(settings: DataSettings) -> None:
+    def chunks(workers: TokenizerWorkers) -> Iterator[Chunk]:
+        for number in range(100):
+            if number == 20:
+                workers._workers[0].kill()
+            yield Chunk("jsonl", "corpus", number, b'{"text": "a"}')
+
+    template = TextTemplate.parse("text")
+    with (
+        TokenizerWorkers(2, Path(settings.tokenizer), template, skip_bad=False, head=[], tail=[0]) as workers,
+        pytest.raises(InputError, match=r"ended with signal 9 while working on corpus from \d+ on; .* data\.processes lower"),
+    ):
+        for result in workers.map(chunks(workers)):
+            assert result.tokens[-1] == 0
