@@ -27,8 +27,8 @@ from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
 from pretrain.plan.plan import Devices, Plan
 from pretrain.plan.tokenizer import (
-    check_samples,
     check_tokenizer,
+    encoded_prompt,
     fingerprint_of,
     known_tokenizer,
     load_tokenizer,
@@ -136,7 +136,8 @@ def prepare_job(
     # The tokenizer, then the packs.
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    check_samples(recipe.evaluate.samples, tokenizer)
+    for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
+        encoded_prompt(tokenizer, prompt)
     if data is None and (may_prepare or recipe.data.packs.exists()):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:

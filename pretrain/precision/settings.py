@@ -1,7 +1,7 @@
 """`fp8_config`: how a quantized precision is to run; the same keys in a recipe and in an accelerate configuration.
 
-A few keys mean the same for every quantized precision. The others are options, which the files of the precisions declare.
-An option that is not set is None, and `resolved` fills in the default of the precision that is chosen.
+A few keys are for every quantized precision, the others are options, which the files of the precisions declare. An option that is
+not set is None, and `resolved` fills in the default of the precision that is chosen.
 """
 
 from __future__ import annotations

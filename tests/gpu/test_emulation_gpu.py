@@ -13,8 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, multiply, products_of_bf16_give_fp32
-from pretrain.precision.formats.definition import Along
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings

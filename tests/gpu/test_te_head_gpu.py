@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
-from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext, Role
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import ActivePrecision
 from pretrain.precision.settings import LowPrecisionSettings

@@ -26,7 +26,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight, approximation
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import operand_kind
 from pretrain.precision.transformer_engine import split_accumulator
 

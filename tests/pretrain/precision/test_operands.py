@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.formats.definition import Along
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Quantized
 from pretrain.precision.registry import PRECISIONS

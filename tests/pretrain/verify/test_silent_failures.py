@@ -91,7 +91,7 @@ def test_low_precision_that_never_engages_is_found(converted: Callable[..., Conv
 def test_a_sibling_that_was_skipped_is_found(converted: Callable[..., Converted]) -> None:
     trained = converted()
     skipped = trained.hf.model.layers[1].mlp.up_proj
-    plain = nn.Linear(skipped.in_features, skipped.out_features, bias=False, device="meta")
+    plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     trained.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
     assert "1 of 15 modules did not run in it as they should: model.layers.1.mlp.up_proj (bf16)" in trained.refusal()
