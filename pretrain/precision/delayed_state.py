@@ -8,13 +8,14 @@ matrix, so an update is a handful of kernels and one reduction; what a checkpoin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import holding
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.selection import ActivePrecision
 
@@ -90,15 +91,9 @@ class DelayedState:
             raise RuntimeError("delayed scaling: a product ran before the backend's first forward(), which fixes its scales")
         return self._forward_scales
 
-    @contextmanager
-    def recompute(self, forward_scales: Tensor) -> Iterator[None]:
+    def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Around a layer that backward computes again: with the scales it had, noting no amax a second time."""
-        before = self._forward_scales, self._recording
-        self._forward_scales, self._recording = forward_scales, False
-        try:
-            yield
-        finally:
-            self._forward_scales, self._recording = before
+        return holding(self, _forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import NormFunction, norm_in_fp32
+from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
 from pretrain.precision.observation import BITS, Note, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
@@ -88,14 +88,9 @@ class EmulationBackend:
         for product in self._products:
             product.weight = None
 
-    @contextmanager
-    def observing(self, note: Note) -> Iterator[None]:
+    def observing(self, note: Note) -> AbstractContextManager[None]:
         """An operand is reported by the significant bits of a sample of its rows; to count them is to wait for the device."""
-        self.note = note
-        try:
-            yield
-        finally:
-            self.note = None
+        return holding(self, note=note)
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
@@ -130,12 +125,8 @@ class EmulationBackend:
     @contextmanager
     def _recompute(self, scales: Tensor | None, context: AbstractContextManager[Any]) -> Iterator[None]:
         scaling = nullcontext() if self.delayed is None else self.delayed.recompute(scales)
-        before, self.recomputing = self.recomputing, True
-        try:
-            with context, scaling:
-                yield
-        finally:
-            self.recomputing = before
+        with context, scaling, holding(self, recomputing=True):
+            yield
 
 
 class EmulatedProduct:
@@ -239,7 +230,7 @@ def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
     """left @ right with FP32 sums and an FP32 result, of BF16 or FP32 matrices."""
     if left.dtype == torch.bfloat16 and products_of_bf16_give_fp32():
         return torch.mm(left, right, out_dtype=torch.float32)
-    with _exact_fp32():
+    with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):  # no TF32, whatever the user set
         return left.float() @ right.float()
 
 
@@ -252,17 +243,6 @@ def products_of_bf16_give_fp32() -> bool:
     except (TypeError, RuntimeError, NotImplementedError):
         return False
     return product.dtype == torch.float32 and bool((product == 16).all())
-
-
-@contextmanager
-def _exact_fp32() -> Iterator[None]:
-    """No product of factors rounded to TF32, whatever the user set."""
-    settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
 
 
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

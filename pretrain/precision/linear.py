@@ -26,6 +26,19 @@ PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside t
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
+@contextmanager
+def holding(owner: Any, **values: Any) -> Iterator[None]:
+    """While entered, attributes of `owner` have these values; afterwards those from before."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 class LinearProduct(Protocol):
     """y = x w^T + b with operands in low precision, in forward and in backward."""
 
@@ -99,7 +112,7 @@ class PrecisionContext:
         if self.backend is None or not (training or self.evaluates_low):
             yield
             return
-        with self.backend.forward(), self._in_low_precision():
+        with self.backend.forward(), holding(self, low_precision=True):
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +121,7 @@ class PrecisionContext:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._in_low_precision()
+            return nullcontext(), holding(self, low_precision=True)
 
         return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
 
@@ -146,12 +159,8 @@ class PrecisionContext:
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
         """While entered, fills what it yields with the products of each linear, by name, in the order they run."""
-        self._observed = {}
-        try:
-            with self.backend.observing(self.note) if self.backend else nullcontext():
-                yield self._observed
-        finally:
-            self._observed = None
+        with holding(self, _observed={}), self.backend.observing(self.note) if self.backend else nullcontext():
+            yield self._observed
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
@@ -181,14 +190,6 @@ class PrecisionContext:
         for name, tensor in self.state().items():
             if name.endswith("/amax_history"):
                 tensor.nan_to_num_(nan=0.0, posinf=0.0)
-
-    @contextmanager
-    def _in_low_precision(self) -> Iterator[None]:
-        before, self.low_precision = self.low_precision, True
-        try:
-            yield
-        finally:
-            self.low_precision = before
 
 
 class LowPrecisionLinear(nn.Module):

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.linear import NormFunction
+from pretrain.precision.linear import NormFunction, holding
 from pretrain.precision.observation import GemmObserver, Note
 from pretrain.precision.selection import ActivePrecision
 
@@ -204,12 +204,8 @@ class TransformerEngineBackend:
     @contextmanager
     def observing(self, note: Note) -> Iterator[None]:
         observer = GemmObserver(self.te, note)
-        with observer.installed():
-            self.observer = observer
-            try:
-                yield
-            finally:
-                self.observer = None
+        with observer.installed(), holding(self, observer=observer):
+            yield
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks

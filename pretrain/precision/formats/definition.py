@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 
@@ -20,14 +20,11 @@ Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product q
 # The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
 Along = Literal["features", "rows"]
 
+# The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take.
+OptionValues = Any
+
 # (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
-
-
-class OptionValues(Protocol):
-    """The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take."""
-
-    def __getattr__(self, key: str) -> Any: ...
 
 
 @dataclass(frozen=True)
