@@ -34,7 +34,7 @@ from typing import Any
 
 from foundation.units import percent
 from pretrain.precision.formats.definition import Condition
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 

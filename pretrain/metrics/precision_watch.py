@@ -8,7 +8,7 @@ from pathlib import Path
 from pretrain.metrics.precision_health import PrecisionHealth
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
 
 STATISTICS_FILE = "fp8_statistics.jsonl"

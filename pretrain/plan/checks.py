@@ -16,7 +16,7 @@ from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 

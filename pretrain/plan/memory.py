@@ -48,7 +48,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 # `microbatch_candidates` starts where this share of the estimate fits: too large costs one trial, too small costs speed.

@@ -18,7 +18,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30

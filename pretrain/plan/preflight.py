@@ -34,10 +34,10 @@ from pretrain.plan.tokenizer import (
     load_tokenizer,
     with_tokens_of,
 )
-from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.scope import check_shapes
-from pretrain.precision.selection import ActivePrecision, select_precision
+from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import holding
 from pretrain.precision.quantizers.tensor import update_scale
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
 # their columns stay as they begin, and are kept for its checkpoints' sake.

@@ -25,7 +25,7 @@ from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
 from pretrain.precision.observation import BITS, Note, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 # Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
 GRAPHS = 256

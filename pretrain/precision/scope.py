@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from pretrain.precision.linear import norm_in_fp32, norm_kind
 from pretrain.precision.registry import UNQUANTIZED
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
 # How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 rounded twice.

@@ -6,6 +6,7 @@ not set is None, and `resolved` fills in the default of the precision that is ch
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -86,3 +87,26 @@ class LowPrecisionSettings(_WithOptions):
     def without_options(self) -> Self:
         """The keys that mean the same for every quantized precision, as they are; no option set."""
         return type(self).model_validate(self.model_dump(exclude_unset=True, exclude=set(OPTIONS)))
+
+
+@dataclass(frozen=True)
+class ActivePrecision:
+    """What a run computes in.
+
+    `precision` is the effective one; it is not the `requested` one only under `on_unsupported: fallback`. `settings` are resolved
+    for it. `reason` says why this is not what was asked for, None where it is.
+    """
+
+    requested: str
+    precision: Precision
+    backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
+    settings: LowPrecisionSettings
+    reason: str | None = None
+
+    @property
+    def notice(self) -> str | None:
+        """What is done in place of what was asked for, for the user to read; None where nothing is."""
+        if self.reason is None:
+            return None
+        instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"
+        return f"{self.reason}: {instead}"

@@ -24,7 +24,7 @@ from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext
 from pretrain.precision.quantizers.grid import Grid, Quantized
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 SLICE_VALUES = 2**24  # quantized at once: a run that fills its memory must not end because it was watched
 SLICE_ROWS = 128  # slices begin at multiples of this, where the rows of every format's blocks begin too

@@ -26,7 +26,7 @@ from foundation.errors import InputError
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.linear import NormFunction, holding
 from pretrain.precision.observation import GemmObserver, Note
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # Transformer Engine's name of a direction's state -> ours, in checkpoints.

@@ -14,7 +14,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
 from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30

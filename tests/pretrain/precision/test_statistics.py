@@ -19,8 +19,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, largest_held, summary
 
 CPU = torch.device("cpu")

@@ -22,8 +22,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import ObservedProduct, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
 
