@@ -19,11 +19,9 @@ its blocks. A compiled layer keeps what the compiler decides not to compute agai
     in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up and their product
     query and key widths              once more, after normalisation and rotation
 
-Around low-precision products a layer is compiled in pieces, which keep some of what a whole layer would compute again. Layers
-that are neither fused nor compiled take more.
-
-Measured on one H200 with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in
-FP8), that of compiled layers within 1 %, in pieces within 5 %; tests/pretrain/plan/test_memory.py has the figures.
+Around low-precision products a layer is compiled in pieces, which keep some of what a whole layer would compute again. On one
+H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
+compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 
 Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
 the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
@@ -86,10 +84,8 @@ class MemoryEstimate:
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2).
-
-        `layers`: of the model, in order; None: all are compiled, none is fused.
-        """
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2). `layers`:
+        of the model, in order; None: all are compiled, none is fused."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
         values = math.ceil(flops.parameters / (world_size if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
@@ -154,10 +150,8 @@ class MemoryEstimate:
 def microbatch_candidates(
     packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
 ) -> list[int]:
-    """Microbatches (packs at once) worth trying, largest first: divisors of a device's packs a step.
-
-    Those of which `share` of the estimate fits into `device_memory` (bytes; None: any), and always 1.
-    """
+    """Microbatches (packs at once) worth trying, largest first: the divisors of a device's packs a step of which `share` of the
+    estimate fits into `device_memory` (bytes; None: any), and always 1."""
     limit = math.inf if device_memory is None else device_memory
     return [size for size in divisors_of(packs_per_rank)[::-1] if size == 1 or share * estimate.total(size) <= limit]
 
@@ -176,10 +170,8 @@ def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
 
 
 def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:
-    """The most bytes a token that the backward of a layer stands in beyond what all layers keep, which is `kept`.
-
-    A layer that is recomputed is whole again while its backward runs; by then the layers behind it have given back theirs.
-    """
+    """The most bytes a token that the backward of a layer stands in beyond what all layers keep, which is `kept`. A layer that is
+    recomputed is whole again while its backward runs; by then the layers behind it have given back theirs."""
     given_back, most = 0, 0
     for layer, size in zip(reversed(layers), reversed(kept), strict=True):
         most = max(most, layer.kept - size + layer.workspace - given_back)
@@ -209,10 +201,7 @@ class LayerMemory:
 def layers_of(
     model: PreTrainedModel, recipe: Recipe, active: ActivePrecision, device_type: str, attention: str
 ) -> list[LayerMemory]:
-    """Of each decoder layer of `model`, on the meta device, in order: fused where a run would fuse it.
-
-    `attention`: the packed backend's name.
-    """
+    """Of each decoder layer of `model`, on the meta device, in order: fused where a run with this packed `attention` would."""
     layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
     without_norms = dataclasses.replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))

@@ -106,8 +106,7 @@ def prepare_job(
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
 
-    `recipe` names its precision. `tokens_per_second`: the speed from which the plan computes hours; None: what the run folder has
-    measured so far. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. Raises InputError.
     """
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)

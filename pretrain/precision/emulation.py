@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
-from pretrain.precision.observation import BITS, Note, significant_bits
+from pretrain.precision.observation import BITS, Note, dtype_name, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -45,8 +45,6 @@ class Operand:
 
 class EmulationBackend:
     """Emulated products of one model; a `Backend`."""
-
-    name: Literal["emulation"] = "emulation"
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.active = active
@@ -94,7 +92,7 @@ class EmulationBackend:
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
-        return f"emulated in {str(self.operand_dtype).removeprefix('torch.')}, torch {torch.__version__}{compiled}"
+        return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -140,10 +138,8 @@ class EmulatedProduct:
         self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32.
-
-        Raises RuntimeError where the precision's blocks do not divide a dimension.
-        """
+        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32. Raises RuntimeError
+        where the precision's blocks do not divide a dimension."""
         if self.weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
         return _Products.apply(x, weight, bias, self)
@@ -227,7 +223,7 @@ def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | N
 
 
 def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with FP32 sums and an FP32 result, of BF16 or FP32 matrices."""
+    """left @ right of BF16 or FP32 matrices, with FP32 sums."""
     if left.dtype == torch.bfloat16 and products_of_bf16_give_fp32():
         return torch.mm(left, right, out_dtype=torch.float32)
     with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):  # no TF32, whatever the user set

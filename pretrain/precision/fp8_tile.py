@@ -50,19 +50,15 @@ def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constex
 @triton.jit
 def record_amax(amax, values):
     """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
-
-    FP32 numbers that are not negative order as their bits do, so the maximum is one of integers.
-    """
+    Such numbers order as their bits do, so the maximum is one of integers."""
     largest = largest_magnitude(values, None)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`.
-
-    The rule of pretrain.precision.quantizers.tensor.scale_from_amax.
-    """
+    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`:
+    the rule of pretrain.precision.quantizers.tensor.scale_from_amax."""
     amax = tl.where(amax < epsilon, epsilon, amax)
     if power_of_two:
         # The largest values are 1.75 x 2^n. So the quotient's exponent is n less that of amax, and one less again where the

@@ -52,8 +52,6 @@ class LinearProduct(Protocol):
 class Backend(Protocol):
     """What computes one model's low-precision products; made once a model."""
 
-    name: Literal["transformer_engine", "emulation"]
-
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
         """The product of the linear called `name`, with a state of its own where the precision keeps one."""
 

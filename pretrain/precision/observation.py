@@ -47,8 +47,8 @@ def significant_bits(tensor: Tensor) -> int:
 class GemmObserver:
     """Notes the GEMMs of each te.Linear product in the order they run; a recomputed forward is noted twice.
 
-    The kernel's arguments do not say which product a GEMM belongs to. In forward it is the product that is being called; in
-    backward it is the one whose node the autograd engine runs. Recomputation nests forwards in such a node, hence a stack.
+    In forward a GEMM belongs to the product that is being called, in backward to the one whose node the autograd engine runs.
+    Recomputation nests forwards in such a node, hence a stack.
     """
 
     def __init__(self, te: ModuleType, note: Note) -> None:

@@ -46,10 +46,7 @@ def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
 
 
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
-    """A decision for each linear of `hf`, and for each norm if the scope has norms; by Hugging Face name.
-
-    `layers`: the decoder layers in order, for `keep_bf16_layers`.
-    """
+    """A decision for each linear of `hf`, and for each norm if the scope has norms, by name. `layers`: in order."""
     scope, keep, head = active.settings.scope, active.settings.keep_bf16_layers, hf.get_output_embeddings()
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
     inside = {id(module) for layer in kept for module in layer.modules()}

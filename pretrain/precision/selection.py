@@ -23,10 +23,8 @@ Missing = Callable[[QuantizedPrecision], str | None]
 
 
 def missing_on(device_type: str) -> Missing:
-    """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more.
-
-    The compute capability is asked first: it tells most of it, and Transformer Engine takes seconds to import.
-    """
+    """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more. The
+    compute capability is asked first: it tells most of it, and Transformer Engine takes seconds to import."""
     capability, cuda, device = None, None, f"this run is on {device_type}"
     if device_type == "cuda":
         capability = torch.cuda.get_device_capability()
@@ -41,10 +39,8 @@ def missing_on(device_type: str) -> Missing:
 
 
 def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> ActivePrecision:
-    """What a run in `precision` gets on a device where `missing` is missing (`missing_on`).
-
-    Raises InputError where the device does not have the precision and `on_unsupported` is `error`.
-    """
+    """What a run in `precision` gets on a device where `missing` is missing (`missing_on`). Raises InputError where the device
+    does not have the precision and `on_unsupported` is `error`."""
     wanted = PRECISIONS[precision]
     settings = fp8_config.resolved(wanted.name)
     if not wanted.quantized:

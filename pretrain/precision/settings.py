@@ -91,11 +91,8 @@ class LowPrecisionSettings(_WithOptions):
 
 @dataclass(frozen=True)
 class ActivePrecision:
-    """What a run computes in.
-
-    `precision` is the effective one; it is not the `requested` one only under `on_unsupported: fallback`. `settings` are resolved
-    for it. `reason` says why this is not what was asked for, None where it is.
-    """
+    """What a run computes in: `precision`, with `settings` resolved for it. It is not the `requested` one only under
+    `on_unsupported: fallback`. `reason` says why this is not what was asked for, None where it is."""
 
     requested: str
     precision: Precision

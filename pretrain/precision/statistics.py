@@ -3,15 +3,13 @@
 Every so many steps, on one microbatch, each operand is quantized once more beside the product, by our own quantizers, and
 compared with what it was (docs/precision.md, "Statistics and health"). Only delayed scaling's scale is asked of the backend.
 
-* Each operand is measured as the product along its features takes it. What the weight gradient's operands lose along tokens,
-  rotated under NVFP4, is not measured again.
-* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn for a statistic would change
-  the run.
-* The figures are this process's own, of one microbatch: a sample of the step.
+* Each operand is measured as the product along its features takes it, not once more along tokens.
+* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -93,11 +91,8 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
         scale = self._scale_in_force(name, role) if self.precision.keeps_history else None
         quantize = self.precision.quantizer(self.settings, role, "features")
-        total = None
-        for rows in x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS):
-            figures = measure(rows.float(), quantize(rows, scale, amax))
-            total = figures if total is None else merge(total, figures)
-        return total
+        slices = x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS)
+        return functools.reduce(merge, (measure(rows.float(), quantize(rows, scale, amax)) for rows in slices))
 
     def _scale_in_force(self, name: str, role: Role) -> Tensor:
         """The delayed scale that the operand is quantized by. Read at the first call: a layer that is recomputed uses the scales
@@ -138,10 +133,8 @@ def merge(one: Tensor, other: Tensor) -> Tensor:
 
 
 def largest_held(grid: Grid) -> float:
-    """The largest magnitude that rounding would still give the largest code: half a step above it.
-
-    To count what lies between the two would call the largest value of every second NVFP4 block saturated.
-    """
+    """The largest magnitude that rounding would still give the largest code: half a step above it. To count what lies between
+    the two would call the largest value of every second NVFP4 block saturated."""
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     return grid.maximum + step / 2
 

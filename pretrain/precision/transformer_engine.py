@@ -124,8 +124,6 @@ class TransformerEngineProduct:
 class TransformerEngineBackend:
     """A model's products on Transformer Engine; a `Backend`."""
 
-    name: Literal["transformer_engine"] = "transformer_engine"
-
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Raises InputError where the installed Transformer Engine does not take the precision's recipe as asked."""
         self.te = library()

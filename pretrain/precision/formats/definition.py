@@ -125,10 +125,7 @@ class Precision:
 
 
 class QuantizedPrecision(Precision):
-    """A precision whose products take quantized operands.
-
-    `settings` are resolved for it everywhere. `role` names an operand: input, weight or grad_output.
-    """
+    """A precision whose products take quantized operands. `settings` are resolved for it everywhere."""
 
     quantized = True
     hardware: Hardware

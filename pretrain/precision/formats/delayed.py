@@ -1,8 +1,4 @@
-"""FP8 with delayed scaling: a scale for the whole tensor, from the largest values of past microbatches.
-
-The tensor is read once, where current scaling reads it twice. The price is that what grows from one step to the next is cut.
-The histories and their update are in `pretrain.precision.delayed_state`.
-"""
+"""FP8 with delayed scaling: a scale for the whole tensor, from the largest values of past microbatches (`delayed_state`)."""
 
 from __future__ import annotations
 

@@ -70,7 +70,6 @@ def update_scale(
     seen = newest != 0
     rolled = torch.cat([torch.zeros_like(amax_history[:1]), amax_history.roll(-1, dims=0)[1:]])
     largest = absolute_maximum(amax_history, dim=0) if algorithm == "max" else newest
-    candidate = (torch.full_like(largest, maximum * 2.0**-margin, dtype=torch.float64) / largest).float()
-    candidate = candidate.masked_fill(candidate.isinf(), FP32_MAX)
     usable = seen & largest.isfinite() & (largest > 0)
-    return torch.where(seen, rolled, amax_history), torch.where(usable, candidate, scale)
+    updated = torch.where(usable, scale_from_amax(largest, maximum * 2.0**-margin), scale)
+    return torch.where(seen, rolled, amax_history), updated

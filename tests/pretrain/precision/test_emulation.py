@@ -299,7 +299,7 @@ def test_only_delayed_scaling_has_a_state() -> None:
         emulation = backend(recipe)
         emulation.product("layer", IN, OUT, bias=False)
         assert bool(emulation.state()) == (recipe == "delayed")
-        assert torch.__version__ in emulation.describe() and emulation.name == "emulation"
+        assert torch.__version__ in emulation.describe()
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
