@@ -7,13 +7,14 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # Test workers: one a core, but no more than 8; each imports torch, and 64 of them would only fight over memory.
 WORKERS ?= logical
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train (5 minutes, no GPU)"
 	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
 	@echo "make lint    check style and formatting with ruff"
+	@echo "make docs    write docs/settings.md from the classes that check recipes"
 	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
 	@echo
 	@echo ".venv is made with python3; to use another Python (3.11 or newer): make PYTHON=python3.12 ..."
@@ -27,6 +28,10 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-references
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+# docs/settings.md lists every key; the classes that check recipes say what each one means.
+docs: $(VENV)/.installed
+	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
 
 clean:
 	rm -rf demo/work runs/smoke .pytest_cache .ruff_cache .hypothesis

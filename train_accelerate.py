@@ -20,11 +20,6 @@ import time
 from contextlib import nullcontext
 from typing import Any
 
-from pretrain.optimizer import adamw
-from pretrain.plan.plan import render
-from pretrain.plan.preflight import planned_steps
-from pretrain.run.assembly import Run
-
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -49,9 +44,10 @@ from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
 from pretrain.model.packed import forward_backward
-from pretrain.optimizer import schedule
-from pretrain.plan.preflight import Job, prepare_job
-from pretrain.run.assembly import assemble
+from pretrain.optimizer import adamw, schedule
+from pretrain.plan.plan import render
+from pretrain.plan.preflight import Job, planned_steps, prepare_job
+from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.microbatch import choose_microbatch
@@ -118,7 +114,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
-    with assembly.preserving_precision():
+    with assembly.precision.preserving_state():
         job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process
     recorder = Recorder(
@@ -128,6 +124,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         world_size=accelerator.num_processes,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
+    logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}
     run = Run(
         job=job,
         assembly=assembly,
@@ -138,13 +135,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         health=health,
         checkpoints=checkpoints,
         recorder=recorder,
-        trackers=resolve(
-            recipe.log.trackers,
-            run_dir=folder.path,
-            project=recipe.log.project,
-            resumed_step=state.step,
-            main_process=main_process,
-        ),
+        trackers=resolve(recipe.log.trackers, main_process=main_process, **logged),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
@@ -231,16 +222,16 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    verdict = run.health.check(state.step + 1, loss, gradient_norm)
-    for warning in filter(None, (verdict.warning, precision_warning)):
+    decision = run.health.check(state.step + 1, loss, gradient_norm)
+    for warning in filter(None, (decision.warning, precision_warning)):
         run.console.warning(warning)
-    if verdict.proceed:
+    if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     else:
-        run.assembly.forget_overflow()
-    frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if verdict.proceed else 0.0
+        run.assembly.precision.forget_overflow()  # what overflowed in this step holds back no later scale
+    frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
     adamw.clear_gradients(optimizer, run.assembly.model)
-    state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not verdict.proceed)
+    state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     return {
         "step": state.step,
         "tokens": state.tokens,
@@ -251,7 +242,7 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         "frozen_updates": frozen_updates,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
-        "skipped": not verdict.proceed,
+        "skipped": not decision.proceed,
         **precision_figures,
     }
 

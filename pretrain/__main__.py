@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 
 from foundation.errors import InputError
@@ -12,7 +13,6 @@ from foundation.errors import InputError
 COMMANDS = {
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
-    "settings": ("pretrain.settings.page", "every key that a recipe can have, as docs/settings.md"),
 }
 
 
@@ -20,10 +20,15 @@ def main(arguments: list[str]) -> int:
     """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given."""
     if arguments and arguments[0] in COMMANDS:
         try:
-            return importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+            status = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+            sys.stdout.flush()
+            return status
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
+            return 141
     lines = "\n".join(f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items())
     usage = f"usage: python -m pretrain COMMAND ...\n\n{lines}\n\npython -m pretrain COMMAND --help says more"
     if arguments in (["-h"], ["--help"]):

@@ -13,13 +13,12 @@
 Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
 instruction, and the machine at any moment: a folder named step-* is whole. Disks still flip bits and people still copy folders
 halfway, so every byte is hashed again before it is trusted.
-
-One run writes into a folder at a time: the run folder's lock sees to that (pretrain.metrics.run_folder).
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,7 +36,7 @@ from foundation.errors import InputError
 from foundation.files import fsync, write_file
 from foundation.integrity import THREADS, FileRecord, find_damage, wrong_sizes
 from foundation.units import memory
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest, record_of
+from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import (
     PART_BYTES,
     block_of,
@@ -46,25 +44,18 @@ from pretrain.checkpoint.shards import (
     load_tensors,
     mismatches,
     rank_stem,
-    stored_bytes,
     write_tensors,
 )
 from pretrain.optimizer.adamw_update import local_part
 
 STATE = "state.json"
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-\d{8,}")
 _PARTIAL, _REMOVED = ".partial-", ".removed-"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Loaded:
-    state: dict[str, Any]  # what save() was given
-    notes: list[str]  # dtypes that were converted, for the user to see
 
 
 class Checkpoints:
@@ -74,8 +65,6 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, *, part_bytes: int = PART_BYTES) -> None:
-        if keep < 1:
-            raise ValueError("keep must be at least 1: the newest checkpoint is never deleted")
         self.folder = folder
         self.keep = keep
         self.part_bytes = part_bytes
@@ -85,8 +74,6 @@ class Checkpoints:
         self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
         self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
         self._verified: Path | None = None  # found intact by newest(): load() need not hash it again
-
-    # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Path:
         """Write checkpoint `step`, then prune; returns its path. A step just saved or loaded is not written again.
@@ -100,18 +87,18 @@ class Checkpoints:
             return final
         partial = final.with_name(f"{_PARTIAL}{final.name}")
         groups = {"model": model, "optimizer": optimizer}
-        offers = self._gather(
-            {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        )
+        mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        offers = self._gather(mine)
         index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
         try:
             self._on_every_rank(lambda: self.rank == 0 and _make_empty(partial))
             written = self._on_every_rank(lambda: self._write_shards(partial, index, groups))
-            files = [*(record for records in written for record in records), record_of(STATE, state_json)]
+            files = [record for records in written for record in records]
+            files.append(FileRecord(STATE, len(state_json), {"sha256": hashlib.sha256(state_json).hexdigest()}))
             manifest = Manifest(step, self.world_size, files, index["model"], index["optimizer"])
             self._on_every_rank(lambda: self.rank == 0 and _complete(partial, final, manifest, state_json))
-        except _Refused as refusal:
+        except OSError as refusal:
             if self.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise InputError(self._describe(refusal, step, bytes_needed(model, optimizer))) from None
@@ -141,23 +128,24 @@ class Checkpoints:
         return gathered
 
     def _on_every_rank(self, work: Callable[[], T]) -> list[T]:
-        """What `work` returned on each rank, once all are done. Where the file system refused any, all ranks raise _Refused."""
+        """What `work` returned on each rank, once all are done. Where the file system refused any, all raise its OSError."""
         try:
-            outcome: tuple[T | None, str | None, int | None] = (work(), None, None)
+            outcome: T | OSError = work()
         except OSError as error:
-            outcome = (None, f"{error.strerror or error} (rank {self.rank})", error.errno)
+            outcome = OSError(error.errno, f"{error.strerror or error} (rank {self.rank})")
         outcomes = self._gather(outcome)
-        if refusals := [(message, number) for _, message, number in outcomes if message is not None]:
-            raise _Refused(*refusals[0])
-        return [result for result, _, _ in outcomes]
+        if refusals := [each for each in outcomes if isinstance(each, OSError)]:
+            raise refusals[0]
+        return outcomes
 
-    def _describe(self, refusal: _Refused, step: int, needed: int) -> str:
+    def _describe(self, refusal: OSError, step: int, needed: int) -> str:
         before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
         full = "Free space there, or move the run folder to a larger disk"
-        remedy = full if refusal.number in _DISK_FULL else "Check that folder and its permissions"
+        remedy = full if refusal.errno in _DISK_FULL else "Check that folder and its permissions"
+        space = f"It takes {memory(needed / 2**30)}, {memory(_free_bytes(self.folder) / 2**30)} are free"
         return (
-            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal}. It takes {_memory(needed)}, "
-            f"{_memory(_free_bytes(self.folder))} are free; {before}. {remedy}, then start the same command again to resume."
+            f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}. {space}; {before}. {remedy}, "
+            "then start the same command again to resume."
         )
 
     def prune(self) -> None:
@@ -176,12 +164,8 @@ class Checkpoints:
 
         Otherwise the next automatic resume would continue the abandoned training. Returns the new paths.
         """
-        moved = []
-        if self.rank == 0:
-            moved = [_set_aside(path) for path in step_folders(self.folder) if step_of(path) > step]
-        return self._gather(moved)[0]
-
-    # ── Resuming ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
+        return self._gather([_set_aside(path) for path in newer])[0]
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint, every byte verified; None if there is none.
@@ -204,40 +188,33 @@ class Checkpoints:
 
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
-        if not (path / MANIFEST).is_file():
-            raise InputError(
-                f"{path}: not a complete checkpoint: it has no {MANIFEST}; --resume takes a step-* folder of a run's "
-                "`checkpoints`, or auto"
-            )
         self._require_intact(path)
         try:
             return json.loads((path / STATE).read_bytes())
         except (OSError, ValueError) as error:
             raise InputError(f"{path / STATE}: cannot be read: {error}") from None
 
-    def load(self, path: Path, model: Tensors, optimizer: Tensors | None = None) -> Loaded:
-        """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding; `optimizer` may stay out.
+    def load(self, path: Path, model: Tensors, optimizer: Tensors) -> list[str]:
+        """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
 
-        Raises InputError, before anything is copied, where a file is damaged or names, shapes or integer dtypes differ.
+        Returns notes for the user, on dtypes that were converted. Raises InputError, before anything is copied, where a file is
+        damaged or names, shapes or integer dtypes differ.
         """
         self._require_intact(path)
         manifest = read_manifest(path)
-        parts = [("model", model, manifest.model)]
-        if optimizer is not None:
-            parts.append(("optimizer", optimizer, manifest.optimizer))
+        parts = [("model", model, manifest.model), ("optimizer", optimizer, manifest.optimizer)]
         if differing := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in mismatches(index, tensors)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
         notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
         self.current = path
-        return Loaded(self.read_state(path), notes)
+        return notes
 
     def _require_intact(self, path: Path) -> None:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
         if path != self._verified and (problems := self._verify(path)):
-            raise InputError(
-                f"{path}: damaged: {'; '.join(problems)}. Use another checkpoint: --resume auto finds the newest intact one"
-            )
+            remedy = "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
+            raise InputError(f"{path}: cannot be used: {'; '.join(problems)}; {remedy}")
         self._verified = path
 
     def _verify(self, path: Path) -> list[str]:
@@ -250,27 +227,13 @@ class Checkpoints:
         return list(dict.fromkeys(problem for rank in self._gather(problems) for problem in rank))
 
 
-class _Refused(Exception):
-    """The file system refused some rank's work."""
-
-    def __init__(self, message: str, number: int | None) -> None:
-        super().__init__(message)
-        self.number = number
-
-
-# ── Folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def step_folder(parent: Path, step: int) -> Path:
     return parent / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
     """The step in the name of a checkpoint folder; ValueError for another name."""
-    match = _STEP.fullmatch(folder.name)
-    if match is None:
-        raise ValueError(f"{folder.name} is not the name of a checkpoint")
-    return int(match[1])
+    return int(folder.name.removeprefix("step-"))
 
 
 def step_folders(parent: Path) -> list[Path]:
@@ -338,12 +301,12 @@ def _remove(parent: Path, folders: list[Path]) -> None:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
 
-# ── Space ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
-    """Bytes that one checkpoint of these tensors takes on disk, over all ranks; headers and manifest are rounded up to 1 MiB."""
-    return stored_bytes(model) + stored_bytes(optimizer) + 2**20
+    """Bytes that one checkpoint of these tensors takes on disk, over all ranks; headers and manifest are rounded up to 1 MiB.
+
+    A DTensor counts whole, a replicated one once.
+    """
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.values(), *optimizer.values())) + 2**20
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -351,7 +314,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = _free_bytes(folder)
     if free < needed:
         raise InputError(
-            f"{folder}: checkpoints need {_memory(needed)} there and {_memory(free)} are free; "
+            f"{folder}: checkpoints need {memory(needed / 2**30)} there and {memory(free / 2**30)} are free; "
             "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
         )
 
@@ -362,7 +325,3 @@ def _free_bytes(folder: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     return shutil.disk_usage(existing).free
-
-
-def _memory(count: int) -> str:
-    return memory(count / 2**30)

@@ -7,9 +7,8 @@
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
 
-A piece is a block of its tensor: `offset` and `shape` give its place in the whole, `file` the safetensors file that holds it
-under the tensor's name. Nothing else ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here:
-a folder can be listed and verified on a machine without it.
+Nothing but the pieces ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here: a folder can
+be listed and verified on a machine without it.
 """
 
 from __future__ import annotations
@@ -19,6 +18,8 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from foundation.errors import InputError
 from foundation.integrity import FileRecord
@@ -59,11 +60,6 @@ class Manifest:
         return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
 
 
-def record_of(name: str, data: bytes) -> FileRecord:
-    """What the manifest records of a file `name` that holds `data`."""
-    return FileRecord(name, len(data), {"sha256": hashlib.sha256(data).hexdigest()})
-
-
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -84,21 +80,5 @@ def read_manifest(folder: Path) -> Manifest:
         raise InputError(
             f"{path}: written in another checkpoint format than this version's ({FORMAT}); resume with the version that wrote it"
         )
-    return Manifest(
-        step=content["step"],
-        world_size=content["world_size"],
-        files=[FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()],
-        model=_read_index(content["model"]),
-        optimizer=_read_index(content["optimizer"]),
-    )
-
-
-def _read_index(index: dict[str, Any]) -> dict[str, TensorEntry]:
-    return {
-        name: TensorEntry(
-            dtype=entry["dtype"],
-            shape=tuple(entry["shape"]),
-            pieces=tuple(Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]),
-        )
-        for name, entry in index.items()
-    }
+    content["files"] = [FileRecord(name, file["bytes"], {"sha256": file["sha256"]}) for name, file in content["files"].items()]
+    return TypeAdapter(Manifest).validate_python(content)

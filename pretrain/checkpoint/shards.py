@@ -3,21 +3,20 @@
 Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
 several processes hold is written by one of them, so data-parallel replicas share the writing.
 
-torch.distributed.checkpoint is not used, because its metadata is a pickle and it stores no hashes. Here each file is plain
-safetensors under the Hugging Face names, and the model file of a single process loads anywhere.
+torch.distributed.checkpoint is not used: its metadata is a pickle, and it stores no hashes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -69,11 +68,7 @@ def block_of(tensor: Tensor) -> ShardBlock:
         if len(chunks) != 1 or tuple(chunks[0].sizes) != tuple(local.shape):
             raise ValueError(f"placements {tensor.placements}: this process's part is not one block of the tensor")
         offset = tuple(chunks[0].offsets)
-    if local.dtype not in DTYPE_NAMES:
-        raise ValueError(f"{local.dtype} has no safetensors name")
-    return ShardBlock(
-        DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.numel() * local.element_size()
-    )
+    return ShardBlock(DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.nbytes)
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
@@ -88,8 +83,7 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]], part_bytes: int = PA
     """The index of a checkpoint: which rank writes each block into which file.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
-    without a further exchange. A rank's blocks fill files `<kind>-<rank>-of-<ranks>.safetensors` in the order of their names,
-    with `-part-<n>` where they exceed `part_bytes`.
+    without a further exchange.
     """
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
@@ -135,37 +129,27 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
-    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. The format is a length, a JSON
-    header and the bytes, so this takes a few lines and BLOCK_BYTES of host memory, and hashes each block on its way to the disk
-    instead of reading the file back. Raises OSError.
+    safetensors' own writer needs all tensors of the file in host memory and computes no hashes. This takes BLOCK_BYTES of it, and
+    hashes each block on its way to the disk. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        header[name] = {
-            "dtype": DTYPE_NAMES[tensors[name].dtype],
-            "shape": list(tensors[name].shape),
-            "data_offsets": [start, end],
-        }
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
     digest = hashlib.sha256()
+    head = len(text).to_bytes(8, "little") + text
     with open(path, "wb") as file:
-
-        def put(data: bytes | memoryview) -> None:
-            digest.update(data)
-            file.write(data)
-
-        put(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for block in _host_blocks(tensors[name]):
-                put(block)
+        for block in chain([head], *(_host_blocks(tensors[name]) for name in names)):
+            digest.update(block)
+            file.write(block)
         file.flush()
         os.fsync(file.fileno())
-    return FileRecord(path.name, 8 + len(text) + end, {"sha256": digest.hexdigest()})
+    return FileRecord(path.name, len(head) + end, {"sha256": digest.hexdigest()})
 
 
 def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
@@ -180,19 +164,14 @@ def _host_blocks(tensor: Tensor) -> Iterator[memoryview]:
             yield memoryview(block.numpy())
 
 
-Range = tuple[int, int]
-
-
-def _overlap(offset: tuple, shape: tuple, other_offset: tuple, other_shape: tuple) -> tuple[Range, ...] | None:
-    """What two blocks share, as (start, stop) per dimension of the whole tensor; None if they share nothing."""
-    starts = [max(a, b) for a, b in zip(offset, other_offset, strict=True)]
-    stops = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True)]
-    ranges = tuple(zip(starts, stops, strict=True))
-    return ranges if all(start < stop for start, stop in ranges) else None
-
-
-def _relative(ranges: tuple[Range, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    return tuple(slice(start - base, stop - base) for (start, stop), base in zip(ranges, offset, strict=True))
+def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
+    """What two blocks of a tensor share, as slices of each; None if they share nothing."""
+    starts = [max(a, b) for a, b in zip(one.offset, other.offset, strict=True)]
+    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return None
+    where = list(zip(starts, stops, strict=True))
+    return [tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True)) for each in (one, other)]
 
 
 def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
@@ -201,10 +180,11 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     A floating-point tensor may be loaded into another floating-point dtype: that is how a run changes its weight mode.
     """
     problems = []
-    if missing := sorted(targets.keys() - index.keys()):
-        problems.append(f"the checkpoint lacks {_some(missing)}")
-    if unexpected := sorted(index.keys() - targets.keys()):
-        problems.append(f"only the checkpoint has {_some(unexpected)}")
+    missing, unexpected = targets.keys() - index.keys(), index.keys() - targets.keys()
+    for what, names in (("the checkpoint lacks", missing), ("only the checkpoint has", unexpected)):
+        if names:
+            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+            problems.append(f"{what} {', '.join(sorted(names)[:5])}{more}")
     for name in sorted(targets.keys() & index.keys()):
         saved, wanted = index[name], targets[name]
         dtype = DTYPE_NAMES.get(wanted.dtype, str(wanted.dtype))
@@ -237,22 +217,11 @@ def _fill(target: Tensor, name: str, entry: TensorEntry, open_file: Callable[[st
     local = local_part(target)
     copied = 0
     for piece in entry.pieces:
-        overlap = _overlap(piece.offset, piece.shape, mine.offset, mine.shape)
-        if overlap is None:
-            continue
-        file, where = open_file(piece.file), _relative(overlap, piece.offset)
-        is_whole = where == tuple(slice(0, size) for size in piece.shape)
-        source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # a tensor without dimensions has no slices
-        local[_relative(overlap, mine.offset)].copy_(source)
-        copied += source.numel()
+        if overlap := _overlap(piece, mine):
+            (where, here), file = overlap, open_file(piece.file)
+            is_whole = where == tuple(slice(0, size) for size in piece.shape)
+            source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # without dimensions there are no slices
+            local[here].copy_(source)
+            copied += source.numel()
     if copied != local.numel():
         raise ValueError(f"{name}: the saved pieces cover {copied} of the {local.numel()} values wanted here")
-
-
-def _some(names: list[str], limit: int = 5) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes that `tensors` take in a checkpoint, over all ranks: a DTensor counts whole, a replicated one once."""
-    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in tensors.values())

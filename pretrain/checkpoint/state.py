@@ -56,24 +56,15 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
     A missing key equals one that is None, so a checkpoint does not differ by unused settings that were introduced after it.
     """
     current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    return [
-        f"{key}: saved {_value(saved, key)}, now {_value(current, key)}"
-        for key in sorted(saved.keys() | current.keys())
-        if saved.get(key) != current.get(key)
-    ]
-
-
-def _value(identity: Mapping[str, Any], key: str) -> str:
-    return json.dumps(identity[key]) if key in identity else "not set"
+    changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    texts = [{key: json.dumps(value) for key, value in each.items()} for each in (saved, current)]
+    return [f"{key}: saved {texts[0].get(key, 'not set')}, now {texts[1].get(key, 'not set')}" for key in changed]
 
 
 def check_same_training(
     record: Mapping[str, Any], current: Mapping[str, Any], source: Path, accept_changes: bool = False
 ) -> list[str]:
-    """InputError if the checkpoint `source` was made by another training than `current`; with `accept_changes` the differences.
-
-    Continuing a checkpoint under another recipe trains something that neither recipe describes, so it is never done silently.
-    """
+    """InputError if the checkpoint `source` was made by another training than `current`; with `accept_changes` what differs."""
     changed = differences(record.get("identity", {}), current)
     if changed and not accept_changes:
         listed = "".join(f"\n  {line}" for line in changed)
@@ -98,10 +89,8 @@ def step_seed(seed: int, step: int, rank: int) -> int:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's CPU and CUDA generators for one step of one rank; call it before the step's first forward.
 
-    In a step only dropout uses random numbers. As the generators depend on (seed, step, rank) alone, a checkpoint holds no
-    generator states, and what an evaluation or a sample draws between two steps does not change the training. A run resumed with
-    the same world size repeats the same dropout masks, bit for bit; with another, each rank draws other masks, as independent
-    as before.
+    As they depend on (seed, step, rank) alone, a checkpoint holds no generator states, and what an evaluation or a sample draws
+    between two steps does not change the training. A run resumed with the same world size repeats its dropout masks bit for bit.
     """
     import torch  # here, so that the rest of this module does without torch
 

@@ -1,8 +1,7 @@
 """Which runs may be compared, what they differ in, and by how much their losses differ.
 
-Two runs are comparable where they are the same training in all but how it was computed: the same model, data, order, tokens, seed
-and rule of learning. Then both see the same text in the same step, and the difference of their losses in that step has little
-noise: in the reference's runs its standard deviation is 0.005, where that of the loss itself is 0.127.
+Comparable runs are the same training in all but how it was computed. They see the same text in the same step, so their losses'
+difference has little noise: in the reference's runs its standard deviation is 0.005, where that of the loss is 0.127.
 """
 
 from __future__ import annotations
@@ -31,10 +30,9 @@ _WHERE = ("backend", "on_unsupported")
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
-    """What must be equal for two runs to be compared: flat settings, and the fingerprint of the packs.
+    """What must be equal for two runs to be compared: a training's identity but for what is compared, and the packs evaluated on.
 
-    All of a training's identity but what is compared; and the packs that it is evaluated on, so that held-out losses mean the
-    same. Raises InputError naming the run's file that does not say it.
+    Raises InputError naming the run whose files do not say which data it was.
     """
     if run.data_fingerprint is None:
         raise InputError(
@@ -46,7 +44,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
 
 def describe_unfairness(first: RunRecord, second: RunRecord) -> str | None:
-    """The settings that make comparing the two unfair, with both values; None without any. InputError as `training_of`."""
+    """The settings that make comparing the two unfair, with both values; None without any."""
     ours, theirs = training_of(first), training_of(second)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
     return "; ".join(f"`{key}`: {ours.get(key, 'not set')} and {theirs.get(key, 'not set')}" for key in keys) or None
@@ -78,10 +76,7 @@ def last_fifth(differences: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Step-by-step differences of two losses in nats per token: their mean, standard deviation and the mean's standard error.
-
-    A figure is NaN where there are too few steps for it.
-    """
+    """Step-by-step differences of two losses in nats per token; a figure is NaN where there are too few steps for it."""
 
     mean: float
     sd: float
@@ -103,13 +98,9 @@ def batch_means_error(values: np.ndarray) -> float:
     """Standard error of the mean of correlated `values`, by non-overlapping batch means; NaN below FEWEST_STEPS values.
 
     Neighbouring steps share their past, so sd / sqrt(n) would be too small. The n values are cut into batches of
-    b = floor(sqrt(n)) consecutive ones; the first n mod b are in no batch. Batches are nearly independent of each other where
-    single values are not, so the spread of their means gives the error: SE² = Var(batch means) · b / n (Flegal and Jones 2010,
-    Annals of Statistics 38(2)).
-
-    A trend counts as spread, so the error is then too large. A correlation longer than a batch is missed, and the error is too
-    small. The variance of a few batch means is itself a matter of luck: two that happen to agree would give an error of zero.
-    Hence no error is given for fewer than eight batches.
+    b = floor(sqrt(n)) consecutive ones, the first n mod b left out: SE² = Var(batch means) · b / n (Flegal and Jones 2010, Annals
+    of Statistics 38(2)). A trend makes it too large, a correlation longer than a batch too small, and of a few batches it is a
+    matter of luck.
     """
     n = len(values)
     if n < FEWEST_STEPS:
@@ -122,9 +113,8 @@ def batch_means_error(values: np.ndarray) -> float:
 class Variants:
     """What the runs of one precision differ in, and so has to stand beside the precision's name.
 
-    `options`: keys of `fp8_config` in which two runs of the same precision differ. Precisions have options of their own, so a
-    difference between runs of different precisions says nothing. `dtypes`: of the optimizer's `moments` and `gradients`, those
-    whose dtype differs between any runs. `names`: the variants' names, in the order of the runs.
+    `options`: keys of `fp8_config` in which two runs of the same precision differ. `dtypes`: of the optimizer's `moments` and
+    `gradients`, those whose dtype differs between any runs. `names`: the variants' names, in the order of the runs.
     """
 
     def __init__(self, runs: Sequence[RunRecord]) -> None:

@@ -1,9 +1,7 @@
 """Runs as pictures: the loss of one run, or several comparable runs and what each differs by from the baseline.
 
-Of one run: every step faint, the moving mean on top, held-out points, and the learning rate below. Of several: losses,
-differences from the baseline, frozen updates, speed and memory. A few runs share one column of panels, a colour each. More runs
-than there are colours get a column for each kind of weights, a colour for each precision, and a line style for each variant of it
-(its scope, say).
+A few runs share one column of panels, a colour each. More runs than there are colours get a column for each kind of weights, a
+colour for each precision, and a line style for each variant of it (its scope, say).
 """
 
 from __future__ import annotations
@@ -38,19 +36,23 @@ BAR_INCHES = 0.2
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure, in inches."""
     from matplotlib.figure import Figure  # half a second, which only drawing should cost; and no pyplot: no display, no state
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the PNG at `path`, whole or not at all, and its folder; InputError where it cannot be written."""
+    """Write the PNG at `path`; as `save_file`."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
+    save_file(path, picture.getvalue())
+
+
+def save_file(path: Path, data: bytes) -> None:
+    """Write `path`, whole or not at all, and its folder; InputError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, picture.getvalue())
+        replace_file(path, data)
     except OSError as error:
         raise InputError(f"{path}: cannot be written: {error.strerror}; name another file") from None
 
@@ -74,20 +76,15 @@ def window_of(steps: int) -> int:
 
 def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
     """Mean of the finite `values` in the `window` (odd) centred on each; NaN where none is finite. At the ends it is cut off."""
-    if window % 2 == 0:
-        raise ValueError(f"a window of {window} values has no middle")
+    if not len(values):
+        return values
     finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
-    here = np.arange(len(values))
-    begin = np.maximum(here - window // 2, 0)
-    end = np.minimum(here + window // 2 + 1, len(values))
-    total = counts[end] - counts[begin]
-    return np.where(total > 0, (sums[end] - sums[begin]) / np.maximum(total, 1), np.nan)
+    middle = slice(window // 2, window // 2 + len(values))
+    sums, counts = (np.convolve(each, np.ones(window))[middle] for each in (np.where(finite, values, 0.0), finite))
+    return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
 
 
 def draw_smoothed(panel: Axes, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
-    """The moving mean as a line."""
     panel.plot(steps, moving_mean(values, window_of(len(steps))), **style)
 
 
@@ -96,10 +93,7 @@ def draw_held_out(panel: Axes, run: RunRecord, colour: str, **style: Any) -> Non
 
 
 def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.ndarray]) -> None:
-    """Fit the axis to the losses after their first fall. An axis that began at ln(vocabulary) would flatten all the rest.
-
-    curves: values of every step; others: values, such as held-out losses, all of which count.
-    """
+    """Fit the axis to the curves after their first fall, which would flatten all the rest, and to all of the `others`."""
     values = np.concatenate([*(curve[int(len(curve) * FALL_SHARE) :] for curve in curves), *others])
     values = values[np.isfinite(values)]
     if len(values):
@@ -109,10 +103,7 @@ def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.
 
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
-    """Draw a run, or the comparison of several with the first, into a PNG at `path`, replaced whole.
-
-    Several must be comparable runs, which `pretrain.compare.report` sees to. Raises InputError where the file cannot be written.
-    """
+    """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. InputError as `save`."""
     save(_figure_of_one(runs[0]) if len(runs) == 1 else _figure_of_several(runs), path)
 
 
@@ -146,8 +137,6 @@ def _figure_of_one(run: RunRecord) -> Figure:
 
 @dataclass(frozen=True)
 class DrawnRun:
-    """A run, how it is drawn wherever it appears, and what is drawn of it beside its own curves."""
-
     run: RunRecord
     label: str
     colour: str
@@ -241,8 +230,7 @@ def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
 
 
 def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
-    """The scale of the panel and of those that share its axis: linear, or logarithmic outside the noise around zero where some
-    runs differ by tens of times what others do."""
+    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do."""
     ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
     if not ends:
         return
@@ -268,20 +256,11 @@ def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
             text = f"{line.label}, baseline" if line.is_baseline else f"{line.label} {mean:+.4f}"
             ends.append((float(np.clip(to_axes((line.steps[-1], mean))[1], 0.0, 1.0)), text, line.colour))
     ends.sort(key=lambda end: end[0])
-    for height, (_, text, colour) in zip(_moved_apart([end[0] for end in ends]), ends, strict=True):
+    places = LABEL_GAP * np.arange(len(ends))
+    # Moved upwards where one is too close to that below it, then all that the top pushes down.
+    heights = np.minimum(np.maximum.accumulate([end[0] for end in ends] - places), 1 - places[-1:]) + places
+    for height, (_, text, colour) in zip(heights, ends, strict=True):
         panel.text(1.01, height, text, transform=panel.transAxes, color=colour, fontsize="x-small", va="center")
-
-
-def _moved_apart(heights: Sequence[float]) -> list[float]:
-    """Ascending `heights`, at least LABEL_GAP from each other: moved upwards first, then down again from the top."""
-    moved: list[float] = []
-    for height in heights:
-        moved.append(max(height, moved[-1] + LABEL_GAP) if moved else height)
-    ceiling = 1.0
-    for index in reversed(range(len(moved))):
-        moved[index] = min(moved[index], ceiling)
-        ceiling = moved[index] - LABEL_GAP
-    return moved
 
 
 def _draw_bars(figure: SubFigure, lines: Sequence[DrawnRun]) -> None:

@@ -1,11 +1,8 @@
 """Run every cell of a comparison: `python -m pretrain matrix MATRIX.yaml [key=value ...] [--only precision=bf16] [--dry-run]`.
 
 Each is a run of the launcher in processes of its own: one that fails is reported and does not touch the others. A run that is
-finished is left alone and one that was interrupted is resumed, so the same command is repeated until all is done. At the end come
-a table of all runs and the report over the finished ones.
-
-Ctrl-C and SIGTERM are passed on: what is running saves and stops, and nothing else is started. A second Ctrl-C makes it exit at
-once.
+finished is left alone and one that was interrupted is resumed. Ctrl-C and SIGTERM are passed on: what is running saves and stops,
+and nothing else is started. A second Ctrl-C makes it exit at once.
 
 Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130 or 143 stopped.
 """
@@ -58,10 +55,7 @@ class Outcome:
 
 @dataclass
 class StartedRun:
-    """A run's processes: accelerate's launcher and all that it starts.
-
-    They have a process group of their own, so that a terminal's Ctrl-C reaches them only through us, once.
-    """
+    """A run's processes, in a group of their own, so that a terminal's Ctrl-C reaches them only through us, once."""
 
     run: MatrixRun
     process: subprocess.Popen[bytes]
@@ -71,17 +65,13 @@ class StartedRun:
 
     @classmethod
     def start(cls, matrix: Matrix, run: MatrixRun, gpu: int | None, *, side_by_side: bool) -> StartedRun:
-        """Mark the run's folder and start its launcher, which sees no other `gpu`.
-
-        Raises InputError where its folder or its log cannot be written.
-        """
+        """Mark the run's folder and start its launcher, which sees no other `gpu`; InputError where they cannot be written."""
         try:
             mark(matrix, run, side_by_side=side_by_side)
             with run.log.open("ab") as log:
-                begins, command = log.tell(), command_of(matrix, run)
-                process = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=environment_on(gpu)
-                )
+                streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                begins, command, environment = log.tell(), command_of(matrix, run), environment_on(gpu)
+                process = subprocess.Popen(command, start_new_session=True, env=environment, **streams)
         except (OSError, ValueError) as error:
             raise InputError(f"{run.run_dir}: cannot be used as its run folder: {error}") from None
         return cls(run, process, gpu, begins)
@@ -118,10 +108,7 @@ class StartedRun:
 
 
 def command_of(matrix: Matrix, run: MatrixRun) -> list[str]:
-    """The command that one would type, with accelerate's launcher of this very Python.
-
-    `--quiet` leaves out accelerate's own traceback under a message of ours.
-    """
+    """The command that one would type; `--quiet` leaves out accelerate's own traceback under a message of ours."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(matrix.settings.accelerate)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *run.overrides]
 
@@ -137,7 +124,6 @@ def environment_on(gpu: int | None) -> dict[str, str]:
 
 
 def least_busy(gpus: int | None, running: Sequence[StartedRun]) -> int | None:
-    """The GPU with the fewest runs."""
     return None if gpus is None else min(range(gpus), key=[one.gpu for one in running].count)
 
 
@@ -185,11 +171,8 @@ def mark(matrix: Matrix, run: MatrixRun, *, side_by_side: bool) -> None:
     path = run.run_dir / MATRIX_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {}
-    content = {
-        "matrix": matrix.settings.name,
-        "cell": run.values,
-        "side_by_side": side_by_side or before.get("side_by_side", False),
-    }
+    shared = side_by_side or before.get("side_by_side", False)
+    content = {"matrix": matrix.settings.name, "cell": run.values, "side_by_side": shared}
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
@@ -222,17 +205,8 @@ class Screen:
             print(f"\r\x1b[2K{text}", end="", flush=True)
 
 
-def outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """Markdown: how each run ended."""
-    rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
-    return markdown(["cell", "status", "took", "run folder"], rows, names=4)
-
-
 def write_report(matrix: Matrix) -> str:
-    """Write the report over all finished runs into the matrix's folder; returns what to print.
-
-    Runs that were trained differently from the baseline (an axis may be a learning rate) are named and left out.
-    """
+    """Write the report over all finished runs that are comparable (an axis may be a learning rate); returns what to print."""
     finished = [run.run_dir for run in matrix.runs if run.is_finished()]
     if not finished:
         return "No cell is finished, so there is nothing to report yet."
@@ -262,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:  # its lock: two of these would start the same runs
         outcomes = run_all(matrix, runs, stop)
-        print(f"\n{outcome_table(outcomes)}\n", flush=True)
+        rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
+        print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
         print(write_report(matrix))
     if stop.requested:
         print("\nstopped; the same command goes on from here", file=sys.stderr)

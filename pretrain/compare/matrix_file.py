@@ -1,7 +1,6 @@
 """The matrix file: which runs a comparison consists of, all of them checked before the first one starts.
 
-A matrix crosses axes over one base recipe. A cell of it is one combination of their values, and an ordinary run: the base recipe
-with `key=value` overrides. So each can also be started, resumed and looked at by hand.
+A cell is one combination of the axes' values, and an ordinary run: the base recipe with `key=value` overrides.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class MatrixRun:
     def is_finished(self) -> bool:
         """Whether the run folder holds this very training, and it has reached its end.
 
-        The launcher writes config.yaml as it starts and summary.json as it ends. An older summary belongs to a shorter run that
-        has been prolonged since.
+        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since.
         """
         config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
         if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
@@ -90,10 +88,7 @@ class Matrix:
         return Path(os.path.commonpath([run.run_dir.parent for run in self.runs]))
 
     def only(self, filters: Sequence[str]) -> list[MatrixRun]:
-        """The runs that `key=value` filters pick: any of the values given for a key, and every key.
-
-        Raises InputError for a key that no cell sets, and for filters that pick none.
-        """
+        """The runs that `key=value` filters pick: any of the values given for a key, and every key. InputError for none."""
         wanted: dict[str, set[str]] = {}
         for text in filters:
             key, equals, value = text.partition("=")
@@ -111,8 +106,7 @@ class Matrix:
 def load_matrix(path: str | Path, overrides: Sequence[str] = ()) -> Matrix:
     """Read the matrix at `path`, with `overrides` of the command line over its own, and work out its runs.
 
-    Raises InputError naming the file and the key or cell: for what no recipe can have, for cells that are the same run or would
-    share a run folder, for a `leave_out` or `baseline` that fits no cell.
+    Raises InputError naming the file and the key or cell.
     """
     settings = parse(MatrixSettings, load_yaml(path), str(path))
     environment = _launch_environment(settings.accelerate)

@@ -1,9 +1,5 @@
 """Curves and tables from what runs left behind: `python -m pretrain report RUN [RUN ...] [--baseline RUN] [--out PNG]`.
 
-Several runs are compared with the first, or with `--baseline`; runs whose comparison would be unfair are refused
-(`pretrain.compare.fairness`). The speed of an emulated precision is marked, and a run that shared its machine with others shows
-none.
-
 Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
 """
 
@@ -18,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from foundation.errors import InputError
-from foundation.files import replace_file
 from foundation.units import count, memory, percent
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
@@ -31,7 +25,7 @@ from pretrain.compare.fairness import (
     last_fifth,
     loss_differences,
 )
-from pretrain.compare.figures import plot_losses
+from pretrain.compare.figures import plot_losses, save_file
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
@@ -97,11 +91,8 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
 def comparison_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them."""
     header = ["run", f"minus {runs[0].name}, all", "±", "sd", "steps", f"last {LAST_SHARE:.0%}", "±", "sd", "steps"]
-    rows = []
-    for run in runs[1:]:
-        _, differences = loss_differences(runs[0], run)
-        rows.append([run.name, *_four_figures(differences), *_four_figures(last_fifth(differences))])
-    return markdown(header, rows)
+    minus = [(run.name, loss_differences(runs[0], run)[1]) for run in runs[1:]]
+    return markdown(header, [[name, *_four_figures(each), *_four_figures(last_fifth(each))] for name, each in minus])
 
 
 def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
@@ -134,9 +125,8 @@ def write(
 ) -> str:
     """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `page`, and return what to print.
 
-    baseline: the run that the others are compared to, one of `paths` or another; none: the first. out: by default loss.png in the
-    folder of a single run, or comparison.png beside the first of several. Raises InputError where a run cannot be read, and where
-    one cannot be compared fairly unless `leave_out_unfair` leaves it out, saying so.
+    Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
+    first), unless `leave_out_unfair` leaves it out, saying so.
     """
     runs = [read_run(path) for path in dict.fromkeys([*([baseline] if baseline else []), *paths])]
     out = out or (paths[0] / "loss.png" if len(runs) == 1 else paths[0].parent / "comparison.png")
@@ -153,13 +143,12 @@ def write(
     if len({run.config.get("weights") for run in runs}) > 1 and len({run.precision for run in runs}) > 1:
         heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
         parts += [heading, *grid_tables(runs)]
-    notes = [ERRORS] if len(runs) > 1 else []
-    notes += [NO_ERROR] if any(TOO_FEW in part for part in parts) else []
-    notes += [EMULATED] if any(run.emulated for run in runs) else []
-    notes += [SIDE_BY_SIDE] if any(run.side_by_side for run in runs) else []
-    parts += filter(None, ["\n".join(f"* {note}" for note in notes), "\n".join(left_out)])
+    notes = {ERRORS: len(runs) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
+    notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    parts += filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due), "\n".join(left_out)])
     if page is not None:
-        _write_page(page, parts, out)
+        drawn = f"![curves]({os.path.relpath(out, page.parent)})"
+        save_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
     return "\n\n".join([*parts, f"Curves: {out}" + (f"\nTables: {page}" if page else "")])
 
 
@@ -211,12 +200,3 @@ def _in_order(names: Iterable[str], known: Iterable[str]) -> list[str]:
     """In the registry's order; what is not in it (a fallback's name) after the entry that it begins with."""
     order = list(known)
     return sorted(names, key=lambda name: (next((i for i, k in enumerate(order) if name.split()[0] == k), len(order)), name))
-
-
-def _write_page(page: Path, parts: Sequence[str], picture: Path) -> None:
-    try:
-        page.parent.mkdir(parents=True, exist_ok=True)
-        drawn = f"![curves]({os.path.relpath(picture, page.parent)})"
-        replace_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
-    except OSError as error:
-        raise InputError(f"{page}: cannot be written: {error.strerror}; name another file") from None

@@ -1,12 +1,12 @@
 """What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
-Labelled lines that are never rewritten, so a log file reads and greps like the screen. On a terminal, what matters is bold and
-labels are dim; a narrow one drops the least important figures.
+Lines are never rewritten, so a log file reads and greps like the screen. A narrow terminal drops the least important figures.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import statistics
 import sys
@@ -25,11 +25,7 @@ BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
 class TimeLeft:
-    """Seconds until the last step, from the median of recent steps and the mean time between steps so far.
-
-    The time between steps goes to evaluating and saving; before the first of these the estimate is too low. The median keeps one
-    slow step from changing the figure.
-    """
+    """Seconds until the last step, from the median of recent steps and the mean time between steps (to evaluate, save) so far."""
 
     def __init__(self, total_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.total_steps = total_steps
@@ -43,10 +39,10 @@ class TimeLeft:
         """A step has just ended. The first one compiles, so its time is not used; its end is where counting begins."""
         if self._first_end is None:
             self._first_end = self._clock()
-            return
-        self._recent.append(step_ms / 1e3)
-        self._steps_since += 1
-        self._seconds_in_steps += step_ms / 1e3
+        else:
+            self._recent.append(step_ms / 1e3)
+            self._steps_since += 1
+            self._seconds_in_steps += step_ms / 1e3
 
     def seconds(self, step: int) -> float | None:
         """Estimate after `step`; None while only the first step of this process has run."""
@@ -68,10 +64,7 @@ class Console:
         self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
     def panel(self, title: str, rows: Mapping[str, str], commands: Mapping[str, str] | None = None) -> None:
-        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does.
-
-        A row's text may have several lines; they stay aligned.
-        """
+        """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
         self._write("", self._shade(BOLD, title))
         width = max((len(label) for label in rows), default=0) + 2
         for label, text in rows.items():
@@ -89,11 +82,9 @@ class Console:
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
-        loss, perplexity = f"{record['held_out_loss']:.4f}", f"{record['held_out_perplexity']:.4g}"
-        label, position = self._shade(BOLD, "eval"), self._position(record["step"])
-        self._write(
-            f"{label} {position}   held-out loss {self._shade(BOLD, loss)}   perplexity {perplexity}   in {duration(seconds)}"
-        )
+        what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
+        loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
+        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
@@ -135,9 +126,12 @@ class Console:
     def _fit(self, figures: list[tuple[int, str]]) -> str:
         """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
         width = shutil.get_terminal_size().columns if self._terminal else None
-        while width and len(_bare("   ".join(text for _, text in figures))) > width and max(rank for rank, _ in figures):
+        while True:
+            line = "   ".join(text for _, text in figures)
+            shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
+            if not width or len(shown) <= width or not max(rank for rank, _ in figures):
+                return line
             figures.remove(max(figures, key=lambda figure: figure[0]))
-        return "   ".join(text for _, text in figures)
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
@@ -170,10 +164,3 @@ def _gradient(norm: float) -> str:
 def _visible(text: str) -> str:
     """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
     return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
-
-
-def _bare(text: str) -> str:
-    """`text` without shades, which take no width on the terminal."""
-    for shade in (BOLD, DIM, YELLOW, PLAIN):
-        text = text.replace(shade, "")
-    return text

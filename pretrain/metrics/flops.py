@@ -1,20 +1,17 @@
 """Training FLOPs, exactly: matrix products from the model's shapes, attention from the documents that were really there.
 
-Only matrix products count, two operations a multiply-add; norms, rotations and the softmax are vector work that no published
-utilisation includes. A backward pass costs two products for each forward one. Products that gradient checkpointing repeats do not
-count: this is model FLOPs utilisation (MFU), not hardware utilisation.
+Only matrix products count, two operations a multiply-add. Products that gradient checkpointing repeats do not count: this is
+model FLOPs utilisation (MFU), not hardware utilisation.
 
-The usual formulas are wrong about attention in a packed run. Each token attends to the earlier tokens of its own document only,
-so a step's cost grows with the sum of squared document lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a
-fifth of what `12 L H Q T` gives, and an MFU computed from that is too high by as much.
-
-`legacy` has the formulas that other launchers print, under their names, for comparison with their tables.
+Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
+lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a fifth of what the usual `12 L H Q T` gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -91,10 +88,6 @@ class ModelFlops:
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
     tied: bool
-    per_token_matrix: float = field(init=False)  # FLOPs a token, attention products not included
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "per_token_matrix", float(FORWARD_AND_BACKWARD * sum(m.forward_flops for m in self.matrices)))
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -116,13 +109,17 @@ class ModelFlops:
             tied=head is not None and head.weight is token_weight,
         )
 
+    @cached_property
+    def per_token_matrix(self) -> float:
+        """FLOPs a token, attention products not included."""
+        return float(FORWARD_AND_BACKWARD * sum(m.forward_flops for m in self.matrices))
+
     @property
     def per_squared_length(self) -> float:
-        """FLOPs for each unit of a document's squared length: `12 L H Q / 2`, as Megatron-LM counts variable-length attention.
+        """FLOPs for each unit of a document's squared length, as Megatron-LM counts variable-length attention.
 
         A document of n tokens takes 2 n² · query_width for the scores and as many for their sum over values, in each layer,
-        three times with backward: 12 n² · query_width. Causality leaves half of that, 6. (Exactly (n + 1) / 2n, but kernels
-        compute the diagonal in tiles and every published formula has one half.) A sliding window is not considered.
+        three times with backward: 12 n² · query_width. Causality leaves half of that. A sliding window is not considered.
         """
         return 6.0 * self.shape.layers * self.shape.query_width
 
@@ -136,8 +133,7 @@ class ModelFlops:
         """Seconds that one device would take for the FLOPs of `step` with every product at its own peak, one after another.
 
         `peak_tflops` is BF16's, in which all products but those of `low` run. Divided by the measured time this is the
-        utilisation of a mixed run, at most 1. Against the FP8 peak alone such a run could not reach 1; against BF16's it could
-        exceed it.
+        utilisation of a mixed run, at most 1.
         """
         in_low = float(2 * FORWARD_AND_BACKWARD * low.weights * tokens) if low else 0.0
         seconds = (self.step(tokens, sum_squared_lengths) - in_low) / (peak_tflops * TERA)
@@ -155,17 +151,13 @@ class ModelFlops:
 
         All three take attention over the whole pack, T = `pack_length`, without causality, whatever the documents were.
 
-        * 6N + 12LHQT (PaLM, appendix B), N without embeddings, and so without a tied head.
-        * 6N + 12LHQT as nanoGPT has it, N without learned positions only: a tied head counts, and so does an untied model's
-          input embedding, though it multiplies nothing.
-        * The sum over components of Scicom's llm_TII launcher, version 3, as written: it assumes a gated MLP and
-          heads · head_dim = hidden, and gives norms as many operations as they have weights.
+        PaLM (appendix B) counts N without embeddings, and so without a tied head; nanoGPT without learned positions only, so an
+        untied model's input embedding counts, though it multiplies nothing. Scicom's llm_TII, version 3, as written, assumes a
+        gated MLP and heads · head_dim = hidden, and gives norms as many operations as they have weights.
         """
-        s = self.shape
-        attention = 12.0 * s.layers * s.heads * s.head_dim * pack_length
-        groups = s.heads / s.kv_heads
-        h = s.hidden
-        layer = 4 * h**2 + 4 * h**2 / groups + 4 * pack_length * h + 6 * h * s.feed_forward + 3 * h
+        s, h = self.shape, self.shape.hidden
+        attention = 12.0 * s.layers * s.query_width * pack_length
+        layer = 4 * h**2 + 4 * h**2 * s.kv_heads / s.heads + 4 * pack_length * h + 6 * h * s.feed_forward + 3 * h
         per_token = {
             "6N + 12LHQT, N without embeddings": 6.0 * (self.parameters - self.embedding_parameters) + attention,
             "6N + 12LHQT, N with embeddings": 6.0 * (self.parameters - self.position_parameters) + attention,

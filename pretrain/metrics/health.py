@@ -1,13 +1,12 @@
 """Watches the loss and the gradient norm, and decides when a step must not reach the weights.
 
-Not-a-number ends a run by default: skipping the step hides what broke, and a run that needs many skips is usually lost.
-`on_nan: skip` is for the rare overflow of a long run, and gives up after ten skips in a row.
+Not-a-number ends a run by default: skipping the step hides what broke. `on_nan: skip` is for the rare overflow of a long run.
 
-A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation. A spike would shift a
-mean and a standard deviation, but not these. A steep but healthy descent widens the deviation, and with it what is allowed.
+A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation, which a spike does not
+shift. A steep but healthy descent widens the deviation, and with it what is allowed.
 
-Every rank must see the same figures (the loss summed over all ranks, the norm of the whole gradient), so that all of them skip
-or stop together. The state belongs to the checkpoint: a resumed run warns, skips and stops where an uninterrupted one would.
+Every rank must see the same figures, so that all of them skip or stop together. The state belongs to the checkpoint: a resumed
+run warns, skips and stops where an uninterrupted one would.
 """
 
 from __future__ import annotations

@@ -1,40 +1,27 @@
-"""Watches what low precision loses, and says once when it becomes more than the recipe loses by nature, with what to change.
+"""Every so many steps, what low precision does to the operands of a step: measured, written down, and judged.
 
-The judgement is made from the records of `pretrain.precision.statistics`, on the steps for which they are due. It only warns:
-a run goes on with much underflow, only worse, and whether that is worth a restart is not for a threshold to say.
+A warning comes once when operands lose more than the recipe does by nature, with what to change. It only warns: a run goes on
+with much underflow, only worse, and whether that is worth a restart is not for a threshold to say. The limits, and the
+measurements behind them, are in docs/precision.md.
 
-What is usual was measured with our quantizers: on a Gaussian, on Student's t with 3 degrees of freedom, on Gaussian rows whose
-sizes spread by e**(2 n), as tokens' gradients do, and on all linears of a small Qwen3 trained on text to a loss of 2 nats a byte.
-Shares of non-zero values that become zero; of the model's, the worst operand's:
-
-    scales and format       Gaussian   t, 3   rows     model: input   weight   grad_output
-    tensor, E4M3            8e-6       6e-4   7e-2            4e-3    3e-5     0.14 (median 1e-3)
-    tensor, E5M2            0          0      5e-6            -       -        4e-4
-    128 values, E4M3        5e-6       2e-5   6e-6            6e-4    3e-5     2e-2
-    32 values, E4M3         5e-6       1e-5   5e-6            3e-4    3e-5     1e-3
-    16 values, E2M1         0.07       0.12   0.08            0.34    -        0.45 (median 0.08)
-    16 x 16 values, E2M1    0.10       0.31   0.74            -       0.13     -
-
-So FP8 that is scaled well loses a fiftieth of a gradient at most, and 5 % says that its scales do not fit. The one exception,
-gradients in E4M3 under one scale, is what HYBRID is for. E2M1 loses 45 % of a gradient and still trains, since rounding by chance
-makes up for it on average; 60 % is beyond all that was seen, but for what the recipe avoids, squares of unequal rows.
-
-Only delayed scales can be too large for a tensor, and one value in a thousand says that it has outgrown them. OCP's floor cuts
-0.5 % (Gaussian) to 0.9 % of all values by design. NVFP4 cuts up to 0.7 %, in blocks so small that their scale itself is coarse;
-these underflow as well, and are warned of as that.
-
-State stays in the process. A resumed run says again what is still so: whoever resumed it may not have read the first warning, and
-a warning changes neither curve nor weights.
+State stays in the process. A resumed run says again what is still so: whoever resumed it may not have read the first warning.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from foundation.units import percent
+from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.formats.definition import Condition
+from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.statistics import OperandStatistics, summary
+
+STATISTICS_FILE = "fp8_statistics.jsonl"
 
 Record = Mapping[str, Any]
 
@@ -86,3 +73,49 @@ class PrecisionHealth:
             f"{layer}'s {operand} is all zeros{others}. Its products are zero in any precision: see whether the weights it began "
             "with are whole and the layer is in use at all; a lower `optimizer.learning_rate` keeps layers from dying"
         ]
+
+
+class PrecisionWatch:
+    """`fp8_statistics.jsonl` of a run, one line a step that is due, with an object for each operand of each product; the summary
+    for `metrics.jsonl`; and what has begun to go wrong. Only the main process writes; every rank measures, as all of them must
+    take the same time.
+    """
+
+    def __init__(
+        self,
+        context: PrecisionContext,
+        active: ActivePrecision,
+        every: int,
+        folder: Path,
+        *,
+        resumed_step: int,
+        main_process: bool,
+    ) -> None:
+        self.every = every
+        self._context = context
+        self._statistics = OperandStatistics(active, context.backend)
+        self._health = PrecisionHealth(active)
+        self._file = JsonlTracker(folder / STATISTICS_FILE, resumed_step) if main_process else None
+        if self._file:
+            self._file.start()
+
+    def due(self, step: int) -> bool:
+        """The first step, which shows how the run begins, and every n-th."""
+        return step == 1 or step % self.every == 0
+
+    def watching(self, step: int) -> AbstractContextManager[None]:
+        """Around a microbatch of `step`, forward and backward."""
+        return self._statistics.watching(self._context) if self.due(step) else nullcontext()
+
+    def report(self, step: int) -> tuple[dict[str, float], str | None]:
+        """What `step` adds to its line of metrics, and a warning if something has begun; nothing where it was not due."""
+        if not self.due(step):
+            return {}, None
+        records = self._statistics.records()
+        if self._file:
+            self._file.log({"step": step, "operands": records})
+        return summary(records), self._health.check(step, records)
+
+    def finish(self) -> None:
+        if self._file:
+            self._file.finish()

@@ -1,8 +1,7 @@
 """`--profile`: where the time of one step goes, as a trace and as a table by part of the model.
 
 Time is assigned to parts by the names of kernels (on a GPU) or operators (on a CPU), and by whether the loss or the optimizer
-started them. The rest is gaps: nothing ran while Python, the data or another rank took their time. Recording itself takes time,
-most for small kernels, so use this table for shares and `metrics.jsonl` for speeds.
+started them. The rest is gaps. Recording takes time itself, so the table is for shares and `metrics.jsonl` for speeds.
 """
 
 from __future__ import annotations
@@ -47,8 +46,6 @@ _OURS = (
     ("norms", re.compile(r"rmsnorm|layer_?norm|ln_(fwd|bwd)", re.I)),
 )
 _REST = "everything else"
-_BYTES = {"fp32": 24, "bf16": 12, "bf16_exact": 24}  # that an update reads and writes a parameter, beside its gradient
-_GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,7 @@ class Work:
     sum_squared_lengths: float
     peak_tflops: float | None
     low_precision: LowPrecisionProducts | None
-    parameters: int  # that this device updates
-    weights: str
-    gradients: str
+    update_bytes: int  # that this device's optimizer reads and writes
 
 
 class StepProfile:
@@ -172,7 +167,7 @@ def reached(seconds: Mapping[str, float], work: Work, copied_per_second: float |
                 tflops = flops / seconds[part] / TERA
                 rates[part] = f"{tflops:.4g} TFLOP/s" + (f", {percent(tflops / peak)} of the peak" if peak else "")
     if seconds.get("optimizer"):
-        rate = work.parameters * (_BYTES[work.weights] + _GRADIENT_BYTES[work.gradients]) / seconds["optimizer"]
+        rate = work.update_bytes / seconds["optimizer"]
         share = f", {percent(rate / copied_per_second)} of a copy's" if copied_per_second else ""
         rates["optimizer"] = f"{rate / 1e9:.4g} GB/s{share}"
     return rates

@@ -1,7 +1,6 @@
 """Times whole steps, waiting for data included, and makes each step's line of `metrics.jsonl`.
 
-Times are wall-clock. A step reads its figures from the device, the last of them after the optimizer's update, so its time covers
-all of its work without a further synchronisation.
+A step reads its last figure from the device after the optimizer's update, so its wall-clock time covers all of its work.
 """
 
 from __future__ import annotations
@@ -24,17 +23,13 @@ GIB = 2**30
 
 @dataclass(kw_only=True)
 class Recorder:
-    """Measures the steps of one process.
-
-    low_precision: the products that run on the device's FP8 or FP4 units. None where there are none, as in BF16 runs and emulated
-    ones (which compute in BF16), and where their peak is not known: then there is no `mfu_recipe_peak`.
-    """
+    """Measures the steps of one process."""
 
     flops: ModelFlops | None  # the model's floating-point operations; None leaves `tflops` and both utilisations out
     peak_tflops: float | None  # dense BF16 peak of one device; None where the device is not known: then no utilisation
     device: torch.device
     world_size: int = 1  # devices that share each step
-    low_precision: LowPrecisionProducts | None = None
+    low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
     clock: Callable[[], float] = time.perf_counter
     _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
     _seconds: float = field(default=0.0, init=False)
@@ -49,38 +44,17 @@ class Recorder:
         self._steps_here += 1
         self._recompiles = compiled_graphs() - graphs if self._steps_here > WARM_UP_STEPS else 0
 
-    def finish(
-        self,
-        *,
-        step: int,
-        tokens: int,
-        epoch: float,
-        loss: float,
-        learning_rate: float,
-        gradient_norm: float,
-        data_wait_ms: float,
-        step_tokens: int,
-        sum_squared_lengths: int,
-        **more: Any,
-    ) -> dict[str, Any]:
-        """The metrics object of the step that `step()` timed last; `more` is added as it is.
+    def finish(self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **figures: Any) -> dict[str, Any]:
+        """The metrics object of the step that `step()` timed last: its `figures` as they are, and what they make of its time.
 
-        tokens: trained on so far. step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter sums the
-        squares of the document lengths, to which attention's work is proportional).
+        step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter sums the squares of the document
+        lengths, to which attention's work is proportional).
 
         In the object, step_ms and tokens_per_second (of all devices) are of the whole step, with data. tflops is per device,
         mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
-        have taken, each at the peak of the precision it ran in. memory_gib is the most this process ever allocated on its GPU or,
-        without one, its resident memory now. recompiles is the graphs that torch.compile made in this step, not counting the
-        process's first two steps: after those there should be none.
+        have taken, each at the peak of the precision it ran in. recompiles does not count the process's first two steps.
         """
-        record = {
-            "step": step,
-            "tokens": tokens,
-            "epoch": epoch,
-            "loss": loss,
-            "learning_rate": learning_rate,
-            "gradient_norm": gradient_norm,
+        record = figures | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,
             "tokens_per_second": step_tokens / self._seconds,
@@ -93,7 +67,7 @@ class Recorder:
                     work = step_tokens, sum_squared_lengths
                     at_peak = self.flops.seconds_at_peak(*work, self.peak_tflops, self.low_precision) / self.world_size
                     record["mfu_recipe_peak"] = at_peak / self._seconds
-        return record | {"memory_gib": memory_gib(self.device), "recompiles": self._recompiles} | more
+        return record | {"memory_gib": memory_gib(self.device), "recompiles": self._recompiles}
 
 
 def memory_gib(device: torch.device) -> float:

@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sa
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
 
 
-class RunFolder:
-    """Creates the folder at `path` and locks it for this process; a context manager that releases the lock.
+class RunFolder(ExitStack):
+    """Creates the folder at `path` and locks it for this process; a context manager that releases the lock, as `close` does.
 
-    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. Raises InputError
-    where the folder cannot be made or another process holds it, whose pid and host the message names.
+    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. InputError where the
+    folder cannot be made or another process holds it.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
+        super().__init__()
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
@@ -38,11 +40,10 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
-        self._lock: FileLock | None = None
         if not owner:
             return
         try:
-            self._lock = FileLock(path / ".lock", self._refuse)
+            self.enter_context(FileLock(path / ".lock", self._refuse))
             for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
                 leftover.unlink()
         except OSError as error:
@@ -50,17 +51,6 @@ class RunFolder:
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
-
-    def __enter__(self) -> RunFolder:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Release the lock; the folder stays."""
-        if self._lock is not None:
-            self._lock.release()
 
     def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
         """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
@@ -78,16 +68,16 @@ class RunFolder:
 
 
 def check_free(path: Path) -> None:
-    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock.
-
-    Call it before data is prepared: hours later would be a bad time to learn that the folder is in use.
-    """
+    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock."""
     if path.exists():
         RunFolder(path).close()
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     """What a run's figures depend on beside its settings: versions, device, driver, commit and accelerate's settings."""
+    import torch  # slow to import, and a run folder in use must be refused at once
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     versions = {package: _version(package) for package in PACKAGES}
     versions |= {package: version for package in OPTIONAL_PACKAGES if (version := _version(package))}
     return {
@@ -95,7 +85,9 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "cpu_cores": os.cpu_count(),
         "packages": versions,
-        **_devices(),
+        "cuda": torch.version.cuda,
+        "gpus": gpus,
+        "driver": _driver() if gpus else None,
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }
@@ -106,13 +98,6 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _devices() -> dict[str, Any]:
-    import torch  # slow to import, and a run folder in use must be refused at once
-
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"cuda": torch.version.cuda, "gpus": names, "driver": _driver() if names else None}
 
 
 def _driver() -> str | None:

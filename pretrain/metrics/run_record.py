@@ -1,7 +1,4 @@
-"""What the files of a run folder say of its run: its metrics, its summary, and the screen that a finished run ends with.
-
-No torch, so it is quick, and it works while the run is going.
-"""
+"""What the files of a run folder say of its run: its metrics, its summary, and the screen it ends with. Works without torch."""
 
 from __future__ import annotations
 
@@ -93,9 +90,6 @@ def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def read_run(run_dir: Path) -> RunRecord:
     """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
 
@@ -126,9 +120,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     *lines, _unfinished = _read(path).split("\n")
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-    for number, record in enumerate(records, start=1):
-        if "step" not in record:
-            raise InputError(f"{path}, line {number}: has no `step`; this is not a file of metrics")
+    if (first := next((i for i, record in enumerate(records, start=1) if "step" not in record), None)) is not None:
+        raise InputError(f"{path}, line {first}: has no `step`; this is not a file of metrics")
     return records
 
 
@@ -156,16 +149,11 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     return value
 
 
-# ── Summary ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def summary(records: Iterable[Record]) -> dict[str, Any]:
     """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
 
-    Losses are nats per token; `loss_last_50` is the mean of the last 50 steps, or of all steps of a shorter run. Medians leave
-    out the run's first two steps. `data_wait_share` is the time spent waiting for data over the time of the same steps. `hours`
-    is the time inside steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known
-    peak) is absent.
+    Losses are nats per token. Medians and `data_wait_share` leave out the run's first two steps. `hours` is the time inside
+    steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
     steps = [record for record in records if not is_evaluation(record)]

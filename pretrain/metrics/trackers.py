@@ -1,7 +1,5 @@
 """Where a step's figures go: `metrics.jsonl` and any of accelerate's trackers, by name.
 
-`resolve` checks the names before any work; `Trackers` then gives the same record to all of them. Only the main process has any.
-
 After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so they hold every step exactly once. The hosted
 services cannot remove a point; there each resume is a new segment, grouped under the run folder's name where groups exist.
 """
@@ -14,7 +12,7 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,14 +32,10 @@ _PACKAGES = {
 }
 
 
-class JsonlTracker(GeneralTracker):
+class JsonlTracker:
     """One JSON object a line, flushed at each: a killed run loses at most the line it was writing, which `start` removes."""
 
-    name = "jsonl"
-    requires_logging_directory = False
-
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        super().__init__()
         self.path = path
         self.resumed_step = resumed_step
         self._file: TextIO | None = None
@@ -52,17 +46,11 @@ class JsonlTracker(GeneralTracker):
         cut_back(self.path, self.resumed_step)
         self._file = self.path.open("a", encoding="utf-8")
 
-    @property
-    def tracker(self) -> TextIO | None:
-        return self._file
-
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Nothing to store: `config.yaml` stands beside the file."""
-
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+    def log(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
+        finite = json.loads(json.dumps(values), parse_constant=lambda _: None)
         try:
-            self._file.write(json.dumps(_nulls_for_nan(values), allow_nan=False) + "\n")
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
         except OSError as error:
             with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
@@ -84,27 +72,27 @@ class JsonlTracker(GeneralTracker):
 class Trackers:
     """The trackers of one run; other processes than the main one have none, and there every call does nothing."""
 
-    trackers: Sequence[GeneralTracker]
+    trackers: Sequence[GeneralTracker | JsonlTracker]
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open all of them, and hand over the run's whole configuration as flat `section.key` pairs.
+        """Open all of them, and hand over the run's whole configuration as flat `section.key` pairs of scalars.
 
         Accelerate's trackers want its state to exist: make the Accelerator first.
         """
-        flat = {key: _scalar(value) for key, value in flatten(config).items()}
+        scalars = {k: v if isinstance(v, (int, float, str)) else json.dumps(v, default=str) for k, v in flatten(config).items()}
         for tracker in self.trackers:
             tracker.start()
-            tracker.store_init_configuration(dict(flat))
+            if not isinstance(tracker, JsonlTracker):
+                tracker.store_init_configuration(dict(scalars))
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Give `record`, a step's or an evaluation's object, to every tracker: whole to the file, its numbers to the others."""
-        numbers = {
-            key: value
-            for key, value in record.items()
-            if isinstance(value, (int, float)) and not isinstance(value, bool) and key != "step"
-        }
+        numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
         for tracker in self.trackers:
-            tracker.log(dict(record) if isinstance(tracker, JsonlTracker) else dict(numbers), step=record["step"])
+            if isinstance(tracker, JsonlTracker):
+                tracker.log(record)
+            else:
+                tracker.log(dict(numbers), step=record["step"])
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
@@ -118,11 +106,7 @@ class Trackers:
 
 
 def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: int = 0, main_process: bool = True) -> Trackers:
-    """The trackers called `names`, not yet started: nothing is written or sent before `start`.
-
-    resumed_step: last step of the checkpoint that the run goes on from; 0 for a new run.
-    Raises InputError where a name is unknown or its package is not installed, on every process alike.
-    """
+    """The trackers called `names`, not yet started; on every process InputError for a name unknown or a package not installed."""
     for name in names:
         _check(name)
     if not main_process:
@@ -131,10 +115,7 @@ def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: 
 
 
 def cut_back(path: Path, last_step: int) -> None:
-    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole.
-
-    The new file replaces the old one in one rename, so a kill leaves one or the other.
-    """
+    """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole."""
     if not path.exists():
         return
     old = path.read_bytes()
@@ -166,7 +147,7 @@ def _check(name: str) -> None:
         )
 
 
-def _build(name: str, run_dir: Path, project: str, resumed_step: int) -> GeneralTracker:
+def _build(name: str, run_dir: Path, project: str, resumed_step: int) -> GeneralTracker | JsonlTracker:
     if name == "jsonl":
         return JsonlTracker(run_dir / METRICS_FILE, resumed_step)
     tracker = LOGGER_TYPE_TO_CLASS[name]
@@ -177,20 +158,3 @@ def _build(name: str, run_dir: Path, project: str, resumed_step: int) -> General
     if name == "trackio":
         return tracker(project, name=f"{run_dir.name}-{resumed_step}" if resumed_step else run_dir.name, group=run_dir.name)
     return tracker(project, run_dir) if tracker.requires_logging_directory else tracker(project)
-
-
-def _nulls_for_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _nulls_for_nan(item) for key, item in value.items()}
-    return [_nulls_for_nan(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _scalar(value: Any) -> bool | int | float | str:
-    """`value` as a scalar, which is all that trackers take: a list as JSON, None as text."""
-    if isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Iterable):
-        return json.dumps(list(value), default=str)
-    return str(value)

@@ -1,8 +1,4 @@
-"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing.
-
-Three of its silences are made loud or mended here: processes that never find each other, FSDP2 that does not engage on CPUs, and
-a default sharding policy that neither computes in BF16 nor sums gradients in FP32.
-"""
+"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,11 +23,8 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, in no precision of its own: `pretrain.precision` has taken that over.
-
-    Raises InputError where several processes were launched but do not form a group (accelerate would train that many separate
-    copies without a word), and where the launch asks accelerate for what is done here or not at all.
-    """
+    """The Accelerator of this process, in no precision of its own. InputError where several processes were launched but do not
+    form a group (accelerate would train that many copies), and where the launch asks for what is done here or not at all."""
     # Views into the communication buckets spare a copy of all gradients.
     accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -65,11 +58,8 @@ def prepare(
 
 
 def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step.
-
-    FSDP2 sums them after each microbatch all the same. Waiting would hold the whole model's gradients on every device, unsharded
-    and in FP32, which is the very memory that sharding is there to save.
-    """
+    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step. FSDP2 sums
+    them after each microbatch all the same: waiting would hold the whole model's gradients, unsharded and in FP32."""
     return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
@@ -85,10 +75,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Layers gather themselves as they run.
+    """Under FSDP2, hold whole what no decoder layer owns: embedding, final norm, head. Collective; elsewhere it does nothing.
 
-    For calls that go past the forward of the prepared `model`, whose own hooks would do it: generation calls the transformers
-    model inside. A collective call; elsewhere it does nothing.
+    For calls that go past the forward of the prepared `model`, whose own hooks would do it, such as generation.
     """
     groups = [m for m in model.modules() if isinstance(m, FSDPModule) and not isinstance(m, GradientCheckpointingLayer)]
     for group in groups:
@@ -126,14 +115,11 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> 
 
 def _enable_fsdp(accelerator: Accelerator) -> None:
     """Turn FSDP2 on where the launch asked for it but accelerate chose plain DDP, as it does for CPU processes."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
     if accelerator.num_processes == 1:
         raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
-    plugin = FullyShardedDataParallelPlugin()
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
 
 
 def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,8 @@ _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
-    """The model's configuration, from `source` with `config` laid over it, or from `config` alone.
-
-    Raises InputError for an unknown source, model type or configuration key (transformers would keep the last silently), and for
-    values that the configuration class refuses.
-    """
+    """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
+    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
     changes = dict(settings.config or {})
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
@@ -166,9 +162,10 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all."""
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
+    bar_enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # it would be the only line of a run's output that is drawn over
     try:
-        with _without_progress_bar():
-            hf.save_pretrained(writing, state_dict=dict(state_dict))
+        hf.save_pretrained(writing, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         for file in writing.iterdir():
@@ -179,6 +176,9 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
         raise InputError(
             f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; mend this and run again"
         ) from None
+    finally:
+        if bar_enabled:
+            transformers_logging.enable_progress_bar()
     previous = folder.with_name(f".{folder.name}.previous")
     shutil.rmtree(previous, ignore_errors=True)
     if folder.exists():
@@ -186,15 +186,3 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     os.replace(writing, folder)
     fsync(folder.parent)
     shutil.rmtree(previous, ignore_errors=True)
-
-
-@contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """A bar for the writing of one file would be the only line of a run's output that is drawn over."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()

@@ -1,8 +1,4 @@
-"""A training step on packed documents: the language model that turns a microbatch into its loss, and its forward and backward.
-
-The model stays a transformers model with its own parameter names. What the launcher puts around its layers stands in
-pretrain.model.wrapping.
-"""
+"""A training step on packed documents: the language model that turns a microbatch into its loss, and its forward and backward."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ from pretrain.settings.recipe import LossSettings
 class PackedLanguageModel(nn.Module):
     """A causal language model that maps a packed microbatch to its summed loss.
 
-    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards, in the LM head's class and in the modules
-    that compute in low precision. `context`: what these share; by default nothing is quantized. `backend`: of attention. `fused`:
-    the layers that compute as a few large products, None without any.
+    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards (pretrain.model.wrapping), in the LM
+    head's class and in the modules that compute in low precision. `context`: what these share; by default nothing is quantized.
+    `backend`: of attention.
     """
 
     def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings, context: PrecisionContext | None = None) -> None:
@@ -53,10 +49,6 @@ class PackedLanguageModel(nn.Module):
             with torch.profiler.record_function(LOSS_SCOPE):
                 return self.hf.get_output_embeddings()(output.last_hidden_state, labels)
 
-    def begin_microbatch(self, *, first: bool) -> None:
-        """Before each microbatch; in the `first` of a step, weights are cast or quantized again."""
-        self.context.first_microbatch = first
-
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         return self.hf.get_input_embeddings()
@@ -66,14 +58,10 @@ class PackedLanguageModel(nn.Module):
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
-    """What `PackedLanguageModel` takes, on `device`; the copies do not wait.
-
-    The number of document offsets is the one shape that varies. Marked as dynamic, it recompiles nothing.
-    """
-    tensors = {
-        name: getattr(batch, name).to(device, non_blocking=True) for name in ("input_ids", "position_ids", "labels", "cu_seqlens")
-    }
-    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
+    """What `PackedLanguageModel` takes, on `device`; the copies do not wait."""
+    names = ("input_ids", "position_ids", "labels", "cu_seqlens")
+    tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
+    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)  # the one shape that varies recompiles nothing
     return {**tensors, "max_seqlen": batch.max_seqlen}
 
 
@@ -85,22 +73,21 @@ def forward_backward(
 ) -> Tensor:
     """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
 
-    The loss of a step is the sum over all its valid tokens divided by their number over all ranks. Averaging the means of
-    microbatches instead would weigh a token by how few others its microbatch has. `around_first` is entered around the first
-    microbatch, the one in which weights are quantized, by what looks on.
+    It is the sum over all valid tokens of the step divided by their number over all ranks. `around_first` is entered around the
+    first microbatch, the one in which weights are quantized, by what looks on.
     """
-    packed = unwrapped(model)
+    context = unwrapped(model).context
     tokens = max(batches.valid_tokens, 1)
     # DDP and FSDP2 average gradients over ranks; the sum is wanted.
     scale = accelerator.num_processes / tokens
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):
         last = index == len(batches.microbatches) - 1
-        packed.begin_microbatch(first=index == 0)
+        context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
         with watched, nullcontext() if last else accumulating(accelerator, model):
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
-    packed.begin_microbatch(first=True)  # for whatever forward comes before the next step
+    context.first_microbatch = True  # for whatever forward comes before the next step
     return accelerator.reduce(total, reduction="sum") / tokens

@@ -1,20 +1,7 @@
-"""Everything that replaces or wraps the forward of a module, or where its gradient goes: one place, in one order.
+"""Everything that replaces or wraps the forward of a module, or where its gradient goes.
 
-The model stays a transformers model with its own parameter names. pretrain.run.assembly calls, in this order:
-
-1. `fuse` gives decoder layers their fused forward. It comes first: it moves parameters into one storage, and the linears of a
-   fused layer are no longer step 2's to replace.
-2. `convert` replaces the linears and norms outside of fused layers, and tells the LM head, where the precision's scope has them.
-   Parameters stay the very same, so that they stay tied.
-3. `wrap_layers` puts three wrappers around the forward of each unit, innermost first: working copies in the compute dtype,
-   torch.compile, gradient checkpointing. So a recomputed layer sees the working copies that its forward saw, whatever
-   transformers' own checkpointing does in the installed version. It comes after 1 and 2, whose forwards it wraps.
-4. `distributed.prepare` wraps the model for the topology. Under FSDP2 it exchanges the parameters for shards, and gathers them
-   layer by layer around the forwards of step 3.
-5. `attach_main_gradients` gives the parameters, which nothing exchanges any more, a place where their gradients add up, and lets
-   an embedding that step 3 left alone sum the gradients of its rows in FP32.
-6. The masters of exact BF16 weights go into the optimizer, laid out as `prepare` has laid out the parameters.
-7. A rehearsal runs the whole under observation, before anything is trained.
+The model stays a transformers model with its own parameter names. pretrain.run.assembly calls `fuse`, `convert`, `wrap_layers`,
+then (once the model is wrapped for its topology) `attach_main_gradients`; docs/architecture.md says why in this order.
 """
 
 from __future__ import annotations
@@ -46,11 +33,7 @@ _EMPTY = -0.0
 
 
 def fuse(layers: Mapping[str, nn.Module], decisions: Mapping[str, Decision], arithmetic: Arithmetic) -> FusedLayers:
-    """Give each of `layers` that can be fused its fused forward, in place; the rest is left as it is.
-
-    `decisions`: what each linear is to compute in, empty where nothing is quantized. A layer whose linears compute in different
-    precisions stays unfused.
-    """
+    """Give each of `layers` that can be fused its fused forward, in place; arguments and reasons as of `assess_layer`."""
     fused, left_out = {}, {}
     for name, layer in layers.items():
         reason, low_precision = assess_layer(name, layer, decisions)
@@ -79,24 +62,23 @@ def convert(hf: PreTrainedModel, decisions: Mapping[str, Decision], context: Pre
 
 def low_precision_weights(packed: PackedLanguageModel) -> int:
     """Weights that are multiplied in low precision, each with 6 FLOPs a token in forward and backward."""
-    linears = [m for m in packed.hf.modules() if isinstance(m, LowPrecisionLinear)]
-    heads = [m for m in packed.hf.modules() if isinstance(m, LossHead) and m.low_precision is not None]
     fused = packed.fused.low_precision_weights if packed.fused else 0
-    return sum(module.weight.numel() for module in [*linears, *heads]) + fused
+    low = (m for m in packed.hf.modules() if isinstance(m, LowPrecisionLinear) or (isinstance(m, LossHead) and m.low_precision))
+    return fused + sum(module.weight.numel() for module in low)
 
 
 # ── Working copies, compilation, recomputation ──────────────────────────────────────────────────────────────────────────────────
 #
 # torch.autocast would cast product by product, and leave norms, residual stream and rotary tables in FP32 wherever an FP32 weight
-# touches them. Here all parameters of a layer are cast as the layer begins. FSDP2's `param_dtype=bfloat16` does so too, so one
-# device and many compute the same thing, and `weights: fp32` differs from `weights: bf16` in nothing but where updates are kept.
-# The casts cost 6 bytes of traffic a parameter and microbatch, under 1 % of a step of 32,768 tokens.
+# touches them. Here all parameters of a layer are cast as the layer begins, as FSDP2's `param_dtype=bfloat16` does, so one device
+# and many compute the same thing. The casts cost under 1 % of a step of 32,768 tokens.
 
 
 def wrap_layers(
     packed: PackedLanguageModel, settings: ModelSettings, *, cast_to: torch.dtype | None, compile_layers: bool
 ) -> None:
-    """Put working copies, compilation and gradient checkpointing around the forward of the model's units.
+    """Put working copies, compilation and gradient checkpointing around the forward of the model's units, innermost first: so a
+    recomputed layer sees the working copies that its forward saw, whatever transformers' own checkpointing does.
 
     `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
     embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
@@ -161,29 +143,19 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
 
 
 def casting_output(forward: Forward, dtype: torch.dtype) -> Forward:
-    """`forward` with its output cast to `dtype`.
-
-    For embeddings: casting the rows that were looked up gives what looking up rows of a cast table gives, without a copy of the
-    table, and the rows' gradients add up in FP32.
-    """
-
-    def forward_with_cast_output(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return forward(*args, **kwargs).to(dtype)
-
-    return forward_with_cast_output
+    """`forward` with its output cast to `dtype`: an embedding needs no cast copy of its table, and gradients add up in FP32."""
+    return lambda *args, **kwargs: forward(*args, **kwargs).to(dtype)
 
 
 # ── Main gradients: the buffers in which the gradients of a step add up ─────────────────────────────────────────────────────────
 #
-# Autograd sums into `parameter.grad`, in the parameter's dtype. Under BF16 weights the sum is rounded to eight bits with every
-# microbatch after the first. An FP32 sum takes 2 bytes more a parameter and next to no time, where a product adds its weight's
-# gradient as it writes it. So here the sum is `parameter.main_grad`, and two ways lead there. A hook adds what autograd delivers
-# in `.grad`, and frees it at once. A product may add to `main_grad` itself; it then returns no gradient for that weight.
+# Autograd sums into `parameter.grad`, in the parameter's dtype: BF16 rounds the sum with every microbatch after the first. Here
+# the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`, and frees it at once. A product may add to
+# `main_grad` itself; it then returns no gradient for that weight.
 #
-# All sums lie in one allocation, which lives as long as the parameters: what does not fit fails at the start, and clearing is one
-# write. Cleared, it holds negative zeros. x + -0.0 is x for every x, so the first gradient arrives as it is, sign of zero
-# included. A sum that is still all negative zeros is one that nothing was added to: products and sums begin at +0.0, and
-# +0.0 + -0.0 is +0.0.
+# All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds negative
+# zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still all negative zeros is one that nothing was
+# added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0.
 #
 # One process alone: DistributedDataParallel and FSDP2 exchange what is in `.grad`, and keep it as torch does.
 
@@ -197,14 +169,12 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()) -> None:
     """Give every trained parameter of `model` a `main_grad` of its shape in `dtype` (FP32 or BF16), cleared; a tied one once.
 
-    `stacks`: parameters that are the rows of one matrix, in order (queries, keys and values, say). Their sums are the rows of one
-    contiguous matrix too, so that one product can add to all of them; ValueError where their columns differ.
-
-    Autograd rounds no gradient to its parameter's dtype any more: into an FP32 sum, FP32 goes as it came. A BF16 sum is rounded
-    with every microbatch; under FP32 weights that is the price of half the memory.
+    `stacks`: parameters that are the rows of one matrix, in order (queries, keys and values, say), each trained and in one stack.
+    Their sums are the rows of one contiguous matrix too, so that one product can add to all of them.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    runs = _runs(trained, stacks)
+    stacked = {id(parameter) for stack in stacks for parameter in stack}
+    runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
     sizes = [-(-sum(map(torch.numel, run)) // _ALIGNMENT) * _ALIGNMENT for run in runs]
     memory = torch.full((sum(sizes),), _EMPTY, dtype=dtype, device=trained[0].device)
     begin = 0
@@ -239,16 +209,6 @@ def was_reached(parameter: nn.Parameter) -> bool:
     return bool((gradient != 0).any()) or not bool(gradient.signbit().all())
 
 
-def _runs(trained: Sequence[nn.Parameter], stacks: Sequence[Sequence[nn.Parameter]]) -> list[Sequence[nn.Parameter]]:
-    """What is to lie together: each stack, then every other parameter by itself."""
-    stacked = [id(parameter) for stack in stacks for parameter in stack]
-    if len(set(stacked)) < len(stacked) or not set(stacked) <= {id(parameter) for parameter in trained}:
-        raise ValueError("a parameter of a stack is in another stack as well, or is not trained")
-    if any(parameter.shape[1:] != stack[0].shape[1:] for stack in stacks for parameter in stack):
-        raise ValueError("the parameters of a stack differ in columns")
-    return [*stacks, *([parameter] for parameter in trained if id(parameter) not in set(stacked))]
-
-
 def _add_to_main(parameter: nn.Parameter) -> None:
     """As soon as autograd has a gradient whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded once, the sum."""
     if parameter.grad is not None:  # the hook runs also where all that use the parameter have returned none
@@ -257,11 +217,8 @@ def _add_to_main(parameter: nn.Parameter) -> None:
 
 
 def _sum_rows_in_fp32(embedding: nn.Embedding) -> None:
-    """Let the gradients of a BF16 table's repeated tokens add up in FP32, as those of an FP32 table do.
-
-    They are summed before the hook sees them, and a common token comes a thousand times in a microbatch. Where the head is tied
-    its gradient is made FP32 before autograd adds the two.
-    """
+    """Let the gradients of a BF16 table's repeated tokens add up in FP32: autograd sums them before the hook sees them, and a
+    common token comes a thousand times in a microbatch. A tied head's gradient is made FP32 before autograd adds the two."""
     changed = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)  # as by `casting_output`
     special = embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse
     if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or special or changed:

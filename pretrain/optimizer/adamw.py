@@ -1,8 +1,7 @@
 """AdamW for every way to store weights, its parameter groups, gradient norm and clipping, and its state by parameter name.
 
-Every way to store weights (pretrain.optimizer.adamw_update) takes the same update in FP32: from `update_parameter` on a CPU, from
-pretrain.optimizer.adamw_kernel on a GPU. Only reading and writing a master differs, so BF16 weights with remainders follow the
-trajectory of FP32 weights bit for bit.
+Every way (pretrain.optimizer.adamw_update) takes the same update in FP32, so BF16 weights with remainders follow the trajectory
+of FP32 weights bit for bit.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from pretrain.optimizer.adamw_update import (
     mode_of,
     update_parameter,
 )
+from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.settings.recipe import OptimizerSettings
 
 if TYPE_CHECKING:
@@ -57,10 +57,6 @@ class ExactAdamW(torch.optim.Optimizer):
         exact: bool = True,
         moments: torch.dtype | None = None,
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"out of range: lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}")
-        if moments not in (None, torch.float32, torch.bfloat16):
-            raise ValueError(f"moments are FP32 or BF16, not {moments}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.exact = exact
         self.moments = moments
@@ -73,37 +69,21 @@ class ExactAdamW(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self._state_of(parameter)
 
-    def _state_dtypes(self, parameter: Tensor) -> dict[str, torch.dtype]:
-        """The state that this parameter has, by name."""
-        bf16 = mode_of(parameter, None) == "bf16"
-        moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
-        remainder = {"remainder": torch.int16} if bf16 and self.exact else {}
-        return {"step": torch.float32, **dict.fromkeys(MOMENTS, moments), **remainder}
-
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            for name, dtype in self._state_dtypes(parameter).items():
-                like = torch.zeros(()) if name == "step" else parameter
-                state[name] = torch.zeros_like(like, dtype=dtype)
+            bf16 = mode_of(parameter, None) == "bf16"
+            moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
+            state["step"] = torch.zeros(())
+            state |= {name: torch.zeros_like(parameter, dtype=moments) for name in MOMENTS}
+            if bf16 and self.exact:
+                state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state keeps the dtypes that it has here: torch would cast moments and remainders to the parameter's.
-
-        Raises ValueError, before anything changes, where the state is that of another weight mode.
-        """
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        saved = dict(zip(parameters, (state_dict["state"].get(index) for index in indices), strict=True))
-        for parameter, tensors in saved.items():
-            wanted = self._state_dtypes(parameter)
-            if tensors and tensors.keys() != wanted.keys():
-                raise ValueError(f"a parameter's saved state is {sorted(tensors)}; this optimizer keeps {sorted(wanted)}")
-        super().load_state_dict({**state_dict, "state": {}})
-        for parameter, tensors in saved.items():
-            for name, tensor in (tensors or {}).items():
-                self._state_of(parameter)[name].copy_(tensor)
+        if state_dict["state"]:  # accelerate hands the empty one back
+            raise NotImplementedError("torch would cast the state to the weights' dtype; write into `named_state` instead")
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def master(self, parameter: Tensor) -> Tensor:
@@ -159,11 +139,10 @@ class ExactAdamW(torch.optim.Optimizer):
         return FusedUpdate()
 
     def frozen_counts(self) -> Tensor:
-        """Of the last step, on the parameters' device: int64 [2], values whose update was lost and values in all.
+        """Of the last step, on the parameters' device: int64 [2], this process's values whose update was lost, and values in all.
 
         Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
-        update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight. Values are
-        this process's own: sum the counts over processes before dividing.
+        update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
         """
         if not self._frozen:
             return torch.zeros(2, dtype=torch.int64)
@@ -182,10 +161,7 @@ def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """AdamW; `exact` keeps the remainders of BF16 parameters.
-
-    `decay: matrices` leaves norms and biases out of weight decay, which does not help them; `decay: all` is torch's default.
-    """
+    """AdamW as the settings say; `exact` keeps the remainders of BF16 parameters."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decayed = [p for p in parameters if settings.decay == "all" or p.dim() >= 2]
     not_decayed = [p for p in parameters if settings.decay == "matrices" and p.dim() < 2]
@@ -196,7 +172,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
         betas=settings.betas,
         eps=settings.eps,
         exact=exact,
-        moments={None: None, "fp32": torch.float32, "bf16": torch.bfloat16}[settings.moments],
+        moments=getattr(torch, WEIGHT_DTYPES[settings.moments]) if settings.moments else None,
     )
 
 
@@ -227,9 +203,8 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Clear the gradients of the step that is done.
 
-    Main gradients are cleared in place. So are gradients under DistributedDataParallel, which are views into its buckets: if they
-    were dropped, new ones would be allocated beside the buckets, a second copy of all gradients, while microbatches accumulate.
-    Any others give their memory back.
+    Main gradients are cleared in place. So are gradients under DistributedDataParallel, which are views into its buckets: new
+    ones beside the buckets would be a second copy of all gradients. Any others give their memory back.
     """
     clear_main_gradients(model.parameters())
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))

@@ -1,10 +1,7 @@
 """How weights are stored, and one AdamW update of one parameter that is stored in any of these ways.
 
-`weights: fp32`        An FP32 parameter is its own master, the weight that updates apply to. State is FP32.
-`weights: bf16`        A BF16 parameter is its own master. Updates below half a unit in its last place are lost.
-                       State is BF16, half the memory.
-`weights: bf16_exact`  A BF16 parameter and 16 remainder bits in the optimizer are an FP32 master. No update is lost. This takes 2
-                       more bytes a parameter, where a separate master takes 4, and the model needs no cast to compute in BF16.
+The master is the weight that updates apply to: under `weights: fp32` and `bf16` the parameter itself, under `bf16_exact` the FP32
+value of a BF16 parameter and 16 remainder bits in the optimizer. docs/precision.md compares the three.
 
 The encoding of bf16_exact is Transformer Engine's `store_param_remainders`. The BF16 weight is the master rounded to nearest. The
 int16 remainder is the master's low half, unchanged:

@@ -1,13 +1,8 @@
 """The learning rate as a pure function of the step, so that resuming needs no scheduler state.
 
-Steps count from 0 here and from 1 wherever a user sees them. The rate of step s is the one that its update uses. No step
-has a rate of zero, which would waste its work:
-
-* Warm-up is linear. Its first step already moves: (s + 1) / warmup.
-* Decay starts from the full rate and would reach its end at step `total_steps`, which is never run. The last step that is run
-  still has min + (peak - min) / decay_steps.
-
-From the end of warm-up on, this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
+Steps count from 0 here and from 1 wherever a user sees them. No step has a rate of zero, which would waste its work: warm-up
+begins at 1 / warmup of the peak, and decay would reach its end at step `total_steps`, which is never run. From the end of warm-up
+on, this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
 """
 
 from __future__ import annotations
@@ -83,9 +78,8 @@ def preview(
     except OSError as error:
         raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
     warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
-    marks = {"first": 1} | ({"end of warmup": warmup} if warmup else {})
-    marks |= ({"start of decay": total_steps - decay + 1} if decay else {}) | {"last": total_steps}
-    return "\n".join([title, *(f"  step {step:>9,}  {rates[step - 1]:.3e}  {name}" for name, step in marks.items())])
+    marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
+    return "\n".join([title, *(f"  step {step:>9,}  {rates[step - 1]:.3e}  {name}" for name, step in marks.items() if step)])
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int) -> str:

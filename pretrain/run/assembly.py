@@ -1,31 +1,12 @@
 """The model in memory, in its precision and on its devices, with its optimizer and the proof of what runs in it.
 
-`assemble` puts it together in one order, because every part changes what the next ones find:
-
-0. Build. The transformers model in the dtype of its weights. Under `weights: bf16_exact` it comes in FP32 and is rounded here;
-   the FP32 values are kept as masters for step 7. The LM head becomes one that computes the loss; later steps look for it.
-1. Fuse. Decoder layers of known architectures compute as a few large products. First, while their linears and norms are still
-   transformers' own modules, by whose classes a layer is recognised.
-2. Convert. What the scope names, and no fused layer has taken over, computes in low precision: linears, the head, norms. Before
-   wrapping, which asks what is inside of a layer.
-3. Wrap. Each layer's forward is wrapped in working copies in the compute dtype, torch.compile and recomputation in backward,
-   in an order that `wrap_layers` explains. After converting, as a graph must end at each low-precision product. Before preparing,
-   so that DistributedDataParallel and FSDP2 put their hooks around layers as they will run.
-4. Build the optimizer over these parameters. Of what follows only FSDP2 replaces parameters, and accelerate then gives the
-   optimizer the shards.
-5. Prepare. accelerate puts DistributedDataParallel around the model, or shards it.
-6. Main gradients, where one process sums gradients in a dtype of its own or fused products add to them. After preparing, as they
-   belong to the parameters that training will use.
-7. Masters. The FP32 values kept in step 0 become 16 remainder bits beside each parameter, on each shard its own. Then the
-   moments are allocated, because the search for a microbatch tries how much memory is left.
-8. Rehearse. One pack runs through the model under observation, a few more give delayed scaling its first scales, and
-   DistributedDataParallel lays out its buckets. Last, as this must see exactly what training will run.
+`assemble` puts it together in one order, because every part changes what the next ones find; docs/architecture.md says why.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +24,7 @@ from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.health import Health
 from pretrain.metrics.peaks import peak
-from pretrain.metrics.precision_watch import PrecisionWatch
+from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
@@ -71,19 +52,14 @@ REHEARSALS = 8
 
 @dataclass(frozen=True)
 class Assembly:
-    """One model under its three names: `hf` as transformers knows it, `model` as it maps packed batches to losses, wrapped for
-    the topology, and `tensors` as checkpoints hold it.
+    """One model under its names, its optimizer and its precision."""
 
-    `precision`: the context that its products share. `audit`: what audit.json says; `check_parity` and
-    `confirming_audit` add what they find, and nobody else writes to it.
-    """
-
-    hf: PreTrainedModel
-    model: nn.Module
+    hf: PreTrainedModel  # as transformers knows it
+    model: nn.Module  # as it maps packed batches to losses, wrapped for the topology
     optimizer: ExactAdamW
     active: ActivePrecision
-    precision: PrecisionContext
-    audit: dict[str, Any]
+    precision: PrecisionContext  # which its products share
+    audit: dict[str, Any]  # what audit.json says; `check_parity` and `confirming_audit` add what they find
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -94,22 +70,9 @@ class Assembly:
         return named_state(self.optimizer, self.hf)
 
     @property
-    def precision_tensors(self) -> dict[str, Tensor]:
-        """History and scales of delayed scaling; other precisions keep nothing between two steps."""
-        return self.precision.state()
-
-    @property
     def state_tensors(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds beside the model."""
-        return self.optimizer_tensors | self.precision_tensors
-
-    def preserving_precision(self) -> AbstractContextManager[None]:
-        """Around forwards that are not training's: they leave no trace in history and scales."""
-        return self.precision.preserving_state()
-
-    def forget_overflow(self) -> None:
-        """After a step that was skipped: what overflowed in it holds back no later scale."""
-        self.precision.forget_overflow()
+        """All that a checkpoint holds beside the model: the optimizer's, and history and scales of delayed scaling."""
+        return self.optimizer_tensors | self.precision.state()
 
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
@@ -121,15 +84,16 @@ class Assembly:
 
     def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
         """What one device computed in the step of these figures, for its profile."""
+        weights = [local_part(p) for p in self.hf.parameters()]
+        stored = [*weights, *map(local_part, self.optimizer_tensors.values())]
+        gradient_bytes = getattr(torch, WEIGHT_DTYPES[self.audit["gradients"]]).itemsize
         return Work(
             flops=recorder.flops,
             tokens=figures["step_tokens"] // recorder.world_size,
             sum_squared_lengths=figures["sum_squared_lengths"] / recorder.world_size,
             peak_tflops=recorder.peak_tflops,
             low_precision=recorder.low_precision,
-            parameters=sum(local_part(p).numel() for p in self.hf.parameters()),
-            weights=self.audit["weights"],
-            gradients=self.audit["gradients"],
+            update_bytes=sum(2 * t.nbytes for t in stored) + sum(gradient_bytes * w.numel() for w in weights),
         )
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
@@ -140,7 +104,7 @@ class Assembly:
 
     def check_parity(self, batches: StepBatches, accelerator: Accelerator) -> Parity:
         """Step 0 beside plain FP32 transformers on the same text. The comparison goes into the audit, whatever it says."""
-        tolerance, undisturbed = self.active.precision.tolerance, self.preserving_precision()
+        tolerance, undisturbed = self.active.precision.tolerance, self.precision.preserving_state()
         parity = check_parity(self.model, self.hf, self.optimizer, batches, tolerance, accelerator, undisturbed)
         self.audit["parity"] = parity.record()
         return parity
@@ -176,13 +140,14 @@ class Run:
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
-    """Build the model of `job` and make it ready to train, in the order that the top of this file explains."""
+    """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
     recipe, device, backend = job.recipe, accelerator.device, job.attention.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
-    context = make_context(job, device)
+    low_precision = make_backend(job.active, device) if job.active.precision.quantized else None
+    context = PrecisionContext(low_precision, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
     packed = PackedLanguageModel(hf, backend, recipe.loss, context)
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
@@ -227,12 +192,6 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     return Assembly(hf, prepared, adamw, job.active, context, found)
 
 
-def make_context(job: Job, device: torch.device) -> PrecisionContext:
-    """What the products of the model share."""
-    backend = make_backend(job.active, device) if job.active.precision.quantized else None
-    return PrecisionContext(backend, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
-
-
 def rehearse(
     job: Job,
     accelerator: Accelerator,
@@ -243,9 +202,8 @@ def rehearse(
 ) -> list[audit.Entry]:
     """Run a pack through the model under observation, and return what ran in which precision.
 
-    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Before it has seen any, its scales
-    are one, at which gradients round to zero. The first backward then teaches it the gradients of a layer's last products only;
-    all before them get zeros, and learn in the second.
+    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Its first scales are one, at which
+    gradients round to zero: the first backward teaches it those of a layer's last products only, the second the others.
     """
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
@@ -271,9 +229,8 @@ def rehearse(
 def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
     """Let DistributedDataParallel lay out its final buckets before the first step, with every gradient a view into them.
 
-    It rebuilds its buckets after the first backward that it sees, and a gradient becomes a view at the end of a backward. In
-    training that would hold a second copy of all gradients during the first step, which would raise the peak. And sums over
-    three ranks or more would come in another order after a resume than without one.
+    It rebuilds its buckets after the first backward that it sees. In training that would hold a second copy of all gradients in
+    the first step, and sums over three ranks or more would come in another order after a resume than without one.
     """
     with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
         for _ in range(2):

@@ -1,7 +1,6 @@
 """`batch.microbatch: auto`: the largest microbatch that fits on this device, found by trying.
 
-Formulas for activation memory are off by tens of percent: they do not know the compiler's choices and the allocator's fragments.
-A run that runs out of memory after an hour costs more than two trials at its start. So the plan's estimate only says where to
+The plan's estimate of memory knows neither all of the compiler's choices nor the allocator's fragments, so it only says where to
 begin. A trial is a forward and backward of documents as they lie in the packs, after the optimizer's state was allocated.
 """
 
@@ -27,10 +26,9 @@ RESERVE = 0.04
 
 
 def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
-    """Packs a microbatch: the recipe's number, or what `auto` found before the interruption, or the largest that fits now.
+    """Packs a microbatch: the recipe's number, or that of the `resumed` state, or the largest that fits now.
 
-    `resumed`: the state of the checkpoint that was loaded. To keep its microbatch keeps the order of all sums, so the resumed run
-    repeats the uninterrupted one bit for bit.
+    To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
     """
     if job.plan.microbatch:
         return job.plan.microbatch
@@ -55,9 +53,8 @@ def largest_that_fits(
 ) -> int:
     """The first of `candidates` (packs a microbatch, descending) whose forward and backward fit; all ranks agree on the smallest.
 
-    A CPU process that runs out of memory is killed without an exception. There only the plan's candidates, which respect the
-    host's memory, keep a run alive. Leaves the model in training mode, its gradients zero. Raises InputError where not even the
-    smallest fits.
+    Leaves the model in training mode, its gradients zero. InputError where not even the smallest fits. A CPU process that runs
+    out of memory is killed without an exception; there the plan's candidates respect the host's memory.
     """
     model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
     for candidate in candidates:

@@ -33,7 +33,7 @@ class ResumePoint:
 
 
 def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
-    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet. Reads no more than its hashes need.
+    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet.
 
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
@@ -44,11 +44,9 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         raise InputError(
             f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
         )
+    if path is None and checkpoints.damaged:
+        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     if path is None:
-        if checkpoints.damaged:
-            raise InputError(
-                f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning"
-            )
         return None
     record = checkpoints.read_state(path)
     changes = check_same_training(record, job.identity, path, accept_changes)
@@ -62,7 +60,7 @@ def restore(
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
-    scales, scale_notes = scales_to_load(source.path, assembly.precision_tensors)
+    scales, scale_notes = scales_to_load(source.path, assembly.precision.state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"])
@@ -79,25 +77,24 @@ def load_weights(
     """
     saved: Weights = source.record["identity"]["weights"]
     if saved == mode:
-        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales).notes
+        return checkpoints.load(source.path, assembly.tensors, assembly.optimizer_tensors | scales)
     parameters = dict(assembly.hf.named_parameters())
     stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
     moments = {key: tensor for key, tensor in assembly.optimizer_tensors.items() if not key.startswith("remainder/")}
     remainders = {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
     kept = moments | scales | (remainders if saved == "bf16_exact" else {})
-    loaded = checkpoints.load(source.path, assembly.tensors | stored, kept)
+    notes = checkpoints.load(source.path, assembly.tensors | stored, kept)
     for name, parameter in parameters.items():
         remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" else None
         master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)
-    return [describe_conversion(saved, mode), *loaded.notes]
+    return [describe_conversion(saved, mode), *notes]
 
 
 def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
     """Where to load the checkpoint's history and scales of delayed scaling, by name, and notes for the user.
 
-    Those that this run has too, in the same shape, go into `wanted`; the others into tensors that nobody keeps. What this run has
-    and the checkpoint has not keeps what it learnt from a few packs, as at the beginning of every run.
+    Those that this run has too, in the same shape, go into `wanted`; the others into tensors that nobody keeps.
     """
     saved = {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
     fits = {name: tensor for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)}

@@ -103,8 +103,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for group in _ALTERNATIVES:
         if key in group and value is not None:
-            for other in group:
-                _drop(values, other)
+            for section, _, name in (other.rpartition(".") for other in group):
+                (values.get(section) or {}).pop(name, None)
     *parents, last = key.split(".")
     for part in parents:
         below = values.setdefault(part, {})
@@ -112,10 +112,3 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
             raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {below!r}, not keys of its own")
         values = below
     values[last] = copy.deepcopy(value)
-
-
-def _drop(values: dict[str, Any], key: str) -> None:
-    *parents, last = key.split(".")
-    for part in parents:
-        values = values.get(part) or {}
-    values.pop(last, None)

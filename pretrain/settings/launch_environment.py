@@ -4,16 +4,14 @@
 otherwise act on them: a mere ACCELERATE_FP8_BACKEND makes it convert the model's linears by its own rules, and autocast would
 round what the working copies already round. Precision has one owner, and it is `pretrain.precision`.
 
-`fp8_config` arrives a variable a key, whatever the key: accelerate knows some, passes the others on unread, and fills in its own
-defaults for those that the file leaves out. So a default of accelerate's may be what somebody wrote. It is taken at its word
-where the recipe has such a key, and for nothing where the recipe has none.
+accelerate passes unknown keys of `fp8_config` on unread, and fills in its own defaults for those that it knows. So a default of
+accelerate's may be what somebody wrote. It counts where the precision has such a key, and for nothing elsewhere.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import MutableMapping
-from dataclasses import dataclass
 from typing import Any
 
 from foundation.errors import InputError
@@ -51,35 +49,28 @@ class _File(Settings):
     fp8_config: _Fp8Config
 
 
-@dataclass(frozen=True)
-class Requested:
-    """What the accelerate configuration asks for; what its file sets, as far as that can be told, is set in `settings`."""
-
-    precision: Precision
-    settings: LowPrecisionSettings
-
-
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
-    """`recipe` with its precision settled: its own where it (or the command line) names one, else the accelerate configuration's.
+    """`recipe` with its precision decided: its own where it (or the command line) names one, else the accelerate configuration's.
 
-    `fp8_config` is settled key by key: the recipe's own, then the accelerate configuration's (options of another precision than
-    the one settled on stay behind), then the precision's defaults. So the result, written out, means the same under any
-    accelerate configuration. Raises InputError for an unknown precision or key, and for options that the precision does not take.
+    `fp8_config` is decided key by key: the recipe's own, then the accelerate configuration's (without options of another
+    precision), then the precision's defaults. So the result, written out, means the same under any accelerate configuration.
+    Raises InputError for an unknown precision or key, and for options that the precision does not take.
     """
-    requested = take_requested_precision(environ)
-    chosen = PRECISIONS[recipe.precision] if recipe.precision else requested.precision
+    requested, inherited = take_requested_precision(environ)
+    chosen = PRECISIONS[recipe.precision] if recipe.precision else requested
     if contradictions := recipe.fp8_config.contradictions(chosen):
         raise InputError(
             f"`fp8_config: {{{', '.join(contradictions)}}}` and `precision: {chosen.name}` contradict each other: "
             f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
         )
-    inherited = requested.settings if chosen is requested.precision else requested.settings.without_options()
-    settings = LowPrecisionSettings.model_validate(_merged(_as_set(inherited), _as_set(recipe.fp8_config)))
+    inherited = inherited if chosen is requested else inherited.without_options()
+    layers = (settings.model_dump(exclude_unset=True) for settings in (inherited, recipe.fp8_config))
+    settings = LowPrecisionSettings.model_validate(_merged(*layers))
     return recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
 
 
-def take_requested_precision(environ: MutableMapping[str, str]) -> Requested:
-    """What the launch environment asks for; its variables are removed from `environ`.
+def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precision, LowPrecisionSettings]:
+    """What the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its variables.
 
     Without `accelerate launch` nothing is named, and FP32 is what plain PyTorch would do. Variables of an `fp8_config` without
     `mixed_precision: fp8` are left over from elsewhere and ask for nothing. Raises InputError for what no recipe here stands for.
@@ -93,10 +84,10 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> Requested:
             f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
             "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"
         )
-    return Requested(precision, LowPrecisionSettings())
+    return precision, LowPrecisionSettings()
 
 
-def _read_fp8_config(values: dict[str, Any]) -> Requested:
+def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSettings]:
     for key, (nothing, remedy) in _WITHOUT_EFFECT.items():
         if (value := values.pop(key, nothing)) != nothing:
             raise InputError(f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect: {remedy}")
@@ -116,7 +107,7 @@ def _read_fp8_config(values: dict[str, Any]) -> Requested:
             f"{_ORIGIN}: `fp8_config: {{{', '.join(contradictions)}}}` and `recipe: {precision.name}` contradict each other: "
             f"{precision.describe_options()}; leave out the others"
         )
-    return Requested(precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"})))
+    return precision, LowPrecisionSettings.model_validate(settings.model_dump(exclude_unset=True, exclude={"recipe"}))
 
 
 def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
@@ -139,10 +130,6 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError):
         return text
-
-
-def _as_set(settings: LowPrecisionSettings) -> dict[str, Any]:
-    return settings.model_dump(exclude_unset=True)
 
 
 def _merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

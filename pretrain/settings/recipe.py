@@ -145,9 +145,8 @@ class LogSettings(Settings):
 
 
 class HealthSettings(Settings):
-    on_nan: Literal["stop", "skip"] = (
-        "stop"  # a loss or gradient norm that is not finite: stop the run; skip: leave the step out, ten in a row at most
-    )
+    # a loss or gradient norm that is not finite: stop the run; skip: leave the step out, ten in a row at most
+    on_nan: Literal["stop", "skip"] = "stop"
     on_spike: Literal["ignore", "warn", "stop"] = "warn"  # a loss far above the recent ones
 
 

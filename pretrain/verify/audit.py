@@ -1,9 +1,9 @@
 """What really computes in which precision: observed in a forward and backward of the model, not read off the settings.
 
 Low precision fails in silence. A library that skips one sibling of a layer, enters its context in forward and not in recompute,
-or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once, on one pack,
-uncompiled, under observation, and every product's operands are held against what was decided for it; and in the first step itself
-the low-precision products are observed again, as they run in training. Where request and effect differ, the run stops.
+or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once under observation
+(`observe`), and in the first step its low-precision products are observed again, as they run in training (`confirming`). Where
+request and effect differ, the run stops.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ def observe(
     active: ActivePrecision,
     decisions: Mapping[str, Decision] | None = None,
 ) -> list[Entry]:
-    """One entry for each linear, low-precision norm and other module with matrices: what was asked of it, what it did, and in
-    which dtype it is stored.
+    """One `_entry` for each linear, low-precision norm and other module with matrices.
 
-    `run` computes a loss of one small batch, as training does; it is run once, uncompiled, and differentiated where the model
-    multiplies in low precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to
-    do. Raises InputError if a product computed in another precision than was decided, or not at all, and if a parameter that is
-    trained was not reached.
+    `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated where the model multiplies in low
+    precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. InputError if
+    a product computed in another precision than was decided, or not at all, and if a trained parameter was not reached.
     """
     hf, context, fused = packed.hf, packed.context, packed.fused
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
@@ -73,39 +71,45 @@ def observe(
     members = fused.members if fused else {}
     _check_tied(hf)
 
-    entries = []
+    entries, precision = [], active.precision.name
     for name, module in linears.items():
-        decision = (decisions or {}).get(name, Decision(name, active.precision.name))
-        low_precision = active.precision.quantized and decision.requested == active.precision.name
-        multiplied = _dtypes(dtypes.seen.get(name), observed.get(name))
-        entries.append(
-            {
-                "name": name,
-                "module": f"fused {type(module).__name__}" if name in members else type(module).__name__,
-                "requested": decision.requested,
-                "effective": _effective(observed.get(name, ()), multiplied, context.calls_outside[name], active)
-                if low_precision
-                else _name_of(multiplied),
-                "products": _shown(observed.get(name, ())) if low_precision else {},
-                "backend": active.backend if low_precision else "torch",
-                "stored": stored[name],
-                "reason": decision.reason,
-                **({"part_of": members[name].name} if name in members else {}),
-            }
-        )
-    entries += [_norm_entry(name, module, active) for name, module in hf.named_modules() if isinstance(module, LowPrecisionNorm)]
+        decision = (decisions or {}).get(name, Decision(name, precision))
+        products = observed.get(name, ())
+        effective = _multiplied(dtypes.seen.get(name), products)
+        entry = _entry(name, module, decision.requested, effective, "torch", stored[name], decision.reason)
+        if active.precision.quantized and decision.requested == precision:
+            entry["effective"] = _effective(products, effective, context.calls_outside[name], active)
+            entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
+            entry["backend"] = active.backend
+        if name in members:
+            entry |= {"module": f"fused {type(module).__name__}", "part_of": members[name].name}
+        entries.append(entry)
+    for name, module in hf.named_modules():
+        if isinstance(module, LowPrecisionNorm):
+            effective, weight = precision if module.calls else "not run", dtype_name(module.weight.dtype)
+            entries.append(_entry(name, module, precision, effective, active.backend, weight))
     _refuse(entries, active)
-    dtypes_seen = {name: " x ".join(sorted(dtypes.seen.get(name, {"not run"}))) for name in others}
-    return entries + [_other_entry(n, m, _name_of(dtypes_seen[n]), stored[n], active) for n, m in others.items()]
+    # Modules whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
+    # them, so nothing is refused: they compute as transformers wrote them, and a router may do so in FP32.
+    reason = "no linear, which is what low precision takes" if active.precision.quantized else None
+    for name, module in others.items():
+        effective = _multiplied(dtypes.seen.get(name), ())
+        entries.append(_entry(name, module, effective, effective, "torch", stored[name], reason))
+    return entries
+
+
+def _entry(
+    name: str, module: nn.Module, requested: str, effective: str, backend: str, stored: str, reason: str | None = None
+) -> Entry:
+    """What was asked of a module and what it did. `products`: the operands of those that ran in low precision, by their gemm."""
+    entry = {"name": name, "module": type(module).__name__, "requested": requested, "effective": effective, "products": {}}
+    return entry | {"backend": backend, "stored": stored, "reason": reason}
 
 
 @contextmanager
 def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry]) -> Iterator[None]:
-    """Around the first step: what the low-precision products multiply there must be what they did under `observe`.
-
-    There the pieces between them are compiled, the microbatches are the real ones and layers may be recomputed. `products`: the
-    entries that `observe` returned. Raises InputError where they are not confirmed.
-    """
+    """Around the first step, compiled and recomputed as training is: what the low-precision products multiply there must be what
+    they did under `observe`, which returned `products`; else InputError."""
     context = packed.context
     context.calls_outside.clear()
     with context.observed_products() as observed:
@@ -145,21 +149,19 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
-def _dtypes(seen: Collection[str] | None, observed: Sequence[ObservedProduct] | None) -> str:
-    """The dtypes that a linear's products multiplied, by its own or as part of a fused one, whose operands are `observed`."""
+def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct]) -> str:
+    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`."""
     if observed:
         seen = {operand for product in observed for operand in (product.left, product.right)}
-    return " x ".join(sorted(seen)) if seen else "not run"
+    dtypes = " x ".join(sorted(seen)) if seen else "not run"
+    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
 
 
-def _effective(observed: Sequence[ObservedProduct], dtypes: str, outside: int, active: ActivePrecision) -> str:
-    """The precision's name if every product that ran multiplied operands of its formats, and all three ran; else what ran.
-
-    `dtypes`: those seen where none ran in low precision. `outside`: the calls from outside the low-precision context, as of a
-    layer that is recomputed after it was left.
-    """
+def _effective(observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision) -> str:
+    """The precision's name if all three products ran on operands of its formats; else what ran. `otherwise`: where no product was
+    observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left."""
     if not observed:
-        return _name_of(dtypes)
+        return otherwise
     if outside:
         return f"{outside} calls outside the low-precision context"
     wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
@@ -171,56 +173,13 @@ def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     """Whether both operands are what the precision makes of them: by their kind on Transformer Engine, which says what a tensor
     is, and by their significant bits in emulation, where it is an ordinary tensor of few values."""
     for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True):
-        if active.backend == "emulation":
-            expected = _bits(kind) <= active.precision.significant_bits(active.settings, role)
+        if active.backend == "emulation":  # "4 significant bits"
+            expected = int(kind.split()[0]) <= active.precision.significant_bits(active.settings, role)
         else:
             expected = kind in active.precision.te_operand_kinds(active.settings, role)
         if not expected:
             return False
     return True
-
-
-def _bits(kind: str) -> int:
-    """Of an operand that the emulation describes, "4 significant bits"."""
-    return int(kind.split()[0])
-
-
-def _shown(observed: Sequence[ObservedProduct]) -> dict[str, str]:
-    return {product.gemm: f"{product.left} x {product.right}" for product in observed}
-
-
-def _name_of(dtypes: str) -> str:
-    """Observed dtypes under the name of the precision that they are, where they are one."""
-    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
-
-
-def _norm_entry(name: str, norm: LowPrecisionNorm, active: ActivePrecision) -> Entry:
-    recipe = active.precision.name
-    return {
-        "name": name,
-        "module": type(norm).__name__,
-        "requested": recipe,
-        "effective": recipe if norm.calls else "not run",
-        "products": {},
-        "backend": active.backend,
-        "stored": dtype_name(norm.weight.dtype),
-        "reason": None,
-    }
-
-
-def _other_entry(name: str, module: nn.Module, effective: str, stored: str, active: ActivePrecision) -> Entry:
-    """Of a module whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
-    it, so nothing is refused: it computes as transformers wrote it, and a router may do so in FP32."""
-    return {
-        "name": name,
-        "module": type(module).__name__,
-        "requested": effective,
-        "effective": effective,
-        "products": {},
-        "backend": "torch",
-        "stored": stored,
-        "reason": "no linear, which is what low precision takes" if active.precision.quantized else None,
-    }
 
 
 def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
@@ -261,11 +220,8 @@ _FACTORS = {
 
 
 class DtypesOfLinears(TorchDispatchMode):
-    """While entered, collects in `seen` the dtypes of the operands of each of `linears` that runs, by its name: of linears, and
-    of other modules that hold matrices, such as stacked experts.
-
-    Products inside of a linear's forward count as its own, so a cast that somebody put into a forward is seen as well.
-    """
+    """While entered, collects in `seen` the dtypes of the operands of each of `linears` (modules with matrices) that runs, by
+    name. Products inside of its forward count as its own, so a cast that somebody put into a forward is seen as well."""
 
     def __init__(self, linears: Mapping[str, nn.Module]) -> None:
         super().__init__()

@@ -3,12 +3,9 @@
 The fast path is the assembled model as the launcher is about to train it: packed, compiled, sharded, in its precision. It may
 differ from the plain one by what rounding explains, and how much that is depends on the precision: each recipe has a tolerance.
 
-A loss alone would prove little. At the start of training it is near the logarithm of the vocabulary's size whatever the layers
-do, while a document that sees its neighbour, a scale applied twice or a layer recomputed in another precision turns gradients.
-So the direction and the length of every tensor's gradient are compared, and a mismatch names the tensor.
-
-Real text is needed: where all tokens are the same, as in `Data.trial_batch`, attention averages equal values whichever it sees.
-So the batch is the beginning of the run's own step 0. Dropout is off on both sides; all else is as in training.
+A loss alone would prove little: at the start it is near the logarithm of the vocabulary's size whatever the layers do. So the
+direction and the length of every tensor's gradient are compared. Real text is needed, the beginning of the run's own step 0:
+where all tokens are the same, attention averages equal values whichever it sees. Dropout is off on both sides.
 """
 
 from __future__ import annotations
@@ -35,12 +32,9 @@ from pretrain.optimizer.adamw import clear_gradients
 from pretrain.precision.formats.definition import Tolerance
 from pretrain.verify.reference_model import Pass, reference_model, reference_pass, whole
 
-# Of each rank. The first microbatch quantizes the weights and the second takes the first one's copies, so two are the fewest that
-# show both; more would only cost time, of which the plain side needs far more than the fast one.
-MICROBATCHES = 2
-# A gradient that is zero on paper is rounding noise and has no direction. (A key's bias where keys are not rotated: it moves
-# all scores of a row alike.) Below this share of the whole gradient's norm only one thing is asked: has the fast path made
-# something of nothing?
+MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
+# Below this share of the whole gradient's norm a gradient is zero on paper (a key's bias where keys are not rotated), and what is
+# there is rounding noise without a direction. Only one thing is asked: has the fast path made something of nothing?
 NEGLIGIBLE = 1e-6
 SHOWN = 10  # tensors in a table, the worst ones
 
@@ -116,11 +110,8 @@ class Parity:
     def table(self, rows: int = SHOWN) -> str:
         """The worst `rows` tensors in aligned columns."""
         lines = [("tensor", "cosine", "norm / plain", "share of gradient"), *(t.cells() for t in self.tensors[:rows])]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))])
-            for line in lines
-        )
+        longest = max(len(line[0]) for line in lines)
+        return "\n".join(f"{name:<{longest}}  {cosine:>8}  {norm:>12}  {share:>17}" for name, cosine, norm, share in lines)
 
     def summary(self) -> str:
         """In one line, how far apart the sides are."""
@@ -171,10 +162,9 @@ def check_parity(
 ) -> Parity:
     """Compare the first microbatches of `step` on both sides; collective, with the same result on every rank.
 
-    `model` is the prepared one, wrapped for the topology, `hf` the transformers model inside. `preserving` is entered around the
-    fast pass and keeps what a forward would change, such as the scales of delayed scaling. Gradients are cleared afterwards;
-    weights, random numbers and modes of modules are as before. Beside the run's own memory it takes 8 bytes a parameter on each
-    device, and one layer's eager attention and all logits of the longest document; InputError where that does not fit.
+    `model` is the prepared one, `hf` the transformers model inside. `preserving` is entered around the fast pass and keeps what a
+    forward would change, such as the scales of delayed scaling. Gradients are cleared afterwards; weights, random numbers and
+    modes of modules are as before. InputError where the plain model does not fit into memory beside the run.
     """
     device = accelerator.device
     # The step's count of tokens stays: gradients then have the size they have in training, for which delayed scales are made.
@@ -213,10 +203,8 @@ def fast_pass(model: nn.Module, hf: PreTrainedModel, step: StepBatches, accelera
 
 @contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero.
-
-    The rates are numbers in the modules, of torch's own dropout and of layers that call the function; they are put back.
-    """
+    """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
+    own dropout, and of layers that call the function."""
     modes = [(module, module.training) for module in model.modules()]
     rates = [
         (module, name, value)
@@ -247,8 +235,8 @@ def over_ranks(own: Pass, accelerator: Accelerator) -> Pass:
 def compare(measured: Pass, plain: Pass, tolerance: Tolerance, share: float = 1.0) -> Parity:
     """`measured` against `plain`, tensor by tensor. Collective where gradients are sharded.
 
-    `share`: how much of the step both passes took, in valid tokens, by which their losses become means. A parameter that only
-    `measured` has (a head that came untied) counts as one whose plain gradient is zero.
+    `share` of the step's valid tokens is what both passes took. A parameter that only `measured` has (a head that came untied)
+    counts as one whose plain gradient is zero.
     """
     names = [*plain.gradients, *(name for name in measured.gradients if name not in plain.gradients)]
     products = {name: _products(measured.gradients.get(name), plain.gradients.get(name)) for name in names}

@@ -1,8 +1,4 @@
-"""Plain transformers, to hold the fast path against: eager attention, one document at a time, nothing of ours in between.
-
-It is as slow as it is hard to get wrong. It knows nothing of packs, working copies, chunked losses or quantized products; what it
-shares with the model it is compared with is transformers' own code and the weights.
-"""
+"""Plain transformers, to hold the fast path against: eager attention, one document at a time, nothing of ours in between."""
 
 from __future__ import annotations
 
@@ -25,10 +21,8 @@ from pretrain.model.huggingface import decoder_layers, named_tensors
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and backward gave: the loss (nats per valid token) and its gradients by parameter name.
-
-    A gradient has its parameter's shape, in whatever dtype and sharding it came; None where nothing reached the parameter.
-    """
+    """What a forward and backward gave: the loss (nats per valid token) and its gradients by parameter name, in whatever dtype
+    and sharding they came; None where nothing reached the parameter."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]

@@ -82,7 +82,7 @@ def test_a_checkpoint_that_was_removed_is_said_not_to_exist_and_the_others_are_l
 def test_a_damaged_checkpoint_gives_way_to_the_one_before_and_without_any_the_run_refuses(checkpoints, refusal, caplog):
     newest, before = checkpoints / "step-00000008", checkpoints / "step-00000004"
     flip_a_bit(weights_of(newest))
-    assert re.search(rf"{newest}: damaged: model-.*--resume auto", refusal("--resume", str(newest)))
+    assert re.search(rf"{newest}: cannot be used: model-.*: damaged: .*--resume takes", refusal("--resume", str(newest)))
     assert Checkpoints(checkpoints, keep=3).newest() == before
     assert f"{newest} is DAMAGED and is not used; trying the one before it" in caplog.text
 

@@ -82,7 +82,7 @@ def train(packed: PackedLanguageModel, steps: int = 2) -> tuple[list[float], dic
         packed.zero_grad()
         clear_main_gradients(packed.parameters())
         for index in range(2):
-            packed.begin_microbatch(first=index == 0)
+            packed.context.first_microbatch = index == 0
             loss = packed(**inputs(packs=4, seed=index, device="cuda", length=LENGTH)) / 1000
             loss.backward()
             losses.append(loss.item())
@@ -199,7 +199,7 @@ def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_t
         evaluated = packed.eval()(**batch).item()
     for name, tensor in packed.context.state().items():
         assert torch.equal(tensor, before[name]), name
-    packed.begin_microbatch(first=True)  # evaluation has quantized the weights with the scales of now
+    packed.context.first_microbatch = True  # evaluation has quantized the weights with the scales of now
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)
 
 

@@ -193,7 +193,7 @@ def test_samples_are_drawn_from_a_fused_model_as_from_an_unfused_one(
 ) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w60").save_pretrained(folder / "tokenizer")
     data = recipe_for(folder)["data"] | {"tokenizer": str(folder / "tokenizer")}
     changes = {"data": data, "train": {"steps": 2}, "evaluate": {"samples": ["w1 w2", ""], "sample_tokens": 8}}
     said = [launch(f"samples-{f}", f"model.fused={f}", **changes).output for f in ("on", "off")]
@@ -276,7 +276,7 @@ def test_a_cpu_fuses_nothing_by_itself(launch: Callable) -> None:
 
 def in_fp32(product: StackedProduct, x: Tensor) -> Tensor:
     weight = product.weights.matrix(torch.float32)
-    product._arithmetic.note(product, "forward", x.float(), weight)
+    product._note("forward", x.float(), weight)
     return (x.float() @ weight.t()).to(x.dtype)
 
 

@@ -39,7 +39,7 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callab
 
     found = json_of(finished.run_dir / "audit.json")
     assert (found["precision"], found["effective"], found["backend"]) == (precision, precision, "emulation")
-    assert "needs a GPU of compute capability" in found["reason"]
+    assert PRECISIONS[precision].hardware.missing(None, None) in found["reason"]
     assert found["confirmed_in_step"] == 1
     assert len(found["products"]) == 15 + 9 and {each["effective"] for each in found["products"]} == {precision}
 

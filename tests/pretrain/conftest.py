@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -111,23 +112,24 @@ def probabilities(q: Tensor, k: Tensor, cu_seqlens: Tensor, scale: float) -> Ten
 
 @pytest.fixture
 def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formulas in place of cuDNN's two calls, with what they return; the operator around them is the real one."""
+    """Formulas in place of Transformer Engine's two calls, with what they return; all that is around them is the real one."""
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, *, keep: bool):
+    def forward(training, longest, longest_kv, cu_seqlens, ends_kv, q, k, v, *others, attn_scale: float, **options):
         k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for states in (k, v))
-        output = torch.einsum("hts,shd->thd", probabilities(q, k, cu_seqlens, scale), v).contiguous()
-        return output, (torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)) if keep else ()
+        output = torch.einsum("hts,shd->thd", probabilities(q, k, cu_seqlens, attn_scale), v).contiguous()
+        return output, [torch.zeros(*q.shape[:2], 1), torch.zeros(2, dtype=torch.int64)]
 
-    def backward(d_output, q, k, v, output, saved, cu_seqlens: Tensor, max_seqlen: int, scale: float):
+    def backward(longest, longest_kv, cu_seqlens, ends_kv, q, k, v, output, d_output, dtype, saved, *_, attn_scale, **options):
         groups = k.shape[1]
         k, v = (states.repeat_interleave(q.shape[1] // groups, dim=1) for states in (k, v))
-        p = probabilities(q, k, cu_seqlens, scale)
+        p = probabilities(q, k, cu_seqlens, attn_scale)
         assert torch.equal(output, torch.einsum("hts,shd->thd", p, v)) and saved[0].shape == (*q.shape[:2], 1)
         d_p = torch.einsum("thd,shd->hts", d_output, v)
-        d_s = scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
+        d_s = attn_scale * p * (d_p - (d_output * output).sum(-1).T[:, :, None])
         dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
         dk, dv = (gradient.unflatten(1, (groups, -1)).sum(2) for gradient in (dk, dv))
         return tuple(gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv))
 
-    monkeypatch.setattr(cudnn, "cudnn_forward", forward)
-    monkeypatch.setattr(cudnn, "cudnn_backward", backward)
+    kernels = SimpleNamespace(fused_attn_fwd=forward, fused_attn_bwd=backward, FusedAttnBackend={"F16_arbitrary_seqlen": None})
+    monkeypatch.setattr(cudnn, "_kernels", lambda: kernels)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -6,12 +6,10 @@ attention registry, with q, k, v and the keyword arguments that its own forward 
     hf.base_model(input_ids=..., position_ids=..., use_cache=False, cu_seqlens=..., max_seqlen=..., document_mask=...)
 
 * `cu_seqlens`: [bucket] int32 on the model's device, 0, then the documents' ends, then T repeated up to the bucket's size.
-* `max_seqlen`: int, always the pack length. No document spans a multiple of it, and it never changes: a kernel (or
-  torch.compile) that takes it as a constant is then built once.
+* `max_seqlen`: int, always the pack length, which no document crosses: a constant, so that kernels are compiled once.
 * `document_mask`: only packed_sdpa reads it; `document_mask()` makes it, once a batch and not once a layer.
 
 No attention mask is registered beside them: for a name that transformers' mask registry does not know, the model builds none.
-The bucket's size may change from batch to batch without a recompile if it is marked: `torch._dynamo.mark_dynamic(cu_seqlens, 0)`.
 """
 
 from __future__ import annotations
@@ -68,7 +66,10 @@ def choose(requested: Literal["auto"] | Kind, device_type: str, heads: Heads, dt
         return Choice(f"packed_{requested}", "requested")
     passed_over = []
     for kind in FASTEST_FIRST:
-        against = _unmeasured(kind, heads) or _obstacle(kind, device_type, heads, dtype, length)
+        if kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
+            against = f"is not measured with heads of {heads.dim}"
+        else:
+            against = _obstacle(kind, device_type, heads, dtype, length)
         if not against:
             break
         passed_over.append(f"{kind} {against}")
@@ -81,27 +82,21 @@ def check(model: PreTrainedModel, length: int) -> None:
 
     A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
     """
-    config, name = model.config, type(model).__name__
+    config, of = model.config, type(model).__name__
+    name = f"model: {of}"
     if not model._supports_attention_backend:  # it would ignore the name we registered and let documents see each other
-        raise InputError(f"model: {name} does not use transformers' attention registry, so its documents cannot be kept apart")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if model._is_stateful or layer_types - {"full_attention", "sliding_attention"}:
-        raise InputError(f"model: {name} has layers other than attention, whose state would run on into the next document")
+        raise InputError(f"{name} does not use transformers' attention registry, so its documents cannot be kept apart")
+    layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
+    if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
+        raise InputError(f"{name} has layers other than attention, whose state would run on into the next document")
     window = getattr(config, "sliding_window", None)
-    everywhere = getattr(config, "layer_types", None) is None  # Mistral: one window for all layers
-    if window is not None and window < length and (everywhere or "sliding_attention" in layer_types):
-        raise InputError(
-            f"data.length: {length} is longer than the sliding window of {name}, {window}; set it to {window} or less"
-        )
+    if window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types):
+        raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
     if getattr(config, "kv_lora_rank", None):
-        raise InputError(
-            f"model: {name} has latent attention, whose value heads are narrower than its query heads; no backend here"
-        )
+        raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
     for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
-        if getattr(config, key, None):
-            raise InputError(
-                f"model: {name} has {key} {getattr(config, key)}, which packed attention does not compute; set it to 0"
-            )
+        if value := getattr(config, key, None):
+            raise InputError(f"{name} has {key} {value}, which packed attention does not compute; set it to 0")
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
@@ -115,7 +110,10 @@ def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
 
 
 def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel`, which returns [T, heads, D], as a layer of transformers calls its attention: q, k, v [1, heads, T, D]."""
+    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D].
+
+    All get the values' dtype: under autocast, a norm or a rotation with FP32 factors leaves queries and keys in FP32.
+    """
 
     def attention(
         module: nn.Module,
@@ -131,7 +129,8 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         **others: Any,
     ) -> tuple[Tensor, None]:
         _refuse_what_is_not_computed(max_seqlen, others)
-        return kernel(query, key, value, cu_seqlens, max_seqlen, document_mask, scaling)[None], None
+        states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
+        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scaling)[None], None
 
     attention.__name__ = kernel.__name__
     return attention
@@ -143,14 +142,13 @@ def packed_sdpa(
 ) -> Tensor:
     """By torch's own kernels: any device, any dtype.
 
-    Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. A boolean mask costs the
-    same as an additive one (within 2 % on a CPU) and serves every dtype, autocast's too. KV heads are repeated here: with a mask,
-    `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
+    Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
+    with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
     heads = query.shape[1]
 
-    def by_pack(states: Tensor) -> Tensor:  # [1, KV heads, T, D] -> [packs, heads, max_seqlen, D]
-        states = states.squeeze(0).unflatten(1, (-1, max_seqlen)).transpose(0, 1)
+    def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
+        states = states.unflatten(0, (-1, max_seqlen)).transpose(1, 2)
         return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
 
     output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scaling)
@@ -162,7 +160,6 @@ def packed_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
 ) -> Tensor:
     """By torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    query, key, value = _tokens_first(query, key, value)
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # nothing to the right: causal
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -175,7 +172,7 @@ def packed_flash_attn(
 ) -> Tensor:
     """By the flash-attn package; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(*_tokens_first(query, key, value), *offsets, softmax_scale=scaling, causal=True)
+    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)
 
 
 @_packed
@@ -184,17 +181,7 @@ def packed_cudnn(
 ) -> Tensor:
     """By cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return cudnn.cudnn_attention(*_tokens_first(query, key, value), cu_seqlens, max_seqlen, scale)
-
-
-def _tokens_first(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[1, heads, T, D] -> [T, heads, D], all in the values' dtype.
-
-    Under autocast a norm or a rotation with FP32 factors leaves queries and keys in FP32, while the values come straight from
-    a product and so have the dtype that attention is to compute in.
-    """
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-    return query.to(value.dtype), key.to(value.dtype), value
+    return cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
 def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) -> None:
@@ -207,13 +194,6 @@ def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) ->
     window = options.get("sliding_window")
     if window is not None and window < max_seqlen:
         raise ValueError(f"packed attention computes no sliding window, and the layer's, {window}, is shorter than a pack")
-
-
-def _unmeasured(kind: Kind, heads: Heads) -> str | None:
-    """Why a backend that may run is not taken unasked; None if it may be."""
-    if kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
-        return f"is not measured with heads of {heads.dim}"
-    return None
 
 
 def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:

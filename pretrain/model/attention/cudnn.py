@@ -1,23 +1,17 @@
 """Packed attention by cuDNN's variable-length kernels, which Transformer Engine builds and calls.
 
-On an H200, 32,768 tokens in 190 documents (16 query heads, 8 KV heads of 128) take 2.1 ms forward and backward, where torch's
-own variable-length kernel takes 2.9: 8 % of a whole FP8 training step.
-
 Of TE, only the two calls below its DotProductAttention are used. That module chooses among backends in every call, and would cut
-each compiled layer in pieces. Here, `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend,
-and `cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
+each compiled layer in pieces. `cudnn_forward` and `cudnn_backward` are for autograd functions that do more than attend;
+`cudnn_attention` is both as one differentiable operator, which torch.compile leaves whole.
 
 What is to know about the kernels:
 
-* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and cuDNN
-  plans for that many: up to there slots cost nothing, and each of these numbers is planned for once.
+* Offsets may end in empty slots. TE rounds their number up to a power of two (32 to 512, then to multiples of 512), and each of
+  these numbers is planned for once.
 * Pointers are handed over without strides. What is not contiguous among q, k, v and d_output is copied first.
-* TE writes zeros into the output and all gradients before the kernels fill them, for sequences with gaps between them. Packs have
-  none, but TE's binding has no way round it: 0.6 % of a step.
-* Backward computes the scores again, from statistics that forward keeps (FP32 [T, H, 1]). On Hopper, blocks of keys add to dQ in
-  FP32 as they finish, so its last bits may differ from run to run; output, dK and dV repeat bit for bit. cuDNN can add in a fixed
-  order (torch.use_deterministic_algorithms asks for it), but on Hopper in a workspace that grows with the square of the tokens,
-  which no pack of thousands leaves room for: there `obstacle` says so, and `varlen` has a deterministic backward.
+* On Hopper, blocks of keys add to dQ in FP32 as they finish, so its last bits may differ from run to run; output, dK and dV
+  repeat bit for bit. cuDNN's fixed order (torch.use_deterministic_algorithms asks for it) takes a workspace there that grows with
+  the square of the tokens: `obstacle` says so, and `varlen` has a deterministic backward.
 """
 
 from __future__ import annotations
@@ -41,25 +35,20 @@ _PACKED: dict[str, Any] = {
     "attn_mask_type": "padding_causal",
     "window_size": (-1, 0),
 }
-_SCHEMA = "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)"
-_BACKWARD_SCHEMA = (
-    "(Tensor d_output, Tensor q, Tensor k, Tensor v, Tensor output, Tensor statistics, Tensor rng_state, Tensor cu_seqlens,"
-    " int max_seqlen, float scale) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float, *, keep: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Causal attention within each document: q [T, H, D], k and v [T, KV, D], BF16 or FP16 -> output [T, H, D].
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention within each document: q [T, H, D], k and v [T, KV, D], BF16 or FP16 -> output [T, H, D], and for backward
+    softmax statistics [T, H, 1] FP32 and the state of the random numbers [2] int64 (unused without dropout).
 
     `cu_seqlens`: [slots + 1] int32, 0, the documents' ends, then T repeated. `max_seqlen`: no document is longer.
-    `scale`: what q k^T is multiplied by. `keep`: also return what backward needs beside the five tensors that it is given again:
-    softmax statistics [T, H, 1] FP32 and the state of the random numbers (unused without dropout); an empty tuple otherwise.
+    `scale`: what q k^T is multiplied by.
     """
     kernels = _kernels()
-    output, saved = kernels.fused_attn_fwd(
-        keep,
+    output, (statistics, rng_state) = kernels.fused_attn_fwd(
+        True,  # keep the statistics, in evaluation too: 64 bytes a token
         max_seqlen,
         max_seqlen,
         cu_seqlens,
@@ -75,7 +64,7 @@ def cudnn_forward(
         cuda_graph=torch.cuda.is_current_stream_capturing(),
         **_PACKED,
     )
-    return output, tuple(saved) if keep else ()
+    return output, statistics, rng_state
 
 
 def cudnn_backward(
@@ -84,7 +73,8 @@ def cudnn_backward(
     k: Tensor,
     v: Tensor,
     output: Tensor,
-    saved: tuple[Tensor, ...],
+    statistics: Tensor,
+    rng_state: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
     scale: float,
@@ -102,7 +92,7 @@ def cudnn_backward(
         output,
         d_output.contiguous(),
         q.dtype,
-        list(saved),
+        [statistics, rng_state],
         kernels.FusedAttnBackend["F16_arbitrary_seqlen"],
         cu_seqlens_q_padded=cu_seqlens,
         cu_seqlens_kv_padded=cu_seqlens,
@@ -173,37 +163,16 @@ def _kernels() -> ModuleType:
     return fused_attn
 
 
-# ── One operator to autograd and torch.compile ────────────────────────────────────────────────────────────────────────────────
-#
-# Only shapes are told to the compiler. The operator always keeps its statistics, an evaluation's too: 64 bytes a token.
+# ── One operator to autograd and torch.compile, which is told shapes alone ────────────────────────────────────────────────────
 
-
-@torch.library.custom_op("pretrain::cudnn_attention", mutates_args=(), schema=_SCHEMA)
-def _attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    output, (statistics, rng_state) = cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=True)
-    return output, statistics, rng_state
+_attend = torch.library.custom_op("pretrain::cudnn_attention", cudnn_forward, mutates_args=())
+_attend_backward = torch.library.custom_op("pretrain::cudnn_attention_backward", cudnn_backward, mutates_args=())
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     statistics = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
     return q.new_empty(q.shape), statistics, q.new_empty(2, dtype=torch.int64)
-
-
-@torch.library.custom_op("pretrain::cudnn_attention_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
-def _attend_backward(
-    d_output: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    statistics: Tensor,
-    rng_state: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return cudnn_backward(d_output, q, k, v, output, (statistics, rng_state), cu_seqlens, max_seqlen, scale)
 
 
 @_attend_backward.register_fake

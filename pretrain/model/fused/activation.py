@@ -1,14 +1,11 @@
 """SwiGLU and its gradient, quantized on the way, as Transformer Engine's tensors.
 
 Transformer Engine writes the gradient in BF16, reads it again to quantize and transpose it, and transposes the activated values
-in a kernel of its own. Here backward is one kernel (two for current scaling, whose scale needs the amax first), and it makes the
-transpose of the activated values besides: forward keeps four bytes of them, not a byte a value.
+in a kernel of its own. Here backward is one kernel, two for current scaling (pretrain.model.fused.activation_kernel).
 
 What is quantized has been rounded to BF16 first, as in the unfused model and in the emulation. So it is in Transformer Engine's
 own fused layers, but for the activated values under delayed scaling, which it quantizes from FP32: one code in some hundreds
-differs. Current scaling's amax is from before that rounding, there and here.
-
-Imported only where Transformer Engine can be.
+differs. Current scaling's amax is from before that rounding, there and here. Imported only where Transformer Engine is.
 """
 
 from __future__ import annotations
@@ -36,9 +33,8 @@ def swiglu(hidden: Tensor, quantizer: Any | None) -> tuple[Activated, Activated 
     """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], and what `swiglu_backward` is to be given of it.
 
     With a quantizer for FP8, and whole tiles, the result has rowwise data alone, and what is kept is its scale, FP32 [1], or
-    None: its usages are not asked. Every other quantizer makes what its usages say, as in TE's LayerNormMLP, and the result is
-    kept: to quantize it again would cost a read of `hidden`, and NVFP4's transpose is not one of the same numbers. Without a
-    quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
+    None: its usages are not asked. Every other quantizer makes what its usages say, and the result is kept: NVFP4's transpose is
+    not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
     """
     scaled = _scaled(quantizer)
     if not _takes(hidden, quantizer):
@@ -59,11 +55,10 @@ def swiglu(hidden: Tensor, quantizer: Any | None) -> tuple[Activated, Activated 
 def swiglu_backward(
     d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any | None, kept: Activated | None, activated_quantizer: Any | None
 ) -> tuple[Activated, Activated]:
-    """The gradient of `hidden` [T, 2 F] as its product's backward takes it, and the activated values [T, F] as the next
-    product's weight gradient takes them: columnwise, quantized with forward's scale.
+    """The gradient of `hidden` [T, 2 F] as its product's backward takes it (what the usages of `gradient_quantizer` say), and the
+    activated values [T, F] as the next product's weight gradient takes them: columnwise, quantized with forward's scale.
 
-    `d_activated` [T, F] and `hidden`, the same as in forward, are BF16; `kept` is what forward returned. The gradient has what
-    the usages of `gradient_quantizer` say. Raises TypeError for quantizers of different kinds.
+    `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. TypeError for quantizers of different kinds.
     """
     scaled = _scaled(activated_quantizer)
     if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not _scaled(gradient_quantizer):
@@ -73,7 +68,8 @@ def swiglu_backward(
         return tex.dswiglu(d_activated, hidden, gradient_quantizer), kept
     if gradient_quantizer is None:
         return kernel.backward_bf16(d_activated, hidden)
-    device, usages = hidden.device, _usages(gradient_quantizer)
+    device = hidden.device
+    usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
     if scaled is BlockScaled:
         d_hidden, gradient = _block_scaled(gradient_quantizer, hidden.shape, device, **usages)
         activated, again = _block_scaled(activated_quantizer, d_activated.shape, device, rows=False, columns=True)
@@ -100,10 +96,6 @@ def _scaled(quantizer: Any | None) -> Scaled | None:
     if isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 1:
         return BlockScaled
     return None
-
-
-def _usages(quantizer: Any) -> dict[str, bool]:
-    return {"rows": quantizer.rowwise_usage, "columns": quantizer.columnwise_usage}
 
 
 def _tensor_scaled(

@@ -1,15 +1,14 @@
 """SwiGLU and its gradient on a GPU, written in the formats of the products that follow: one kernel, each value read once.
 
 `hidden` [T, 2 F] holds the gate in its first half and up in its second; activated = silu(gate) * up, in FP32 from BF16. Backward
-reads `hidden` anyway, for the gradient, and makes the activated values again on the way: their transpose, which only the weight
-gradient needs, costs a byte a value to write there and no memory from forward to backward.
-
-Nothing is fused that is written apart, so what backward makes again has the bits that forward had.
+reads `hidden` anyway and makes the activated values again on the way: their transpose, which only the weight gradient needs,
+costs no memory from forward to backward. Multiplications and additions are not fused, so both have the same bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,8 +29,7 @@ from pretrain.precision.fp8_tile import (
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """What one program takes, and with how many warps."""
 
     rows: int
@@ -64,10 +62,6 @@ class TensorScaled:
     epsilon: float = 0.0  # current scaling: the least amax
     power_of_two: bool = False  # current scaling
 
-    @property
-    def current(self) -> bool:
-        return self.scale is None
-
 
 @dataclass(frozen=True)
 class BlockScaled:
@@ -80,9 +74,6 @@ class BlockScaled:
     columns_scale_inv: Tensor | None  # FP32 [M / 128, K]
     epsilon: float = 0.0
     power_of_two: bool = True
-
-
-# ── The functions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -259,9 +250,6 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
     store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
 
 
-# ── Launches ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
     tile = BACKWARD_BLOCKS if to is BlockScaled else TILE
@@ -272,7 +260,7 @@ def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -
 def forward(hidden: Tensor, activated: TensorScaled, tile: Tile = TILE) -> None:
     """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
     width = hidden.shape[1] // 2
-    if activated.current:
+    if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
     _swiglu_forward[_grid(hidden, tile)](
         hidden,
@@ -314,7 +302,7 @@ def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activa
 
     The latter are written with the scale that `activated` gives, rounded to BF16 first where `d_hidden` is (current scaling).
     """
-    if d_hidden.current:
+    if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
     _swiglu_backward[_grid(hidden, tile)](
         d_activated,
@@ -373,9 +361,9 @@ def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile = TILE) -> tup
     return d_hidden, activated
 
 
-def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor, tile: Tile = TILE) -> None:
-    arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, tile.rows, tile.columns)
-    _swiglu_amax[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
+    arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, TILE.rows, TILE.columns)
+    _swiglu_amax[_grid(hidden, TILE)](*arguments, num_warps=TILE.warps, enable_fp_fusion=False)
 
 
 def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:

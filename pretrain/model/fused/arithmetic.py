@@ -4,13 +4,11 @@ The arithmetic here is by torch's own operations: any device, any dtype, nothing
 reference of the arithmetic on Transformer Engine, which is its subclass (pretrain.model.fused.te_arithmetic).
 
 An operand is a tensor as a product takes it: quantized, or as it was. What makes it is told which product it is for, so that a
-norm or an activation can write it in the format of that product's input and nothing is read and written once more to round it.
+norm or an activation can write it in the format of that product's input.
 
-Queries, keys and values are one product of the same input, as gate and up are, and one large product is faster than three. Their
-parameters are laid into one storage, one after the other, so the stacked matrix is a view and costs nothing. Whoever looks at a
-parameter sees its own shape and name: optimizer, checkpoints and export know nothing of the stack. FSDP2 shards parameters one by
-one and gathers them apart; there the matrix is put together when it is used. The same happens where a model was copied or
-converted after its layers were fused: right, and slower.
+Queries, keys and values are one product, as gate and up are: one large product is faster than three. Their parameters are laid
+into one storage, one after the other, so the stacked matrix is a view, and optimizer, checkpoints and export know nothing of it.
+Where they lie apart (FSDP2 gathers them so), the matrix is put together when it is used: right, and slower.
 """
 
 from __future__ import annotations
@@ -30,15 +28,13 @@ from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observation import dtype_name
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
+APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # as torch names them
 Operand = Any  # a Tensor, or a quantized tensor of Transformer Engine
 
 
 class StackedWeight:
-    """The weights [out_i, in] of `linears` as one matrix [sum of out_i, in], and their biases as one vector.
-
-    `linears` are nn.Linear, or one transformers Conv1D, whose weight [in, out] is then `transposed`. Parameters are looked up
-    at each use, as FSDP2 exchanges them.
-    """
+    """The weights of `linears` (nn.Linear, or one Conv1D, whose weight [in, out] is `transposed`) as one matrix [sum of out, in],
+    and their biases as one vector. Parameters are looked up at each use, as FSDP2 exchanges them."""
 
     def __init__(self, linears: Sequence[nn.Module]) -> None:
         self.linears = tuple(linears)
@@ -153,10 +149,7 @@ class StackedProduct:
         self._arithmetic = arithmetic
 
     def begin(self, x: Tensor) -> None:
-        """Before the first use in a forward over `x` [tokens, ...]."""
-
-    def end(self) -> None:
-        """After the last use in a forward."""
+        """Before the first use in a forward over `x` [tokens, ...]; `forward` is the last."""
 
     def operand(self, x: Tensor) -> Operand:
         """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
@@ -197,16 +190,15 @@ class StackedProduct:
             return self.weights.matrix(dtype)
         return self.weights.cached_matrix(dtype, refresh=refresh)
 
-    def _note(self, gemm: str, left: Tensor, right: Tensor) -> None:
-        self._arithmetic.context.note(self.members, gemm, left, right, lambda operand: dtype_name(operand.dtype))
+    def _note(self, gemm: str, left: Operand, right: Operand) -> None:
+        self._arithmetic.context.note(self.members, gemm, left, right, self._kind)
+
+    def _kind(self, operand: Operand) -> str:
+        return dtype_name(operand.dtype)
 
 
 class Arithmetic:
-    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype.
-
-    In the first microbatch of a step it casts (or quantizes) the weights; the others share what was made there. The context tells
-    the microbatch, and is told of every product and its operands.
-    """
+    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype."""
 
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context
@@ -215,9 +207,7 @@ class Arithmetic:
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
     ) -> StackedProduct:
-        """Of the linears `members`; `low_precision`: in the run's low precision, which torch's products have not (ValueError)."""
-        if low_precision:
-            raise ValueError(f"{name}: torch has no product in low precision")
+        """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
         return StackedProduct(name, members, weights, self)
 
     def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
@@ -262,7 +252,7 @@ class Arithmetic:
         """The gradient of `hidden` as the output gradient of `below`, the activated values as the weight gradient of `above`
         takes them, and the gradients of the biases of `below`."""
         if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximation(kind))
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             activated = _activated(hidden, kind)
         else:
             gate, up = hidden.float().chunk(2, dim=-1)
@@ -286,8 +276,7 @@ class Arithmetic:
         """After that backward."""
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
-        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. In a forward that
-        will not be differentiated nothing need be kept."""
+        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes."""
         ctx.save_for_backward(*operands)
 
     def saved(self, ctx: FunctionCtx) -> list[Operand | None]:
@@ -299,9 +288,4 @@ def _activated(hidden: Tensor, kind: Activation) -> Tensor:
     if kind == "swiglu":
         gate, up = hidden.float().chunk(2, dim=-1)
         return (F.silu(gate) * up).to(hidden.dtype)
-    return F.gelu(hidden, approximate=approximation(kind))
-
-
-def approximation(kind: Activation) -> str:
-    """Of a GELU, as torch names it."""
-    return "tanh" if kind == "gelu_tanh" else "none"
+    return F.gelu(hidden, approximate=APPROXIMATIONS[kind])

@@ -3,10 +3,9 @@
 A layer is fused where it is exactly one of the classes known here: a subclass may compute something else. Its modules and
 parameters stay where they are; only its `forward` is another, and without packed documents, as in generation, it is the old one.
 
-Each piece of a fused layer does in one autograd node what autograd would otherwise do in many. What is gained: a norm's output is
-written once, in the format of the product that reads it; the residual's gradient is added where the norm's is computed; weight
-gradients go straight to where a step's gradients add up; queries and keys, cheap to make again from what their product left, are
-not kept for backward.
+Each piece of a fused layer does in one autograd node what autograd would otherwise do in many. So a norm's output is written
+once, in the format of the product that reads it, the residual's gradient is added where the norm's is computed, and weight
+gradients go straight to where a step's gradients add up.
 """
 
 from __future__ import annotations
@@ -75,10 +74,9 @@ def not_fused_because(setting: Setting, active: ActivePrecision, device_type: st
 
 
 def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
-    """Why fused layers gain nothing where nothing is quantized. On a CPU the demo's model trains 5 to 6 % slower so
-    (benchmarks/results/cpu_fused.json)."""
+    """Why fused layers gain nothing where nothing is quantized."""
     if device_type == "cpu":
-        return "it gains nothing on a CPU"
+        return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
     if dtype != torch.bfloat16:
         return "on a GPU it gains in BF16 and below"
     lacking = transformer_engine.missing()
@@ -108,7 +106,7 @@ class Parts:
 def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, bool]:
     """Why `layer`, called `name` in its model, stays unfused, None if it does not; and whether all of it is in low precision.
 
-    `decisions`: what each linear is to compute in, empty where nothing is quantized.
+    `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ, it stays unfused.
     """
     inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
     low = {decisions[linear].reason is None for linear in inner} if decisions else {False}
@@ -209,8 +207,7 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, name: str, arithmetic: Arithmetic, *, low_precision: bool) -> None:
         """`layer`, called `name` in its model, in low precision or else in the context's compute dtype."""
-        parts = parts_of(layer)
-        self.parts = parts
+        self.parts = parts = parts_of(layer)
         self.low_precision = low_precision
         self._arithmetic = arithmetic
         self.unfused = layer.forward
@@ -232,18 +229,9 @@ class FusedLayer:
         return self.qkv, self.output, self.below, self.above
 
     @torch.compiler.disable
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        *args: Any,
-        cu_seqlens: Tensor | None = None,
-        position_embeddings: tuple[Tensor, Tensor] | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """[1, tokens, hidden] -> the same; with `cu_seqlens` of packed documents, else as transformers does it."""
-        if cu_seqlens is None:
-            if position_embeddings is not None:
-                kwargs["position_embeddings"] = position_embeddings
+        if kwargs.get("cu_seqlens") is None:
             return self.unfused(hidden_states, *args, **kwargs)
         # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
         x, parts, arithmetic = hidden_states.squeeze(0), self.parts, self._arithmetic
@@ -251,7 +239,7 @@ class FusedLayer:
         qkv, x = NormProduct.apply(
             arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
         )
-        attended = self._attend(qkv, position_embeddings, cu_seqlens, **kwargs)
+        attended = self._attend(qkv, **kwargs)
         x = ProductAdd.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
         parameters = (*parts.mlp_norm.parameters, *self.below.weights.parameters, *self.above.weights.parameters)
         return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, x, *parameters)[None]
@@ -259,10 +247,10 @@ class FusedLayer:
     def _attend(
         self,
         qkv: Tensor,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-        cu_seqlens: Tensor,
         *,
+        cu_seqlens: Tensor,
         max_seqlen: int,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
         document_mask: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
@@ -275,28 +263,22 @@ class FusedLayer:
         else:
             cos, sin = (table.flatten(0, -2) for table in position_embeddings)
             if name == "packed_cudnn":
-                scale = attention.scaling
-                return RotatedAttention.apply(qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, scale, *norms)
+                return RotatedAttention.apply(qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, attention.scaling, *norms)
             q, k, v = Rotation.apply(qkv, cos, sin, heads, eps, *norms)
         function = AttentionInterface().get_interface(name, None)
-        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "scaling": attention.scaling}
-        if document_mask is not None:
-            options["document_mask"] = document_mask
+        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask}
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
-        return function(attention, q, k, v, None, **options)[0].squeeze(0).flatten(1)
+        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(0).flatten(1)
 
 
 # ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Parameters are arguments only so that autograd, and through it DistributedDataParallel and FSDP2, knows of them: the products
-# look them up themselves.
+# Parameters are arguments only so that autograd, and through it DDP and FSDP2, knows of them: products look them up themselves.
 
 
 class NormProduct(torch.autograd.Function):
-    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual.
-
-    Handing x on is what lets backward have both of its gradients at once, and add them in the norm's own kernel.
-    """
+    """x [tokens, hidden] -> norm(x) w^T + b [tokens, out], and x itself, for the residual: so backward has both of its gradients
+    at once, and adds them in the norm's own kernel."""
 
     @staticmethod
     def forward(
@@ -306,7 +288,6 @@ class NormProduct(torch.autograd.Function):
         ctx.is_first_in_forward = arithmetic.is_first_in_forward()
         normed, statistics = arithmetic.norm(x, norm, product)
         y = product.forward(normed)
-        product.end()
         ctx.pieces = (arithmetic, norm, product)
         ctx.set_materialize_grads(False)
         arithmetic.save(ctx, x, normed, *statistics)
@@ -337,7 +318,6 @@ class ProductAdd(torch.autograd.Function):
         product.begin(x)
         operand = product.operand(x)
         y = product.forward(operand)
-        product.end()
         ctx.pieces = (arithmetic, product)
         arithmetic.save(ctx, operand)
         return y.add_(residual)
@@ -370,11 +350,9 @@ class NormMLPAdd(torch.autograd.Function):
         below.begin(x)
         normed, statistics = arithmetic.norm(x, norm, below)
         hidden = below.forward(normed)
-        below.end()
         above.begin(hidden)
         activated, kept = arithmetic.activate(hidden, activation, above)
         y = above.forward(activated)
-        above.end()
         ctx.pieces = (arithmetic, norm, below, activation, above)
         arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
         return y.add_(x)
@@ -398,8 +376,7 @@ class NormMLPAdd(torch.autograd.Function):
 
 
 class Rotation(torch.autograd.Function):
-    """The rows of qkv [tokens, (query + 2 kv) x dim] -> q [tokens, query, dim], k and v [tokens, kv, dim]: normed where the model
-    norms them, turned by their positions."""
+    """`rotate`, differentiable."""
 
     @staticmethod
     def forward(
@@ -420,12 +397,8 @@ class Rotation(torch.autograd.Function):
 
 
 class RotatedAttention(torch.autograd.Function):
-    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim].
-
-    Where heads are normed, backward needs qkv, and queries, keys and values are made again from it, in a hundredth of a step's
-    time: kept beside it, they would be 8 of the 65 KB that a token leaves in a layer of Qwen3-1.7B. Elsewhere they are kept in
-    its place.
-    """
+    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim]. Where heads are normed, backward needs qkv, and
+    makes queries, keys and values again from it; elsewhere they are kept in its place."""
 
     @staticmethod
     def forward(
@@ -441,8 +414,7 @@ class RotatedAttention(torch.autograd.Function):
         *norms: Tensor,
     ) -> Tensor:
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
-        keep = any(ctx.needs_input_grad)
-        output, kept = cudnn.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale, keep=keep)
+        output, *kept = cudnn.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale)
         ctx.heads, ctx.eps, ctx.norms = heads, eps, len(norms)
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
         ctx.save_for_backward(cos, sin, cu_seqlens, output, *kept, *((qkv, *norms) if norms else (q, k, v)))
@@ -459,7 +431,7 @@ class RotatedAttention(torch.autograd.Function):
         else:
             qkv, head_norms, (q, k, v) = None, None, rest
         dq, dk, dv = cudnn.cudnn_backward(
-            d_output.view(output.shape), q, k, v, output, (statistics, random_state), cu_seqlens, ctx.max_seqlen, ctx.scale
+            d_output.view(output.shape), q, k, v, output, statistics, random_state, cu_seqlens, ctx.max_seqlen, ctx.scale
         )
         del q, k, v, rest
         dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
@@ -467,8 +439,6 @@ class RotatedAttention(torch.autograd.Function):
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:
-    """In the dtype of activations, as the unfused layer's working copies are: FP32 weights compute what exact BF16 ones do.
-
-    Cast in here and not before: autograd would round the gradients to that dtype on their way back.
-    """
+    """In the dtype of activations, as the unfused layer's working copies are. Cast in here and not before: autograd would round
+    the gradients to that dtype on their way back."""
     return HeadNorms(*(norm.to(dtype) for norm in norms), eps) if norms else None

@@ -4,14 +4,11 @@
     y = n * cos + rotate_half(n) * sin              (transformers' apply_rotary_pos_emb)
 
 `cos` and `sin` hold every angle twice, once for each half of a head, and only the first half is read. With x1, x2 for the halves
-of a head, y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin: two columns of halves, never shuffled. The scaling that YaRN puts on
-attention is part of `cos` and `sin`, so backward is the transposed rotation and not the inverse one.
+of a head, y1 = x1 cos - x2 sin and y2 = x2 cos + x1 sin. The scaling that YaRN puts on attention is part of `cos` and `sin`, so
+backward is the transposed rotation and not the inverse one.
 
-Both directions are functions without a graph, for an autograd.Function to call. They compute in FP32 (FP64 for FP64) and round
-once, at the end, where the unfused model rounds the norm, its weight's product and both products of the rotation: what comes out
-is nearer to the exact result, and equal to the unfused model's in FP32 and FP64 up to the order of operations.
-
-A GPU runs one Triton kernel a direction, every value read once and written once; all else runs the formulas as torch operations.
+Both directions are functions without a graph. They compute in FP32 (FP64 for FP64) and round once, at the end, where the unfused
+model rounds four times. A GPU runs one Triton kernel a direction; all else runs the formulas as torch operations.
 """
 
 from __future__ import annotations
@@ -26,20 +23,16 @@ KERNEL_DIMS = (32, 64, 128, 256)
 
 
 def has_kernel(rows: Tensor, heads: Heads) -> bool:
-    """Whether rows like these are the kernel's to rotate: on CUDA, at most 32 bits a value, a head of 32, 64, 128 or 256 values.
-
-    Other heads (96 values in Phi-3, 80 in Phi-2) would leave lanes of a tile idle; torch's operations serve them.
-    """
+    """Whether rows like these are the kernel's to rotate; other heads (80 values in Phi-2) would leave lanes of a tile idle."""
     return rows.is_cuda and rows.dtype in KERNEL_DTYPES and heads.dim in KERNEL_DIMS
 
 
 def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Split the rows of `qkv` [T, heads.width], normalise and rotate: queries [T, query, dim], keys and values [T, kv, dim].
+    """Split the rows of `qkv` [T, heads.width], contiguous, normalise and rotate: queries [T, query, dim], keys and values
+    [T, kv, dim], contiguous and in qkv's dtype.
 
-    `cos`, `sin`: [T, dim], their halves equal, any float dtype. The results are contiguous and in qkv's dtype. Raises
-    ValueError where shapes disagree.
+    `cos`, `sin`: [T, dim], their halves equal, any float dtype; ValueError for angles of another shape.
     """
-    _check_rows(qkv, heads)
     _check_angles(cos, sin, len(qkv), heads)
     if has_kernel(qkv, heads):
         from pretrain.model.fused import rotary_kernel
@@ -62,17 +55,8 @@ def rotate_backward(
 
     `dq`, `dk`, `dv`: of the shapes and dtype that `rotate` returned, any strides. `qkv`: what `rotate` was given; without norms
     it is not read and may be None, and the weights' gradients are None. These are sums in an order that shapes alone decide, so
-    that a run can be repeated bit for bit. Raises ValueError where shapes disagree.
+    that a run can be repeated bit for bit.
     """
-    shapes = [tuple(gradient.shape) for gradient in (dq, dk, dv)]
-    tokens = len(dq)
-    if shapes != [(tokens, count, heads.dim) for count in (heads.query, heads.kv, heads.kv)]:
-        raise ValueError(f"gradients of shapes {shapes} are not those of {heads}")
-    _check_angles(cos, sin, tokens, heads)
-    if norms is not None:
-        if qkv is None:
-            raise ValueError("the backward of a norm needs the qkv that went into it")
-        _check_rows(qkv, heads)
     if has_kernel(dq, heads):
         from pretrain.model.fused import rotary_kernel
 
@@ -80,17 +64,10 @@ def rotate_backward(
     return rotate_backward_by_formula(dq, dk, dv, qkv, cos, sin, heads, norms)
 
 
-def _check_rows(qkv: Tensor, heads: Heads) -> None:
-    if qkv.ndim != 2 or qkv.shape[1] != heads.width or not qkv.is_contiguous():
-        raise ValueError(f"qkv is contiguous and [T, {heads.width}] for {heads}, not {list(qkv.shape)} in strides {qkv.stride()}")
-
-
 def _check_angles(cos: Tensor, sin: Tensor, tokens: int, heads: Heads) -> None:
+    """An architecture that rotates a part of each head has narrower angles, beyond which a kernel would read."""
     if cos.shape != (tokens, heads.dim) or sin.shape != cos.shape:
         raise ValueError(f"cos and sin are [{tokens}, {heads.dim}], not {list(cos.shape)} and {list(sin.shape)}")
-
-
-# ── The formulas, as torch operations ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rotate_by_formula(
@@ -98,7 +75,7 @@ def rotate_by_formula(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`rotate` on any device."""
     q, k, v = heads.split(qkv)
-    cos, sin = _angles(cos, sin, heads, _compute_dtype(qkv))
+    cos, sin = _angles(cos, sin, heads, qkv)
     q = _rotated(q if norms is None else _normalised(q, norms.query, norms.eps)[0], cos, sin)
     k = _rotated(k if norms is None else _normalised(k, norms.key, norms.eps)[0], cos, sin)
     return q.to(qkv.dtype), k.to(qkv.dtype), v.contiguous()
@@ -115,7 +92,7 @@ def rotate_backward_by_formula(
     norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`rotate_backward` on any device."""
-    cos, sin = _angles(cos, sin, heads, _compute_dtype(dq))
+    cos, sin = _angles(cos, sin, heads, dq)
     dqkv = dq.new_empty(len(dq), heads.width)
     into_q, into_k, into_v = heads.split(dqkv)
     into_v.copy_(dv)
@@ -130,12 +107,9 @@ def rotate_backward_by_formula(
     return dqkv, query_norm, key_norm
 
 
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
-def _angles(cos: Tensor, sin: Tensor, heads: Heads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The first halves, [T, 1, dim / 2], to stand beside all heads of a token."""
+def _angles(cos: Tensor, sin: Tensor, heads: Heads, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The first halves, [T, 1, dim / 2], to stand beside all heads of a token, in the dtype that `values` are computed in."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
     return tuple(angle[:, None, : heads.dim // 2].to(dtype) for angle in (cos, sin))
 
 
@@ -147,17 +121,14 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """x over its root mean square, times the weight; x over its root mean square alone; and the factor that made it so."""
-    x = x.to(_compute_dtype(x))
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
     factor = torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps)
     normal = x * factor
     return normal * weight.to(x.dtype), normal, factor
 
 
 def _normalised_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the weight, from that of `_normalised(x)[0]`.
-
-    The gradient of x loses its part along x: scaling a head changes nothing once the head is normalised.
-    """
+    """Gradients of x and of the weight, from that of `_normalised(x)[0]`."""
     _, normal, factor = _normalised(x, weight, eps)
     weighted = gradient * weight.to(gradient.dtype)
     along = (weighted * normal).mean(dim=-1, keepdim=True)

@@ -1,12 +1,10 @@
 """The rotation of queries and keys on a GPU: one launch a direction, every value read once and written once.
 
 A tile is some tokens by a block of neighbouring heads, each head as two columns of halves, so that what is rotated against each
-other lies in the same registers. A block holds only query heads, only key heads or only value heads: it has one norm weight and
-one tensor to write to, both known to the whole program, and no head needs a mask. Blocks of the same tokens run side by side, so
-of their programs the first brings cos and sin from memory and the others find them in the cache.
+other lies in the same registers. A block holds only query heads, only key heads or only value heads, and so has one norm weight
+and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
 
-The launches are bound by memory: what counts is how many bytes of loads a multiprocessor has under way. So tiles are small enough
-that it holds five or more, 40 to 64 KB, and `benchmarks/fused_kernels.py` times the tilings that were not chosen as well.
+The launches are bound by memory, so tiles are so small that a multiprocessor holds five or more.
 
 Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
 added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,
@@ -37,6 +35,7 @@ class RotaryTiling:
 FORWARD = RotaryTiling(4096, 4)
 BACKWARD = RotaryTiling(2048, 4)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
+_NO_NORMS = HeadNorms(None, None, 0.0)
 
 
 @triton.jit
@@ -191,26 +190,22 @@ def rotate(
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
-    cut = _cut(heads, tiling)
-    blocks = heads.count // cut.heads
+    *_, block, rows = layout = _layout(heads, tiling)
+    norms = norms or _NO_NORMS
     if tokens:
         with torch.cuda.device_of(qkv):
-            _rotate_forward[(blocks * triton.cdiv(tokens, cut.tokens),)](
+            _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
                 qkv,
                 cos.contiguous(),
                 sin.contiguous(),
-                None if norms is None else norms.query,
-                None if norms is None else norms.key,
+                norms.query,
+                norms.key,
                 q,
                 k,
                 v,
                 tokens,
-                0.0 if norms is None else norms.eps,
-                heads.query,
-                heads.kv,
-                heads.dim,
-                cut.heads,
-                cut.rows,
+                norms.eps,
+                *layout,
                 num_warps=tiling.warps,
             )
     return q, k, v
@@ -232,13 +227,14 @@ def rotate_backward(
     tokens = len(dq)
     dqkv = dq.new_empty(tokens, heads.width)
     dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
-    cut = _cut(heads, tiling)
-    blocks, rotated = heads.count // cut.heads, heads.rotated // cut.heads
-    programs = triton.cdiv(tokens, cut.tokens)
+    *_, block, rows = layout = _layout(heads, tiling)
+    blocks = heads.count // block
+    programs = triton.cdiv(tokens, rows // block)
     sums = None
     if norms is not None:
         programs = min(programs, max(1, tiling.programs // blocks))
-        sums = torch.empty(programs, rotated, heads.dim, dtype=torch.float32, device=dq.device)
+        sums = torch.empty(programs, heads.rotated // block, heads.dim, dtype=torch.float32, device=dq.device)
+    norms = norms or _NO_NORMS
     if tokens:
         with torch.cuda.device_of(dq):
             _rotate_backward[(blocks * programs,)](
@@ -248,42 +244,26 @@ def rotate_backward(
                 *dq.stride()[:2],
                 *dk.stride()[:2],
                 *dv.stride()[:2],
-                None if norms is None else qkv,
+                None if norms is _NO_NORMS else qkv,
                 cos.contiguous(),
                 sin.contiguous(),
-                None if norms is None else norms.query,
-                None if norms is None else norms.key,
+                norms.query,
+                norms.key,
                 dqkv,
                 sums,
                 tokens,
-                0.0 if norms is None else norms.eps,
-                heads.query,
-                heads.kv,
-                heads.dim,
-                cut.heads,
-                cut.rows,
+                norms.eps,
+                *layout,
                 num_warps=tiling.warps,
             )
     if sums is None:
         return dqkv, None, None
-    queries = heads.query // cut.heads
+    queries = heads.query // block
     return dqkv, sums[:, :queries].sum(dim=(0, 1)), sums[:, queries:].sum(dim=(0, 1))
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """A tile: `rows` heads, of them `heads` of each token."""
-
-    rows: int
-    heads: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows // self.heads
-
-
-def _cut(heads: Heads, tiling: RotaryTiling) -> _Cut:
-    """A block has as many heads as a power of two that divides both the queries' and the keys' number."""
+def _layout(heads: Heads, tiling: RotaryTiling) -> tuple[int, int, int, int, int]:
+    """The kernels' constants, `query` to `rows`. A block has as many heads as a power of two that divides queries and keys."""
     both = heads.query | heads.kv
     rows = tiling.values // heads.dim
-    return _Cut(rows, min(both & -both, MOST_HEADS, rows))
+    return heads.query, heads.kv, heads.dim, min(both & -both, MOST_HEADS, rows), rows

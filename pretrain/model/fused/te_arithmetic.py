@@ -1,16 +1,12 @@
 """The arithmetic of fused layers on Transformer Engine: its quantizers, norms and matrix products, called one by one.
 
 Its LayerNormLinear and LayerNormMLP fuse less: they add the residual's gradient in a kernel of its own, write the gradient of
-SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist. Here its kernels are called in the order
-that touches memory least, and two of our own take the place of its activation's (pretrain.model.fused.activation).
-
-Imported only where Transformer Engine can be.
+SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not exist. Imported only where Transformer Engine is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +21,7 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
-from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight, approximation
+from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import operand_kind
 from pretrain.precision.transformer_engine import split_accumulator
@@ -35,41 +31,24 @@ _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backen
 
 
 class TEStackedProduct(StackedProduct):
-    """`holder`: the te.Linear that has the quantizers, None in BF16."""
-
-    def __init__(
-        self,
-        name: str,
-        members: tuple[str, ...],
-        weights: StackedWeight,
-        arithmetic: TransformerEngineArithmetic,
-        holder: nn.Module | None,
-    ) -> None:
-        super().__init__(name, members, weights, arithmetic)
-        self.low_precision = False  # of the forward under way, and of its backward
-        self._holder = holder
-
-    # ── Forward ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    holder: nn.Module | None = None  # the te.Linear that has the quantizers, None in BF16
+    low_precision = False  # of the forward under way, and of its backward
 
     def begin(self, x: Tensor) -> None:
-        self.low_precision = self._holder is not None and self._arithmetic.context.low_precision
+        self.low_precision = self.holder is not None and self._arithmetic.context.low_precision
         if self.low_precision:
-            self._holder.prepare_forward(x)
-            forward, backward = (self._holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
+            self.holder.prepare_forward(x)
+            forward, backward = (self.holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
             for quantizer in (*forward[:2], backward[0]):
                 quantizer.internal = True  # bare storage in place of tensors that autograd could see
             for quantizer in (forward[0], backward[0]):
                 quantizer.optimize_for_gemm = True
 
-    def end(self) -> None:
-        if self.low_precision:
-            self._holder.end_forward()
-
     def input_quantizer(self, *, columnwise: bool) -> Any | None:
         """Of this product's input, None in BF16. `columnwise`: for the weight's gradient too, if there will be one."""
         if not self.low_precision:
             return None
-        quantizer = self._holder.quantizers["scaling_fwd"][0]
+        quantizer = self.holder.quantizers["scaling_fwd"][0]
         quantizer.set_usage(rowwise=True, columnwise=columnwise and self._arithmetic.differentiable)
         return quantizer
 
@@ -81,15 +60,16 @@ class TEStackedProduct(StackedProduct):
     def forward(self, x: Operand) -> Tensor:
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
         self._note("forward", x, weight)
-        return self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
-
-    # ── Backward ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        y = self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
+        if self.low_precision:
+            self.holder.end_forward()
+        return y
 
     def gradient_quantizer(self) -> Any | None:
         """Of this product's output gradient, None in BF16."""
         if not self.low_precision:
             return None
-        quantizer = self._holder.quantizers["scaling_bwd"][0]
+        quantizer = self.holder.quantizers["scaling_bwd"][0]
         quantizer.set_usage(rowwise=True, columnwise=True)
         return quantizer
 
@@ -117,15 +97,13 @@ class TEStackedProduct(StackedProduct):
         self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
         return [None] * len(self.weights.weights)
 
-    # ── Both ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def show(self, role: Role, tensor: Tensor) -> None:
         """To whoever looks at operands: the statistics of a step."""
         if self.low_precision:
             self._arithmetic.context.show(self.name, role, tensor, self)
 
-    def _note(self, gemm: str, left: Operand, right: Operand) -> None:
-        self._arithmetic.context.note(self.members, gemm, left, right, partial(operand_kind, te))
+    def _kind(self, operand: Operand) -> str:
+        return operand_kind(te, operand)
 
     @property
     def watched(self) -> bool:
@@ -135,15 +113,15 @@ class TEStackedProduct(StackedProduct):
         """[out, in] as the products take it: quantized once a step, kept for the microbatches that follow."""
         if not self.low_precision:
             return self._matrix(refresh=refresh)
-        kept = self._holder._fp8_workspaces
+        kept = self.holder._fp8_workspaces
         if not refresh and _WEIGHT in kept:
             return kept[_WEIGHT]
         weight, differentiable = self.weights.matrix(torch.bfloat16), self._arithmetic.differentiable
         self.show("weight", weight)
-        quantizer = self._holder.quantizers["scaling_fwd"][1]
+        quantizer = self.holder.quantizers["scaling_fwd"][1]
         quantizer.set_usage(rowwise=True, columnwise=differentiable)
         # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
-        quantizer.optimize_for_gemm = self._holder._enable_weight_preswizzle(quantizer, weight)
+        quantizer.optimize_for_gemm = self.holder._enable_weight_preswizzle(quantizer, weight)
         if not differentiable:  # evaluation neither uses nor replaces the copy that training made
             return quantizer(weight)
         kept.pop(_WEIGHT, None)
@@ -162,12 +140,10 @@ class TransformerEngineArithmetic(Arithmetic):
     """BF16 activations; products in BF16 or in the precision of the context's backend."""
 
     def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> TEStackedProduct:
-        holder = None
+        product = TEStackedProduct(name, members, weights, self)
         if low_precision:
-            holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
-        return TEStackedProduct(name, members, weights, self, holder)
-
-    # ── Norms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+            product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
+        return product
 
     def norm(self, x: Tensor, norm: Norm, product: TEStackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
         if product.watched:
@@ -186,14 +162,12 @@ class TransformerEngineArithmetic(Arithmetic):
         dx, *gradients = backward(dy, x, *statistics, weight, 0, False)
         return dx if residual is None else dx.add_(residual), gradients[: len(norm.parameters)]
 
-    # ── Activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def activate(self, hidden: Tensor, kind: Activation, product: TEStackedProduct) -> tuple[Operand, Operand]:
         if kind == "swiglu":
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             return swiglu(hidden, product.input_quantizer(columnwise=True))
-        activated = product.operand(F.gelu(hidden, approximate=approximation(kind)))
+        activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 
     def activate_backward(
@@ -206,7 +180,7 @@ class TransformerEngineArithmetic(Arithmetic):
         above: TEStackedProduct,
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind != "swiglu":
-            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=approximation(kind))
+            d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             return below.gradient_operand(d_hidden), kept, below.weights.bias_gradients(d_hidden)
         biases = []
         if below.watched or below.weights.biases:  # who looks at the gradient, or sums it, wants it unquantized
@@ -215,8 +189,6 @@ class TransformerEngineArithmetic(Arithmetic):
             biases = below.weights.bias_gradients(in_bf16)
         quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
-
-    # ── Around a forward and its backward ─────────────────────────────────────────────────────────────────────────────────────
 
     def is_first_in_forward(self) -> bool:
         if not FP8GlobalStateManager.is_fp8_enabled():

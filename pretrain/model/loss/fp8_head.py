@@ -1,12 +1,11 @@
 """The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk: a `ChunkLoss`.
 
-te.Linear knows nothing of what becomes of its logits. Given their gradient in BF16 it quantizes and transposes it, and returns
-the weight's gradient for each chunk apart, to be added to the last one's. Here the softmax writes the gradient as FP8 operands,
-and the product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
+Here the softmax writes the logits' gradient as FP8 operands, which te.Linear would quantize and transpose from BF16, and the
+product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
 histories, its copy of the quantized weight, its GEMM, called where the audit looks on.
 
-For one scale a tensor (delayed and current scaling) on GPUs whose FP8 products read both operands along the inner dimension, up
-to Hopper. Blackwell's take any layout; nothing is measured there, and the head takes the path of every other product.
+For one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8 products read both operands along the inner
+dimension.
 """
 
 from __future__ import annotations
@@ -36,29 +35,16 @@ _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2
 def fused_head(
     product: TransformerEngineProduct, weight: Tensor, *, first_microbatch: bool, show: Show | None
 ) -> Iterator[ChunkLoss]:
-    """`product` as the LM head with its loss, around the chunks of one forward with gradients. weight [vocabulary, hidden].
+    """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
 
-    `show` is called with each operand as it stands before it is quantized: its role, and the tensor in BF16.
+    weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. `show` is called with each operand as it
+    stands before it is quantized: its role, and the tensor in BF16.
     """
-    backend = product.backend
-    watched = backend.observer.forward_of(product.name) if backend.observer else nullcontext()
-    head = fp8_head(backend, product.linear, weight, first_microbatch=first_microbatch, show=show)
-    with watched, head as chunk_loss:
-        yield chunk_loss
-
-
-@contextmanager
-def fp8_head(
-    backend: TransformerEngineBackend, linear: nn.Module, weight: Tensor, *, first_microbatch: bool, show: Show | None
-) -> Iterator[ChunkLoss]:
-    """Around the chunks of one forward with gradients, inside of the backend's `forward`.
-
-    `linear`: the te.Linear whose state it is; weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch.
-    `show` gets the operands in BF16.
-    """
+    backend, linear = product.backend, product.linear
     module = importlib.import_module("transformer_engine.pytorch.module.linear")
+    watched = backend.observer.forward_of(product.name) if backend.observer else nullcontext()
     probe = torch.empty(0, dtype=_BF16, device=weight.device)  # all that is asked of the input is its dtype and device
-    with linear.prepare_forward_ctx(probe):
+    with watched, linear.prepare_forward_ctx(probe):
         alone = module.FP8GlobalStateManager.is_first_fp8_module()
         quantized = _quantized_weight(module, linear, weight, first_microbatch=first_microbatch)
         if show:
@@ -100,29 +86,32 @@ class Fp8ChunkLoss:
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
         """See `ChunkLoss`. No bias: a head that has one is not fused."""
-        x = self._quantized_input(hidden, for_weight_gradient=gradients.weight is not None)
+        x = hidden.to(_BF16)
+        if self.show:
+            self.show("input", x)
+        quantizer = self.linear.quantizers["scaling_fwd"][self.module.FP8FwdTensorIdx.GEMM1_INPUT]
+        quantizer.internal = True  # no tensor that autograd would have to know
+        quantizer.set_usage(rowwise=True, columnwise=gradients.weight is not None)
+        x = quantizer(x)
         logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
         losses, codes = self._softmax_gradient(logits, labels)
         if self.show:
             softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
             self.show("grad_output", logits)
         del logits
-        gradient = self._operand(codes)
+        gradient = self.backend.te.Float8TensorStorage(
+            data=codes.rows,
+            data_transpose=codes.columns,
+            fp8_scale_inv=codes.scale_inv,
+            fp8_dtype=self._gradient_quantizer.dtype,
+            fake_dtype=_BF16,
+        )
         if gradients.hidden is not None:
             self._multiply(self.weight, gradient, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
         if gradients.weight is not None:
             into = {"out": gradients.weight, "out_dtype": torch.float32, "accumulate": not first}
             self._multiply(x, gradient, "wgrad", layout="NT", **into)
         return losses
-
-    def _quantized_input(self, hidden: Tensor, *, for_weight_gradient: bool) -> Any:
-        x = hidden.to(_BF16)
-        if self.show:
-            self.show("input", x)
-        quantizer = self.linear.quantizers["scaling_fwd"][self.module.FP8FwdTensorIdx.GEMM1_INPUT]
-        quantizer.internal = True  # no tensor that autograd would have to know
-        quantizer.set_usage(rowwise=True, columnwise=for_weight_gradient)
-        return quantizer(x)
 
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:
         """Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins."""
@@ -133,15 +122,6 @@ class Fp8ChunkLoss:
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
         power_of_two = quantizer.force_pow_2_scales
         return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
-
-    def _operand(self, gradient: QuantizedGradient) -> Any:
-        return self.backend.te.Float8TensorStorage(
-            data=gradient.rows,
-            data_transpose=gradient.columns,
-            fp8_scale_inv=gradient.scale_inv,
-            fp8_dtype=self._gradient_quantizer.dtype,
-            fake_dtype=_BF16,
-        )
 
     @property
     def _gradient_quantizer(self) -> Any:

@@ -1,7 +1,5 @@
 """The LM head as the loss: hidden states and labels in, the sum of cross-entropies out, without ever holding all logits.
 
-The head computes the loss itself, and evaluation takes the same path: what fits in training fits there.
-
 Every loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over
 all microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict.
 
@@ -9,11 +7,9 @@ all microbatches and ranks. Labels are already shifted: `labels[i]` is what toke
 * `cce`: the cut-cross-entropy package, CUDA only. Less memory still; it may skip gradient blocks too small to count.
 * `reference`: torch's cross_entropy on all logits in FP32. For comparison.
 
-The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, and a usual loss keeps two or three copies of
-them. The chunked loss takes the tokens a chunk at a time, and no more than one chunk's logits exist at once. It computes the
-gradients on the way forward, while those logits exist: three products a chunk, as many as any way of computing them, where
-recomputing the logits in backward would take four. What is kept for backward is the size of the hidden states and of the weight,
-whatever the vocabulary and the number of tokens.
+The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, so the chunked loss takes the tokens a chunk at a
+time. It computes the gradients on the way forward, while those logits exist: three products a chunk, where recomputing the logits
+in backward would take four. What is kept for backward is the size of the hidden states and of the weight.
 
 A chunk is computed by a `ChunkLoss`. There are three: torch's products; a low-precision product that is differentiated like any
 other; and one that has the softmax write its gradient in the format of the next products (pretrain.model.loss.fp8_head).
@@ -72,10 +68,8 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
 
 
 class LossHead(nn.Linear):
-    """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced.
-
-    It computes in the autocast dtype where autocast is on, else in the hidden states' dtype; the weight may have another.
-    """
+    """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced. It
+    computes in the autocast dtype where autocast is on, else in the hidden states' dtype; the weight may have another."""
 
     settings: LossSettings
     low_precision: LowPrecisionHead | None = None  # set where the precision's scope has the head
@@ -125,9 +119,6 @@ class LossHead(nn.Linear):
             "softmax": f"fp32, {softmax}",
             "weight_gradient": f"fp32, {summed}",
         }
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, loss={self.settings.kind}"
 
 
 def reference_cross_entropy(
@@ -182,8 +173,7 @@ class LowPrecisionHead:
         return self.context.multiply(self.name, self.product, x, weight, bias, later_call=later_call)
 
     def fused_loss(self, weight: Tensor) -> AbstractContextManager[ChunkLoss]:
-        """Entered around the chunks of one training forward; without a graph of its own. Its observers see what those of
-        `multiply` see."""
+        """Entered around the chunks of one training forward. Its observers see what those of `multiply` see."""
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
         context, product = self.context, self.product
@@ -209,7 +199,7 @@ def chunked_cross_entropy(
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk, low_precision)
     losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-    multiply = low_precision.multiply if low_precision else _torch_product
+    multiply = low_precision.multiply if low_precision else lambda *operands: F.linear(*operands[:-1])
     working = in_dtype(hidden.dtype, weight, bias)
     for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
         losses[rows] = token_losses(multiply(hidden[rows], *working, rows.start > 0), labels[rows])
@@ -258,14 +248,8 @@ def _chunk_loss(
 ) -> AbstractContextManager[ChunkLoss]:
     if low_precision and low_precision.supports_fused_loss:
         return low_precision.fused_loss(weight)
-    working = in_dtype(dtype, weight, bias)
-    if low_precision:
-        return nullcontext(functools.partial(_differentiated_chunk, low_precision.multiply, *working))
-    return nullcontext(functools.partial(_torch_chunk, *working))
-
-
-def _torch_product(hidden: Tensor, weight: Tensor, bias: Tensor | None, later_call: bool) -> Tensor:
-    return F.linear(hidden, weight, bias)
+    computes = functools.partial(_differentiated_chunk, low_precision.multiply) if low_precision else _torch_chunk
+    return nullcontext(functools.partial(computes, *in_dtype(dtype, weight, bias)))
 
 
 def _torch_chunk(
@@ -292,11 +276,8 @@ def _differentiated_chunk(
     *,
     first: bool,
 ) -> Tensor:
-    """By a product that brings its own backward.
-
-    It keeps its quantized operands and nothing of the logits, so these may be overwritten: as `data`, whose versions autograd
-    does not count. Transformer Engine returns a view, and a view that has been written to cannot be differentiated.
-    """
+    """By a product that brings its own backward, which keeps nothing of the logits. So these may be overwritten, as `data`:
+    Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
     with torch.enable_grad():
         logits = multiply(*leaves, not first)
@@ -312,10 +293,8 @@ def _differentiated_chunk(
 
 
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
-    """Rows of at most `chunk` tokens, as even as they divide, so that no product is a small one.
-
-    Low-precision products take tokens in blocks of 16 to 128, of which a whole microbatch is a multiple; so are then its chunks.
-    """
+    """Rows of at most `chunk` tokens, as even as they divide. Low-precision products take tokens in blocks of 16 to 128, of which
+    a whole microbatch is a multiple; so are then its chunks."""
     size = math.ceil(tokens / math.ceil(tokens / chunk))
     if low_precision:
         block = math.gcd(tokens, 128)
@@ -324,10 +303,7 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """total += left @ right in FP32, in one product where it can write FP32 from BF16 factors.
-
-    `overwrite` leaves out what `total` held, even NaN.
-    """
+    """total += left @ right in FP32, in one product where possible; `overwrite` leaves out what `total` held, even NaN."""
     beta = 0 if overwrite else 1
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=beta)
@@ -359,11 +335,8 @@ def in_dtype(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient x scale in `dtype`, in place where that is its own.
-
-    A scale of one dimension keeps the product in FP32; a scale of none would first be rounded to the gradient's BF16, and with
-    it every gradient of the step, by the same factor.
-    """
+    """gradient x scale in `dtype`, in place where that is its own. A scale of one dimension keeps the product in FP32; one of
+    none would first be rounded to the gradient's BF16."""
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, scale.reshape(1), out=out)
 

@@ -1,23 +1,17 @@
 """Softmax cross-entropy and its gradient on a GPU: one program a token, which goes over its row of logits twice.
 
-A row of 151,936 BF16 logits is 300 KB, more than a multiprocessor holds, so it is read once for its largest score and its sum of
-exponentials, and once more to be overwritten with the gradient. That is three passes over memory, no copy of the logits, and
-nothing to compile but these few lines. A kernel that the compiler makes of the same formula takes 1.8 times as long.
+A row of 151,936 BF16 logits is more than a multiprocessor holds, so it is read once for its largest score and its sum of
+exponentials, and once more to be overwritten with the gradient. What the compiler makes of the same formula takes 1.8 times as
+long. A vocabulary that is no multiple of 8 leaves most rows at odd addresses: slower and no less right.
 
-A vocabulary that is no multiple of 8 leaves most rows at odd addresses; they are read value by value, slower and no less right.
-
-Where FP8 products follow, the gradient is quantized with one scale, by rows and transposed, straight from the logits. In BF16 it
-would be written, read for its largest value, and read again to be quantized and transposed: each time a gigabyte a chunk. Here
-the first pass over the logits, which the softmax needs anyway, also finds the largest value, since a token's largest gradient is
-the one at its label: the others sum to as much, so none of them is larger. The second pass writes FP8 twice. Values are rounded
-to the logits' BF16 before they are quantized. One rounding would do, but so the operands have the very bits that the gradient has
-when it is written in BF16 and quantized apart, and one path can be held against the other.
+Where FP8 products follow, the gradient is quantized with one scale, by rows and transposed, straight from the logits. The first
+pass also finds the largest value, since a token's largest gradient is the one at its label: the others sum to as much. Values are
+rounded to the logits' BF16 first, so the operands have the bits of a gradient that is written in BF16 and quantized apart.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,21 +23,16 @@ from pretrain.precision.fp8_tile import FP32_MAX, record_amax, scale_from_amax, 
 from pretrain.precision.fp8_tile import reciprocal as inverse
 
 
-@dataclass(frozen=True)
-class SoftmaxTiling:
+class SoftmaxTiling(NamedTuple):
     """How rows are read; `python -m benchmarks.fused_kernels --only softmax_tilings` measures some ways.
 
-    `block`: logits that a program takes at once, by `warps` warps. `programs`: how many there are, each with rows of its own; so
-    few rows at once that their second pass finds them in the L2 cache. None: a program a row.
+    `block`: logits that a program takes at once, by `warps` warps. `programs`: how many there are, each with rows of its own;
+    None: a program a row.
     """
 
     block: int = 4096
     warps: int = 8
     programs: int | None = None
-
-    def block_of(self, vocabulary: int) -> int:
-        """A small vocabulary takes a block no larger than itself, rounded up to a power of two."""
-        return min(self.block, triton.next_power_of_2(vocabulary))
 
 
 FASTEST = SoftmaxTiling()  # of those measured on an H200
@@ -132,10 +121,10 @@ def _run(logits: Tensor, labels: Tensor, ignore: int, tiling: SoftmaxTiling, *, 
     check_rows(logits)
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
-    programs = min(n, tiling.programs or n)
+    block = min(tiling.block, triton.next_power_of_2(vocabulary))
     with torch.cuda.device_of(logits):
-        _softmax_loss[(programs,)](
-            *(logits, labels.contiguous(), losses, n, ignore, vocabulary, tiling.block_of(vocabulary), with_gradient),
+        _softmax_loss[(min(n, tiling.programs or n),)](
+            *(logits, labels.contiguous(), losses, n, ignore, vocabulary, block, with_gradient),
             num_warps=tiling.warps,
             enable_fp_fusion=False,
         )
@@ -244,7 +233,7 @@ def quantized_softmax_gradient(
     with torch.cuda.device_of(logits):
         _softmax_statistics[(n,)](
             *(logits, labels, losses, maxima, reciprocals, amax),
-            *(ignore, vocabulary, FASTEST.block_of(vocabulary)),
+            *(ignore, vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
             num_warps=FASTEST.warps,
             enable_fp_fusion=False,
         )

@@ -49,9 +49,10 @@ def assert_holds(path: Path, step: int, rows: int = 40) -> None:
     """The checkpoint at `path` verifies and holds exactly what was saved at `step`."""
     model, optimizer = tensors_of(step, rows)
     loaded_model, loaded_optimizer = blank(model), blank(optimizer)
-    loaded = Checkpoints(path.parent, keep=1).load(path, loaded_model, loaded_optimizer)
-    assert loaded.state == {"step": step}
-    assert loaded.notes == []
+    checkpoints = Checkpoints(path.parent, keep=1)
+    notes = checkpoints.load(path, loaded_model, loaded_optimizer)
+    assert checkpoints.read_state(path) == {"step": step}
+    assert notes == []
     assert all(torch.equal(loaded_model[name], model[name]) for name in model)
     assert all(torch.equal(loaded_optimizer[name], optimizer[name]) for name in optimizer)
 
@@ -122,21 +123,21 @@ def test_weights_of_another_float_mode_are_converted_and_the_conversion_is_told(
     path = save(Checkpoints(tmp_path, keep=1), 1)
     model, optimizer = tensors_of(1)
     wanted = {name: torch.zeros(tensor.shape) for name, tensor in model.items()}
-    loaded = Checkpoints(tmp_path, keep=1).load(path, wanted, blank(optimizer))
-    assert loaded.notes == ["model: 2 tensors converted from BF16 to F32"]
+    notes = Checkpoints(tmp_path, keep=1).load(path, wanted, blank(optimizer))
+    assert notes == ["model: 2 tensors converted from BF16 to F32"]
     assert all(torch.equal(wanted[name], model[name].float()) for name in model)
 
 
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
     path = save(Checkpoints(tmp_path, keep=1), 1)
-    model, _ = tensors_of(1)
+    model, optimizer = tensors_of(1)
     wanted = blank(model)
     wanted["lm_head.weight"] = wanted.pop("norm.weight")
     wanted["embed.weight"] = torch.full((41, 16), 7.0)
     wanted["scale"] = torch.tensor(7)
     before = {name: tensor.clone() for name, tensor in wanted.items()}
     with pytest.raises(InputError) as error:
-        Checkpoints(tmp_path, keep=1).load(path, wanted)
+        Checkpoints(tmp_path, keep=1).load(path, wanted, blank(optimizer))
     for part in (
         str(path),
         "lacks lm_head.weight",
@@ -179,7 +180,7 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     assert list(checkpoints.damaged) == [newest]
     assert f"{newest} is DAMAGED" in caplog.text
     with pytest.raises(InputError, match="step-00000003"):
-        checkpoints.load(newest, blank(tensors_of(3)[0]))
+        checkpoints.load(newest, *map(blank, tensors_of(3)))
 
     save(checkpoints, 4)  # two intact ones are kept beside the damaged one
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]

@@ -392,6 +392,14 @@ def test_the_help_of_a_command_names_the_program_as_it_is_typed(command, capsys)
     assert ended.value.code == 0 and f"usage: python -m pretrain {command}" in capsys.readouterr().out
 
 
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
+    program = [sys.executable, "-m", "pretrain", "settings"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
 def test_without_a_known_command_all_are_listed_and_the_nearest_is_named(capsys):
     for arguments, said in (([], ""), (["reprot"], "unknown command 'reprot'; did you mean 'report'?"), (["x"], "command 'x'")):
         assert main(arguments) == 2

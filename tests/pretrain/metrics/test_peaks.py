@@ -67,7 +67,7 @@ def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
 
 
 def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
-    with pytest.raises(ValueError, match="bf61"):
+    with pytest.raises(AttributeError, match="bf61"):
         peak("NVIDIA H200", "bf61")
 
 

@@ -67,7 +67,7 @@ def test_rates_are_work_over_time_and_shares_of_what_the_device_could_do() -> No
     settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64})
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
     low = LowPrecisionProducts(weights=1, peak_tflops=2.0)
-    work = Work(flops, 1000, 5000.0, 1.0, low, parameters=10**9, weights="bf16_exact", gradients="bf16")
+    work = Work(flops, 1000, 5000.0, 1.0, low, update_bytes=26 * 10**9)
     parts = flops.by_part(1000, 5000.0)
     seconds = {"products of the layers": 1e-6, "products of the head": 1e-6, "attention": 2e-6, "optimizer": 0.01, "loss": 1.0}
     rates = reached(seconds, work, copied_per_second=4e12)

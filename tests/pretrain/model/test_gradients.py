@@ -206,17 +206,6 @@ def test_a_stacks_sums_are_the_rows_of_one_matrix_and_no_others_lie_within(dtype
         assert parameter.main_grad.shape == parameter.shape and parameter.main_grad.is_contiguous()
 
 
-def test_stacks_that_cannot_be_are_refused() -> None:
-    model = Stacked()
-    q, k = model.q.weight, model.k.weight
-    with pytest.raises(ValueError, match="differ in columns"):
-        attach_main_gradients(model, FP32, [[q, nn.Parameter(torch.zeros(2, 4)), model.between.weight][::2]])
-    with pytest.raises(ValueError, match="another stack as well"):
-        attach_main_gradients(model, FP32, [[q, k], [k, model.v.weight]])
-    with pytest.raises(ValueError, match="or is not trained"):
-        attach_main_gradients(model, FP32, [[q, k.requires_grad_(False)]])
-
-
 # ── Clearing and reaching ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

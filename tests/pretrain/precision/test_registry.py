@@ -145,5 +145,5 @@ def names_in(path: Path) -> list[str]:
 
 def test_nothing_but_a_format_file_knows_a_precision_by_its_name() -> None:
     folders = (*ROOT.glob("pretrain/**/*.py"), *ROOT.glob("packing/*.py"), ROOT / "train_accelerate.py")
-    assert [place for path in folders if path.parent.name != "formats" for place in names_in(path)] == []
+    assert [place for path in folders if path.stem not in PRECISIONS for place in names_in(path)] == []
     assert names_in(ROOT / "pretrain/precision/formats/current.py"), "the search finds names where there are some"

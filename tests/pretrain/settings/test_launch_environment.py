@@ -75,7 +75,7 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
 def test_the_named_precision_is_read_and_its_variables_are_taken_away(environ: dict[str, str], name: str) -> None:
     others = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
     environ = others | environ
-    assert take_requested_precision(environ).precision.name == name
+    assert take_requested_precision(environ)[0].name == name
     assert environ == others
 
 

@@ -82,7 +82,7 @@ def test_a_layer_is_fused_in_low_precision_in_bf16_or_not_at_all(
 def two_microbatches(whole: PackedLanguageModel) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for index in range(2):
-        whole.begin_microbatch(first=index == 0)
+        whole.context.first_microbatch = index == 0
         loss = whole(**inputs(seed=index))
         loss.backward()
         losses.append(loss.item())

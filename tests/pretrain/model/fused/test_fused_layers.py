@@ -127,7 +127,7 @@ def test_products_add_their_weight_gradients_to_the_main_gradients(config: dict[
     attach_main_gradients(whole, torch.float32, whole.fused.stacks)
     wrap_layers(whole, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
     for seed in (0, 1):
-        whole.begin_microbatch(first=seed == 0)
+        whole.context.first_microbatch = seed == 0
         plain(**inputs(seed=seed)).backward()
         whole(**inputs(seed=seed)).backward()
     assert all(parameter.grad is None for parameter in whole.parameters())

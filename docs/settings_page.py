@@ -1,4 +1,4 @@
-"""docs/settings.md, made from the settings classes: `python -m pretrain settings > docs/settings.md`.
+"""docs/settings.md, made from the settings classes: `make docs`.
 
 What a key means stands once, beside the key: in the comment that trails its line, or in the comment lines right above it. A
 comment that ends with a colon is the heading of a group of keys and belongs to none of them. A key that is made elsewhere (an
@@ -7,12 +7,11 @@ option of a precision, say) brings its meaning as the `description` of its pydan
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import inspect
-import io
+import json
+import re
 import textwrap
-import tokenize
 import types
 import typing
 from collections.abc import Iterator
@@ -30,10 +29,10 @@ from pretrain.settings.recipe import Recipe
 HEAD = """\
 # Settings
 
-Every key that a recipe can have. This page is made by
-`python -m pretrain settings > docs/settings.md` from the classes that check recipes, and a test
-compares the two. To change it, change the comment beside the key: in `pretrain/settings/recipe.py`,
-`packing/settings.py`, `pretrain/precision/settings.py` or the file of a precision.
+Every key that a recipe can have. `make docs` writes this page from the classes that check recipes,
+and a test compares the two. To change it, change the comment beside the key: in
+`pretrain/settings/recipe.py`, `packing/settings.py`, `pretrain/precision/settings.py` or the file
+of a precision.
 
 * A recipe is a YAML file. A key that is not listed here is an error that names the nearest known
   one.
@@ -92,18 +91,14 @@ def comments(cls: type[BaseModel]) -> dict[str, str]:
 
 
 def _comments_in(source: str) -> dict[str, str]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found = {token.start[0]: token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT}
-    lines, said = source.splitlines(), {}
-    for node in ast.parse(source).body[0].body:
-        if not isinstance(node, ast.AnnAssign):
-            continue
-        above, number = [], node.lineno - 1
-        while number in found and lines[number - 1].lstrip().startswith("#") and not found[number].endswith(":"):
-            above.insert(0, found[number])
-            number -= 1
-        trailing = [found[number] for number in range(node.lineno, node.end_lineno + 1) if number in found]
-        said[node.target.id] = " ".join([*trailing, *above])
+    said, above = {}, []
+    for line in source.splitlines():
+        if comment := re.fullmatch(r"    # (.*)", line):
+            above = [] if comment[1].endswith(":") else [*above, comment[1]]
+        else:
+            if field := re.match(r"    (\w+): .*?(?:  # (.*))?$", line):
+                said[field[1]] = " ".join(filter(None, [field[2], *above]))
+            above = []
     return said
 
 
@@ -111,9 +106,6 @@ def table(content: list[tuple[str, str, str, str]]) -> str:
     lines = ["| key | type | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [" | ".join([f"| `{key}`", *(cell.replace("|", "\\|") for cell in said)]) + " |" for key, *said in content]
     return "\n".join(lines)
-
-
-# ── Types and defaults in words ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def settings_classes(annotation: Any) -> list[type[BaseModel]]:
@@ -135,50 +127,37 @@ def kind(field: FieldInfo) -> str:
 
 def words(annotation: Any, constraints: list[Any]) -> str:
     """A type in words, with its bounds: "whole number, 1 or more"."""
-    if annotation == PrecisionName:
-        return ", ".join(f"`{name}`" for name in PRECISIONS)
-    if typing.get_origin(annotation) is typing.Annotated:
-        inner, *more = typing.get_args(annotation)
-        unpacked = [each for item in more for each in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return words(inner, unpacked)
-    if typing.get_origin(annotation) is Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
-    if typing.get_origin(annotation) is tuple:
-        inner = list(dict.fromkeys(words(part, []) for part in typing.get_args(annotation) if part is not Ellipsis))
-        return f"list of {' or '.join(inner)}"
-    if typing.get_origin(annotation) is dict or annotation is dict:
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation == PrecisionName or origin is Literal:
+        return ", ".join(f"`{value}`" for value in (inner if origin is Literal else PRECISIONS))
+    if origin is typing.Annotated:
+        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in inner[1:])
+        return words(inner[0], [each for item in nested for each in item])
+    if origin is tuple:
+        return f"list of {' or '.join(dict.fromkeys(words(part, []) for part in inner if part is not Ellipsis))}"
+    if dict in (origin, annotation):
         return "mapping"
     names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", Path: "path"}
     return ", ".join([names.get(annotation, str(annotation)), *bounds(annotation, constraints)])
 
 
 def bounds(annotation: Any, constraints: list[Any]) -> list[str]:
-    if annotation not in (int, float):
-        return []
     limits = []
-    for each in constraints:
-        if (least := getattr(each, "gt", None)) is not None:
-            limits.append("1 or more" if annotation is int and least == 0 else f"above {least:g}")
-        if (least := getattr(each, "ge", None)) is not None:
-            limits.append(f"{least:g} or more")
-        if (most := getattr(each, "lt", None)) is not None:
-            limits.append(f"below {most:g}")
-        if (most := getattr(each, "le", None)) is not None:
-            limits.append(f"at most {most:,}" if annotation is int else f"at most {most:g}")
+    for each in constraints if annotation in (int, float) else []:
+        for name, form in {"gt": "above {}", "ge": "{} or more", "lt": "below {}", "le": "at most {}"}.items():
+            if (limit := getattr(each, name, None)) is not None:
+                above = annotation is int and name == "gt"
+                text = f"{limit + above:,}" if annotation is int else f"{limit:g}"
+                limits.append(("{} or more" if above else form).format(text))
     return limits
 
 
 def default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True)
-    if value is None:
-        return "`null`"
-    if isinstance(value, bool):
-        return f"`{str(value).lower()}`"
-    if isinstance(value, tuple):
-        return f"`[{', '.join(map(str, value))}]`"
-    return f"`{value}`"
+    return "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+
+
+def in_yaml(value: Any) -> str:
+    return f"`{value if isinstance(value, (str, Path)) else json.dumps(value)}`"
 
 
 def option_defaults(key: str) -> str:
@@ -186,12 +165,9 @@ def option_defaults(key: str) -> str:
     taken: dict[str, list[str]] = {}
     for precision in PRECISIONS.values():
         if key in precision.options:
-            value = precision.options[key].default
-            taken.setdefault(str(value).lower() if isinstance(value, bool) else str(value), []).append(precision.name)
-    return "; ".join(f"`{value}` ({', '.join(names)})" for value, names in taken.items())
+            taken.setdefault(in_yaml(precision.options[key].default), []).append(precision.name)
+    return "; ".join(f"{value} ({', '.join(names)})" for value, names in taken.items())
 
 
-def main(arguments: list[str]) -> int:
-    """The command; it takes nothing."""
+if __name__ == "__main__":
     print(page(), end="")
-    return 0
