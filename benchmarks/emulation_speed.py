@@ -28,8 +28,7 @@ from benchmarks.optimizer_step import HIDDEN, INTERMEDIATE, KEY_VALUE, median_ms
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 # name: (which input it takes, in_features, out_features). Linears that share an input keep it once for backward.
 LINEARS = {

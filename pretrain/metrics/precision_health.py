@@ -18,7 +18,7 @@ from foundation.units import percent
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.formats.definition import Condition
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
 
 STATISTICS_FILE = "fp8_statistics.jsonl"

@@ -16,15 +16,14 @@ from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import divisors_of
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
-    """Steps of the horizon. Tokens and epochs round up to whole steps, so a run never sees less than was asked for.
+    """Steps of the horizon. Tokens and epochs round up to whole steps: 22,206 packs at 32 a step in 4 epochs are 2,776.
 
-    22,206 packs at 32 a step: 4 epochs are 2,775.75 steps and so 2,776. Epochs count as the decimal number that was written: in
-    binary, 1.1 epochs of 10 packs would be 11.000000000000002, and round to 12. InputError for more steps than 64 bits can count.
+    Epochs count as the decimal number that was written: in binary, 1.1 epochs of 10 packs would be 11.000000000000002.
     """
     if train.steps is not None:
         return train.steps
@@ -36,7 +35,7 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
 
 
 def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
-    """Check what needs nothing but the recipe, the effective `precision` and the number of devices. Raises InputError."""
+    """What needs nothing but the recipe, the effective `precision` and the number of devices."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
@@ -73,7 +72,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
 
 
 def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
-    """Raise InputError where there is nothing to train on, or nothing to evaluate on although evaluation is asked for."""
     if packs < 1:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; "
@@ -83,7 +81,6 @@ def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
 
 
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
-    """Raise InputError where evaluation is asked for and there are no packs for it."""
     if recipe.evaluate.every and not held_out_packs:
         raise InputError(
             f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "
@@ -92,8 +89,6 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """Raise InputError where a size of the model is zero or negative, a special token is not in its vocabulary, or packs are
-    longer than it has positions."""
     config = model.get_text_config()
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if (size := getattr(config, key, None)) is not None and size < 1:
@@ -111,11 +106,8 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
 
 
 def check_fit(active: ActivePrecision, recipe: Recipe, layers: int) -> None:
-    """Raise InputError where a quantized precision cannot take the recipe's packs, layers or loss. `layers`: how many decoder
-    layers the model has.
-
-    A single linear that does not fit stays in BF16, and the audit says so. What is refused here would leave none.
-    """
+    """Whether a quantized precision can take the recipe's packs, loss, and a model of so many decoder `layers`. A single linear
+    that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
     name, multiple, length = active.precision.name, active.precision.multiple_of, recipe.data.length

@@ -41,10 +41,7 @@ class Data:
         return float(np.mean(squares)) / self.train.length
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
-        """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on.
-
-        InputError for a token that the model does not have.
-        """
+        """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
         return build_microbatch([read_pack(self.train, index % len(self.train), vocab_size)], mask_boundaries=True)
 
     def trial_batch(self, packs: int) -> Microbatch:
@@ -59,10 +56,8 @@ class Data:
 
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
-    """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet.
-
-    Every process may call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake.
-    """
+    """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
+    call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake."""
     if settings.source is not None:
         prepare(settings, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))

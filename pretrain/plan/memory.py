@@ -1,11 +1,9 @@
 """How much memory training will take on one device: exact where shapes decide it, an estimate where a compiler does.
 
-Weights, gradients, the optimizer's state and quantized weights are there all the time, and layers keep activations for backward.
-Two needs come on top, and the larger of them makes the peak: what the loss takes while every layer's activations are kept, or
-what the backward of one layer takes, when the layers behind it have given their activations back.
+Two needs come on top of what is there all the time, and the larger of them makes the peak: what the loss takes while every
+layer's activations are kept, or what the backward of one layer takes, when the layers behind it have given theirs back.
 
-A fused layer keeps for backward what its autograd nodes save. This list restates `pretrain.model.fused.functions`, and
-tests/pretrain/plan/test_layer_memory.py holds it against the tensors that a graph really saves. Numbers a token:
+A fused layer keeps for backward what the nodes of `pretrain.model.fused.functions` save. Numbers a token:
 
     2 · hidden               in the compute dtype      the layer's input, and the attention's residual sum
     2 · hidden               as operands               the outputs of the two norms; their statistics, 4 bytes each, beside
@@ -14,23 +12,16 @@ tests/pretrain/plan/test_layer_memory.py holds it against the tensors that a gra
     query width              as operand                the same for its product; in BF16 the two are one
     gate and up widths       in the compute dtype      the activation's inputs; backward computes its output again
 
-An operand is what the gradient of a weight is multiplied from: the compute dtype, or a byte a number in FP8, transposed, with
-the scales of its blocks. For Qwen3-1.7B this makes 53,320 bytes a token and layer in BF16, and 51,272 in FP8.
-
-A compiled layer keeps what the compiler decides not to compute again. That is about this, in the compute dtype:
+An operand is what the gradient of a weight is multiplied from: the compute dtype, or a byte a number in FP8, with the scales of
+its blocks. A compiled layer keeps what the compiler decides not to compute again. That is about this, in the compute dtype:
 
     4 · hidden                        the layer's input, the attention's residual sum, and the outputs of the two norms
     in · out / hidden, every matrix   queries, keys, values and the attention's output; gate, up and their product
     query and key widths              once more, after normalisation and rotation
 
-71,680 bytes for the same model. Around low-precision products a layer is compiled in pieces, which keep some of what a whole
-layer would compute again. Layers that are neither fused nor compiled also keep FP32 intermediates of their norms and take more.
-
-Measured on one H200 (Qwen3-1.7B's shape, 8 packs of 4,096 tokens, chunked loss, no checkpointing, exact BF16 weights with FP32
-gradients and moments): the estimate of fused layers is within 0.2 % of the peaks, 74.0 GiB in BF16 and 74.9 in FP8, 75.0 with
-block scales; with the head in FP8 too it misses 1 % of 77.3 GiB, which the first step's look at its operands takes. That of
-compiled layers is within 1 %: 77.0 GiB with BF16 weights and gradients, 93.0 with FP32 ones (benchmarks/results/h200_bf16.json);
-in pieces, within 5 %: 98.0 to 102.4 GiB with BF16 gradients (h200_low_precision.json, h200_emulated.json).
+Around low-precision products a layer is compiled in pieces, which keep some of what a whole layer would compute again. On one
+H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
+compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 
 Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
 the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
@@ -55,13 +46,13 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-# `microbatch_candidates` starts where this share of the estimate would fit: too large costs one trial, too small costs speed.
+# `microbatch_candidates` starts where this share of the estimate fits: too large costs one trial, too small costs speed.
 OPTIMISM = 0.8
 _BYTES = {"fp32": 4, "bf16": 2}
-# What a compiled layer in pieces keeps for backward, over what a whole one does: measured, see above.
+# What a compiled layer in pieces keeps for backward, over what a whole one does: measured.
 IN_PIECES = 1.15
 
 
@@ -93,30 +84,43 @@ class MemoryEstimate:
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2).
-
-        `layers`: of the model, in order; None: all are compiled, none is fused.
-        """
-        length, stored = recipe.data.length, 4 if recipe.weights == "fp32" else 2
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2). `layers`:
+        of the model, in order; None: all are compiled, none is fused."""
+        length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
         values = math.ceil(flops.parameters / (world_size if sharded else 1))
-        layers = layers or [compiled_layer(flops, PRECISIONS[precision], recipe.weights)] * flops.shape.layers
+        layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
         again = _recomputed(recipe, len(layers))
-        head = _HeadMemory.of(recipe, flops, precision)
+        kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
+        moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
+
+        shape, kind, computed = flops.shape, recipe.loss.kind, products.number_bytes
+        head = shape.vocabulary * shape.hidden
+        head_quantized = products.quantized and recipe.fp8_config.scope != "linear"
+        # Its gradient, its working copy, and a chunk's own gradient, unless products add that to the sum (model.loss.fp8_head).
+        loss = (4 if kind == "chunked" else computed) * head
+        if _weights_are_cast(recipe.weights, products) and not head_quantized:
+            loss += computed * head
+        if head_quantized and kind == "chunked" and not products.fuses_head:
+            loss += computed * head
+        # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
+        # reference keeps the product, the softmax and its gradient, the last two in FP32.
+        logit = {"chunked": computed + (2 if head_quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
+        logits = shape.vocabulary * logit
         return cls(
             parameters=values * stored,
             gradients=values * _BYTES[recipe.gradients_kept_in(world_size)],
-            moments=2 * values * _moment_bytes(recipe),
+            moments=2 * values * _BYTES[moments],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=_working_copies(layers, again),
-            quantized_weights=sum(layer.quantized_weights for layer in layers) + head.quantized_weights,
-            activations_by_pack=length * sum(_kept(layers, again)),
-            loss=head.at_the_loss,
-            loss_by_pack=length * 3 * head.hidden_states,
-            logits_by_pack=length * head.logits,
-            logits_at_most=recipe.loss.chunk * head.logits if recipe.loss.kind == "chunked" else None,
+            quantized_weights=sum(layer.quantized_weights for layer in layers) + (2 * head if head_quantized else 0),
+            activations_by_pack=length * sum(kept),
+            loss=loss,
+            loss_by_pack=length * 3 * shape.hidden * computed,
+            logits_by_pack=length * logits,
+            logits_at_most=recipe.loss.chunk * logits if kind == "chunked" else None,
             # One process adds it to the main gradient at once.
-            backward=stored * head.weights if flops.tied and world_size > 1 else 0,
-            backward_by_pack=length * _backward(layers, again),
+            backward=stored * head if flops.tied and world_size > 1 else 0,
+            backward_by_pack=length * _backward(layers, kept),
         )
 
     def parts(self, microbatch: int) -> dict[str, int]:
@@ -143,57 +147,19 @@ class MemoryEstimate:
         return sum(self.parts(microbatch).values())
 
 
-def microbatch_candidates(packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None) -> list[int]:
-    """Microbatches (packs at once) worth trying, largest first: divisors of a device's packs a step.
-
-    The first is the largest that would fit if the estimate were too high by a quarter; 1 is always among them. Without
-    `device_memory` (bytes) all divisors are.
-    """
-    divisors = divisors_of(packs_per_rank)[::-1]
-    if device_memory is None:
-        return divisors
-    return [size for size in divisors if size == 1 or OPTIMISM * estimate.total(size) <= device_memory]
-
-
-def largest_expected_to_fit(candidates: Sequence[int], estimate: MemoryEstimate, device_memory: int) -> int | None:
-    """The largest of `candidates` whose estimate is within `device_memory`, None where not even one pack is."""
-    return max((size for size in candidates if estimate.total(size) <= device_memory), default=None)
+def microbatch_candidates(
+    packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
+) -> list[int]:
+    """Microbatches (packs at once) worth trying, largest first: the divisors of a device's packs a step of which `share` of the
+    estimate fits into `device_memory` (bytes; None: any), and always 1."""
+    limit = math.inf if device_memory is None else device_memory
+    return [size for size in divisors_of(packs_per_rank)[::-1] if size == 1 or share * estimate.total(size) <= limit]
 
 
 def divisors_of(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
-
-
-@dataclass(frozen=True)
-class _HeadMemory:
-    """Of the LM head and its loss. `logits` and `hidden_states` are bytes a token, the rest bytes."""
-
-    weights: int  # how many
-    quantized_weights: int
-    at_the_loss: int
-    logits: int
-    hidden_states: int
-
-    @classmethod
-    def of(cls, recipe: Recipe, flops: ModelFlops, precision: str) -> _HeadMemory:
-        shape, kind, products = flops.shape, recipe.loss.kind, PRECISIONS[precision]
-        weights, computed = shape.vocabulary * shape.hidden, products.number_bytes
-        quantized = products.quantized and recipe.fp8_config.scope != "linear"
-        cast = recipe.weights == "fp32" and computed == 2 and not quantized
-        # A fused head's products add a chunk's gradient to the sum (pretrain.model.loss.fp8_head).
-        a_chunks_own = computed * weights if quantized and kind == "chunked" and not products.fuses_head else 0
-        # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
-        # reference keeps the product, the softmax and its gradient, the last two in FP32.
-        logit = {"chunked": computed + (2 if quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
-        return cls(
-            weights=weights,
-            quantized_weights=2 * weights if quantized else 0,
-            at_the_loss=(4 if kind == "chunked" else computed) * weights + (computed * weights if cast else 0) + a_chunks_own,
-            logits=shape.vocabulary * logit,
-            hidden_states=shape.hidden * computed,
-        )
 
 
 def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
@@ -203,17 +169,10 @@ def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
     return [setting != "none" and index % every == 0 for index in range(layers)]
 
 
-def _kept(layers: Sequence[LayerMemory], again: Sequence[bool]) -> list[int]:
-    """Bytes a token that each layer keeps for backward."""
-    return [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
-
-
-def _backward(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int:
-    """The most bytes a token that the backward of a layer stands in beyond what all layers keep.
-
-    A layer that is recomputed is whole again while its backward runs; by then the layers behind it have given back theirs.
-    """
-    kept, given_back, most = _kept(layers, again), 0, 0
+def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:
+    """The most bytes a token that the backward of a layer stands in beyond what all layers keep, which is `kept`. A layer that is
+    recomputed is whole again while its backward runs; by then the layers behind it have given back theirs."""
+    given_back, most = 0, 0
     for layer, size in zip(reversed(layers), reversed(kept), strict=True):
         most = max(most, layer.kept - size + layer.workspace - given_back)
         given_back += size
@@ -225,11 +184,6 @@ def _working_copies(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int
     passing = [not layer.fused and recomputed for layer, recomputed in zip(layers, again, strict=True)]
     kept = sum(layer.working_copies for layer, gone in zip(layers, passing, strict=True) if not gone)
     return kept + max((layer.working_copies for layer, gone in zip(layers, passing, strict=True) if gone), default=0)
-
-
-def _moment_bytes(recipe: Recipe) -> int:
-    moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
-    return _BYTES[moments]
 
 
 @dataclass(frozen=True)
@@ -247,16 +201,11 @@ class LayerMemory:
 def layers_of(
     model: PreTrainedModel, recipe: Recipe, active: ActivePrecision, device_type: str, attention: str
 ) -> list[LayerMemory]:
-    """Of each decoder layer of `model`, on the meta device, in order: fused where a run would fuse it.
-
-    `attention`: the packed backend's name.
-    """
+    """Of each decoder layer of `model`, on the meta device, in order: fused where a run with this packed `attention` would."""
     layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
-    settings = active.settings.model_copy(update={"scope": "linear"})
-    decisions = {}
-    if active.precision.quantized:
-        decisions = decide(model, list(layers.values()), dataclasses.replace(active, settings=settings))
+    without_norms = dataclasses.replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))
+    decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     off = not_fused_because(recipe.model.fused, active, device_type, dtype)
     compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights)
     left_out = UNQUANTIZED[active.precision.compute_dtype]

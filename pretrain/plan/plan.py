@@ -1,7 +1,6 @@
 """What a run will do, worked out before anything is loaded.
 
-Pure: from settings, shapes and counts to figures; `preflight` has checked them. The upper half of this file computes. The lower
-half shows: `--plan` prints it, and so does a run before it begins.
+Pure: from settings, shapes and counts to figures; `preflight` has checked them. The lower half renders what `--plan` prints.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import LayerMemory, MemoryEstimate, divisors_of, largest_expected_to_fit, microbatch_candidates
-from pretrain.precision.selection import ActivePrecision
+from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
@@ -101,7 +100,6 @@ class Plan:
 
     @property
     def emulated(self) -> bool:
-        """In software, on products of BF16."""
         return self.active.backend == "emulation"
 
     @property
@@ -138,55 +136,37 @@ class Plan:
     @property
     def expected_microbatch(self) -> int:
         """The microbatch, or the one that `auto` should find by the estimate."""
-        if self.microbatch:
-            return self.microbatch
-        if self.devices.memory is None:
-            return self.packs_per_rank
-        return largest_expected_to_fit(divisors_of(self.packs_per_rank), self.memory, self.devices.memory) or 1
+        return self.microbatch or microbatch_candidates(self.packs_per_rank, self.memory, self.devices.memory, share=1.0)[0]
 
     @property
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
-        texts = (self._unknown_packs(), self._few_packs(), self._tight_memory(), self._lost_updates(), self._uncounted())
-        return [text for text in texts if text]
-
-    def _unknown_packs(self) -> str | None:
-        if self.packs is not None:
-            return None
-        return (
-            f"`data.packs`: {self.recipe.data.packs} is not prepared yet. How many epochs the steps are is not known; FLOPs "
-            "count each pack as one document, which is the most that they can be"
-        )
-
-    def _few_packs(self) -> str | None:
-        if self.packs is None or self.packs >= self.packs_per_step:
-            return None
-        return f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
-
-    def _tight_memory(self) -> str | None:
-        needed = self.memory.total(self.expected_microbatch)
-        if self.devices.memory is None or needed <= self.devices.memory:
-            return None
-        smaller = "a smaller `batch.microbatch`, " if self.expected_microbatch > 1 else ""
-        return (
-            f"about {units.memory(needed / GIB)} may not fit into {units.memory(self.devices.memory / GIB)} of memory; "
-            f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
-        )
-
-    def _lost_updates(self) -> str | None:
-        if self.recipe.weights != "bf16":
-            return None
-        # BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8), and AdamW moves a weight by about the rate.
-        rate = self.recipe.optimizer.learning_rate
-        unmoved = 2.0 ** math.ceil(math.log2(rate) + 8)
-        return (
-            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude "
-            f"{unmoved:.2g} or more; `weights: bf16_exact` keeps every update"
-        )
-
-    def _uncounted(self) -> str | None:
-        names = self.flops.uncounted
-        return f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ..." if names else None
+        found, needed, available = [], self.memory.total(self.expected_microbatch), self.devices.memory
+        if self.packs is None:
+            found.append(
+                f"`data.packs`: {self.recipe.data.packs} is not prepared yet. How many epochs the steps are is not known; FLOPs "
+                "count each pack as one document, which is the most that they can be"
+            )
+        elif self.packs < self.packs_per_step:
+            found.append(
+                f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
+            )
+        if available is not None and needed > available:
+            smaller = "a smaller `batch.microbatch`, " if self.expected_microbatch > 1 else ""
+            found.append(
+                f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory; "
+                f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
+            )
+        if self.recipe.weights == "bf16":
+            # BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8). AdamW moves a weight by about the rate.
+            rate = self.recipe.optimizer.learning_rate
+            found.append(
+                f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude "
+                f"{2.0 ** math.ceil(math.log2(rate) + 8):.2g} or more; `weights: bf16_exact` keeps every update"
+            )
+        if names := self.flops.uncounted:
+            found.append(f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ...")
+        return found
 
 
 def render(plan: Plan) -> str:

@@ -27,17 +27,17 @@ from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
 from pretrain.plan.plan import Devices, Plan
 from pretrain.plan.tokenizer import (
-    check_samples,
     check_tokenizer,
+    encoded_prompt,
     fingerprint_of,
     known_tokenizer,
     load_tokenizer,
     with_tokens_of,
 )
-from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.scope import check_shapes
-from pretrain.precision.selection import ActivePrecision, select_precision
+from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -106,8 +106,7 @@ def prepare_job(
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
 
-    `recipe` names its precision. `tokens_per_second`: the speed from which the plan computes hours; None: what the run folder has
-    measured so far. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. Raises InputError.
     """
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
@@ -136,7 +135,8 @@ def prepare_job(
     # The tokenizer, then the packs.
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    check_samples(recipe.evaluate.samples, tokenizer)
+    for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
+        encoded_prompt(tokenizer, prompt)
     if data is None and (may_prepare or recipe.data.packs.exists()):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:

@@ -1,15 +1,14 @@
 """The tokenizer behind a run's packs: what a model from scratch takes from it, whether it is the model's own, and the object that
 reads prompts and goes into the exported folder.
 
-A model from scratch has the tokens of its data. What `model.config` leaves open of vocab_size, eos_token_id, bos_token_id and
-pad_token_id is taken from the tokenizer, so that the exported model has no unused embeddings and `generate` stops at the token
-that ended the documents. What `model.config` sets and the tokenizer contradicts is an error.
+What `model.config` of a model from scratch leaves open of vocab_size, eos_token_id, bos_token_id and pad_token_id is taken from
+the tokenizer, so that the exported model has no unused embeddings and `generate` stops at the token that ended the documents.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,6 @@ from pretrain.settings.recipe import ModelSettings
 
 VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
-
-
-# ── What a model from scratch takes from the tokenizer ────────────────────────────────────────────────────────────────────────
 
 
 def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]:
@@ -69,7 +65,8 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
     config = given | {key: value for key, value in found.items() if key not in given and hasattr(known, key)}
     rounded = f"rounded up to a multiple of {VOCABULARY_MULTIPLE}"
     origin = "set by the recipe, for" if "vocab_size" in given else f"{rounded} from" if found["vocab_size"] != size else "of"
-    ids = ", ".join(f"{word} {_shown(config.get(f'{role}_token_id'))}" for role, word in ROLES.items())
+    tokens = {word: config.get(f"{role}_token_id") for role, word in ROLES.items()}
+    ids = ", ".join(f"{word} {'none' if token is None else token}" for word, token in tokens.items())
     return settings.model_copy(update={"config": config}), f"vocabulary {origin} the tokenizer's {size:,} ids; {ids}"
 
 
@@ -82,13 +79,6 @@ def _contradictions(given: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> l
         if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
             found.append(f"`{role}_token_id: {ids}`, but its {word} token is {own}")
     return found
-
-
-def _shown(token: Any) -> str:
-    return "none" if token is None else str(token)
-
-
-# ── Whether it is the model's own ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
@@ -117,9 +107,6 @@ def fingerprint_of(model: ModelSettings) -> str | None:
     with contextlib.suppress(InputError):  # a repository without a tokenizer, or a machine without network
         return load_text_tokenizer(model.source, model.revision).fingerprint
     return None
-
-
-# ── For prompts and for the exported folder ───────────────────────────────────────────────────────────────────────────────────
 
 
 def load_tokenizer(
@@ -156,12 +143,6 @@ def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTr
     ids = {role: known.get(f"{role}_id") for role in ROLES}
     named = {f"{role}_token": text.tokenizer.id_to_token(token) for role, token in ids.items() if token is not None}
     return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
-
-
-def check_samples(prompts: Iterable[str], tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """InputError where a prompt cannot be continued, which would otherwise be found out at the first evaluation."""
-    for prompt in prompts:
-        encoded_prompt(tokenizer, prompt)
 
 
 def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:

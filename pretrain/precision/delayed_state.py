@@ -1,26 +1,23 @@
 """Delayed scaling's memory: the amaxes of recent steps and the scales made of them, for every quantized tensor of a model.
 
-The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py). Quantizing a tensor notes its amax in
-row 0 of its history. When the outermost forward ends, the forward tensors' amaxes are reduced over all ranks and their scales
-updated, so the next microbatch already uses them; those of gradients are updated as the backward ends. A weight is quantized, and
-its amax noted, only in the first microbatch of a step.
-
-A model has hundreds of such tensors. Their histories are columns of one matrix, so an update is a handful of kernels and one
-reduction, not hundreds; what a checkpoint sees are views of its columns.
+The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py); docs/precision.md tells it.
+Quantizing a tensor notes its amax in row 0 of its history. The histories of a model's hundreds of tensors are columns of one
+matrix, so an update is a handful of kernels and one reduction; what a checkpoint sees are views of its columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import holding
 from pretrain.precision.quantizers.tensor import update_scale
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 # Columns of a module, as Transformer Engine lays them out. It quantizes no outputs and no input gradients of a linear, nor do we:
 # their columns stay as they begin, and are kept for its checkpoints' sake.
@@ -41,11 +38,6 @@ class AmaxHistory:
         self.scale = torch.ones(columns, device=device)
         self._rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
 
-    def record(self, column: int, amax: Tensor) -> None:
-        """Note the FP32 scalar `amax` of a tensor; of several in one step the largest counts."""
-        noted = self.amax_history[0, column]
-        torch.maximum(noted, amax, out=noted)
-
     @torch.no_grad()
     def update(self) -> None:
         """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
@@ -55,19 +47,14 @@ class AmaxHistory:
         self.amax_history.copy_(history)  # in place: checkpoints hold views
         self.scale.copy_(scale)
 
-    def reset(self) -> None:
-        self.amax_history.zero_()
-        self.scale.fill_(1.0)
-
 
 class DelayedState:
     """The state of all products of one model. Products register first; the first use lays the matrices out."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        self._active = active
-        self._device = device
+        self._active, self._device = active, device
         self._modules: list[str] = []
-        self._histories: tuple[AmaxHistory, AmaxHistory] | None = None
+        self._histories: dict[str, AmaxHistory] = {}
         self._forward_scales: Tensor | None = None  # those that the forward under way, or the last one, computes with
         self._depth = 0
         self._recording = True
@@ -76,7 +63,7 @@ class DelayedState:
 
     def register(self, module: str) -> int:
         """The number of a further module. Raises RuntimeError once the state is in use."""
-        if self._histories is not None:
+        if self._histories:
             raise RuntimeError(f"{module}: delayed scaling takes no further modules after the first forward")
         self._modules.append(module)
         return len(self._modules) - 1
@@ -86,16 +73,16 @@ class DelayedState:
         """Around each forward of the model; nested ones belong to the outermost. Only forwards that train leave a trace."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
-            self._forward_scales = self._forward.scale.clone()
+            self._forward_scales = self._history("forward").scale.clone()
         self._depth += 1
         try:
             yield
         finally:
             self._depth -= 1
         if self._depth == 0 and torch.is_grad_enabled():
-            self._forward.update()
-        elif self._depth == 0:
-            self._forward.amax_history[0].zero_()  # noted in evaluation; the next training step would take it for its own
+            self._history("forward").update()
+        elif self._depth == 0:  # what evaluation noted, the next training step would take for its own
+            self._history("forward").amax_history[0].zero_()
 
     @property
     def forward_scales(self) -> Tensor:
@@ -104,28 +91,23 @@ class DelayedState:
             raise RuntimeError("delayed scaling: a product ran before the backend's first forward(), which fixes its scales")
         return self._forward_scales
 
-    @contextmanager
-    def recompute(self, forward_scales: Tensor) -> Iterator[None]:
+    def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Around a layer that backward computes again: with the scales it had, noting no amax a second time."""
-        before = self._forward_scales, self._recording
-        self._forward_scales, self._recording = forward_scales, False
-        try:
-            yield
-        finally:
-            self._forward_scales, self._recording = before
+        return holding(self, _forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""
-        column = self._column(module, role)
-        return self._backward.scale[column] if role == "grad_output" else self.forward_scales[column]
+        scales = self._history("backward").scale if role == "grad_output" else self.forward_scales
+        return scales[self._column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
-        """Note the amax of an operand that was just quantized."""
+        """Note the FP32 scalar `amax` of an operand that was just quantized; of several in one step the largest counts."""
         if role == "grad_output":
-            self._backward.record(self._column(module, role), amax)
             self._expect_end_of_backward()
-        elif self._recording:
-            self._forward.record(self._column(module, role), amax)
+        elif not self._recording:
+            return
+        noted = self._history(PLACES[role][0]).amax_history[0, self._column(module, role)]
+        torch.maximum(noted, amax, out=noted)
 
     def state(self) -> dict[str, Tensor]:
         """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32.
@@ -133,7 +115,8 @@ class DelayedState:
         Not contiguous. They change as a training forward ends and as its backward ends, and between the two of them only then.
         """
         tensors = {}
-        for (direction, slots), history in zip(SLOTS.items(), (self._forward, self._backward), strict=True):
+        for direction, slots in SLOTS.items():
+            history = self._history(direction)
             for number, module in enumerate(self._modules):
                 columns = slice(number * len(slots), (number + 1) * len(slots))
                 tensors[f"fp8/{module}/{direction}/amax_history"] = history.amax_history[:, columns]
@@ -142,8 +125,9 @@ class DelayedState:
 
     def reset(self) -> None:
         """As before the first forward: histories zero, scales one."""
-        self._forward.reset()
-        self._backward.reset()
+        for history in self._histories.values():
+            history.amax_history.zero_()
+            history.scale.fill_(1.0)
         self._forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _expect_end_of_backward(self) -> None:
@@ -160,23 +144,14 @@ class DelayedState:
     def _finish_backward(self) -> None:
         self._end_expected = False
         if self._backward_ran:
-            self._backward.update()
+            self._history("backward").update()
             self._backward_ran = False
 
-    @property
-    def _forward(self) -> AmaxHistory:
-        return self._laid_out()[0]
-
-    @property
-    def _backward(self) -> AmaxHistory:
-        return self._laid_out()[1]
-
-    def _laid_out(self) -> tuple[AmaxHistory, AmaxHistory]:
-        if self._histories is None:
-            self._histories = tuple(
-                AmaxHistory(self._active, slots[0], len(self._modules) * len(slots), self._device) for slots in SLOTS.values()
-            )
-        return self._histories
+    def _history(self, direction: str) -> AmaxHistory:
+        if direction not in self._histories:
+            slots = SLOTS[direction]
+            self._histories[direction] = AmaxHistory(self._active, slots[0], len(self._modules) * len(slots), self._device)
+        return self._histories[direction]
 
     @staticmethod
     def _column(module: int, role: Role) -> int:

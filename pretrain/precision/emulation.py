@@ -1,13 +1,8 @@
-"""Low-precision products on any device: operands rounded as the precision has them, multiplied in the precision at hand.
+"""Low-precision products on any device: operands rounded as the precision has them, multiplied in BF16 or FP32.
 
-The values that the formats hold are few, and BF16 holds every one of them, even times a block scale that is a power of two or, in
-NVFP4, an E4M3 value. So on a GPU an emulated product is a BF16 product with FP32 sums, as fast as BF16 training's, and the tensor
-scales multiply the FP32 result. What it computes differs from the real thing in the order of additions only. On a CPU, and for
-`block` with FP32 scales, which BF16 does not hold, operands are FP32.
-
-What emulation costs is the quantizing: a few kernels a product, compiled on a GPU, each of which reads a tensor and writes its
-operand. Weights are quantized once a step. Inputs are kept for backward as they came, in BF16, and quantized there once more for
-the weight gradient: linears that share an input then share what is kept of it, where each would have codes of its own.
+docs/precision.md ("Emulation") says what is equal to the hardware's products and what is not. Inputs are kept for backward as
+they came, in BF16, and quantized there once more for the weight gradient: linears that share an input then share what is kept
+of it, where each would have codes of its own.
 """
 
 from __future__ import annotations
@@ -25,12 +20,12 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from pretrain.precision.delayed_state import DelayedState
-from pretrain.precision.formats.definition import Along
-from pretrain.precision.linear import NormFunction, Role, norm_in_fp32
-from pretrain.precision.observation import BITS, Note, significant_bits
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
+from pretrain.precision.observation import BITS, Note, dtype_name, significant_bits
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 # Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
 GRAPHS = 256
@@ -49,9 +44,7 @@ class Operand:
 
 
 class EmulationBackend:
-    """Emulated products of one model."""
-
-    name: Literal["emulation"] = "emulation"
+    """Emulated products of one model; a `Backend`."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         self.active = active
@@ -63,27 +56,19 @@ class EmulationBackend:
         self._prepare = functools.cache(self._compiled_preparation)
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
-        """The product of the linear called `name`; its shapes are those of what it is called with."""
         product = EmulatedProduct(self, name)
         self._products.append(product)
         return product
 
     def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
-        """(x [..., size], weight, bias or None) -> the norm, statistics and affine in FP32, rounded once to x's dtype."""
-
-        def norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return norm_in_fp32(kind, x, weight, bias, eps)
-
-        return _compiled(norm, self.device)
+        return _compiled(lambda x, weight, bias: norm_in_fp32(kind, x, weight, bias, eps), self.device)
 
     def forward(self) -> AbstractContextManager[None]:
-        """Entered around each low-precision forward of the model."""
         return nullcontext() if self.delayed is None else self.delayed.forward()
 
     def checkpoint(
         self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any] = noop_context_fn, **kwargs: Any
     ) -> Any:
-        """`function(*args, **kwargs)`, computed again in backward: with the same scales and weights, bit for bit the same."""
         scales = None if self.delayed is None else self.delayed.forward_scales
 
         def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -93,29 +78,21 @@ class EmulationBackend:
         return checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     def state(self) -> dict[str, Tensor]:
-        """Delayed scaling's histories and scales, live (see DelayedState.state); nothing for other precisions."""
         return {} if self.delayed is None else self.delayed.state()
 
     def reset(self) -> None:
-        """Forget history and quantized weights."""
         if self.delayed is not None:
             self.delayed.reset()
         for product in self._products:
             product.weight = None
 
-    @contextmanager
-    def observing(self, note: Note) -> Iterator[None]:
-        """While entered, reports every product to `note`. An operand is known by the significant bits that its values have, of a
-        sample of its rows; to count them is to wait for the device."""
-        self.note = note
-        try:
-            yield
-        finally:
-            self.note = None
+    def observing(self, note: Note) -> AbstractContextManager[None]:
+        """An operand is reported by the significant bits of a sample of its rows; to count them is to wait for the device."""
+        return holding(self, note=note)
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
-        return f"emulated in {str(self.operand_dtype).removeprefix('torch.')}, torch {torch.__version__}{compiled}"
+        return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
     @property
     def operand_dtype(self) -> torch.dtype:
@@ -146,12 +123,8 @@ class EmulationBackend:
     @contextmanager
     def _recompute(self, scales: Tensor | None, context: AbstractContextManager[Any]) -> Iterator[None]:
         scaling = nullcontext() if self.delayed is None else self.delayed.recompute(scales)
-        before, self.recomputing = self.recomputing, True
-        try:
-            with context, scaling:
-                yield
-        finally:
-            self.recomputing = before
+        with context, scaling, holding(self, recomputing=True):
+            yield
 
 
 class EmulatedProduct:
@@ -165,11 +138,8 @@ class EmulatedProduct:
         self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out] -> [tokens, out] in x's dtype, differentiable in each.
-
-        The weight is quantized if this is the first microbatch, and otherwise what was kept of that one is used. Gradients have
-        their tensors' dtypes; all sums are in FP32. Raises RuntimeError where the precision's blocks do not divide a dimension.
-        """
+        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32. Raises RuntimeError
+        where the precision's blocks do not divide a dimension."""
         if self.weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
         return _Products.apply(x, weight, bias, self)
@@ -179,14 +149,13 @@ class EmulatedProduct:
         return None if self._module is None else self._backend.delayed.scale(self._module, role)
 
     def operand(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
-        """x as a factor of a product that sums `along` its features or its rows; delayed scaling notes its amax."""
+        """`EmulationBackend.prepare`; delayed scaling notes x's amax."""
         operand, amax = self._backend.prepare(role, x, along, scale)
         if amax is not None:
             self._backend.delayed.record(self._module, role, amax)
         return operand
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        """`multiply`, for `gemm`: forward, dgrad or wgrad."""
         if self._backend.note is not None:
             self._backend.note((self.name,), gemm, left, right, _bits_of_sample)
         return multiply(left, right, dtype, bias)
@@ -254,10 +223,10 @@ def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | N
 
 
 def _product_in_fp32(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with FP32 sums and an FP32 result, of BF16 or FP32 matrices."""
+    """left @ right of BF16 or FP32 matrices, with FP32 sums."""
     if left.dtype == torch.bfloat16 and products_of_bf16_give_fp32():
         return torch.mm(left, right, out_dtype=torch.float32)
-    with _exact_fp32():
+    with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):  # no TF32, whatever the user set
         return left.float() @ right.float()
 
 
@@ -272,20 +241,8 @@ def products_of_bf16_give_fp32() -> bool:
     return product.dtype == torch.float32 and bool((product == 16).all())
 
 
-@contextmanager
-def _exact_fp32() -> Iterator[None]:
-    """FP32 products of FP32 factors, not of factors rounded to TF32, whatever the user set."""
-    settings = torch.backends.cuda.matmul
-    before, settings.fp32_precision = settings.fp32_precision, "ieee"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """`function` compiled for each shape it meets on CUDA, where one kernel then reads and writes a tensor once; a CPU gains
-    little from it and would wait for a C++ compiler."""
+    """`function`, compiled for each shape on CUDA; a CPU gains little from that and would wait for a C++ compiler."""
     if device.type != "cuda":
         return function
     compiled = torch.compile(function, fullgraph=True, dynamic=False)

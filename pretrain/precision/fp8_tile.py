@@ -1,13 +1,10 @@
 """What a Triton kernel does with a tile of values that it has just computed: quantize it to FP8 and store it.
 
 Hopper's FP8 products read both operands along the inner dimension. So a tensor [M, K] that one product reads by rows and another
-by columns exists twice: as it is, and as its transpose [K, M]. A kernel that holds a tile in registers writes both at the cost of
-one byte each. A cast or transpose of its own would first have to read the tensor again, and before that to write it in BF16.
+by columns exists twice: as it is, and as its transpose [K, M]. A kernel that holds a tile in registers writes both.
 
-Numbers beyond the format's range, infinities too, become its largest value; NaN stays NaN in the codes but does not count for an
-amax. So does TE, and so a NaN shows in the loss, while delayed scaling's history keeps finite numbers.
-
-Everything here is for tiles that lie wholly inside the tensor.
+As in TE, numbers beyond the format's range, infinities too, become its largest value; NaN stays NaN in the codes but does not
+count for an amax. Everything here is for tiles that lie wholly inside the tensor.
 """
 
 from __future__ import annotations
@@ -20,8 +17,6 @@ FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _INFINITY = tl.constexpr(float("inf"))
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-# ── One scale for the tensor ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -55,22 +50,15 @@ def tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two: tl.constex
 @triton.jit
 def record_amax(amax, values):
     """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
-
-    FP32 numbers that are not negative order as their bits do, so the maximum is one of integers. It does not depend on the order
-    in which the programs arrive: the result is the same every time.
-    """
+    Such numbers order as their bits do, so the maximum is one of integers."""
     largest = largest_magnitude(values, None)
     tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest.to(tl.int32, bitcast=True), sem="relaxed")
 
 
 @triton.jit
 def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`.
-
-    The rule of pretrain.precision.quantizers.tensor.scale_from_amax, and so of compute_scale_from_amax in TE's
-    common/recipe/recipe_common.cuh: 1 for an amax of zero, infinity or NaN; `overflow` where the quotient overflows; then,
-    if `power_of_two`, rounded down to one.
-    """
+    """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`:
+    the rule of pretrain.precision.quantizers.tensor.scale_from_amax."""
     amax = tl.where(amax < epsilon, epsilon, amax)
     if power_of_two:
         # The largest values are 1.75 x 2^n. So the quotient's exponent is n less that of amax, and one less again where the
@@ -82,9 +70,6 @@ def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.cons
         scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
         scale = tl.where(scale == _INFINITY, overflow, scale)
     return tl.where((amax > 0) & (amax < _INFINITY), scale, 1.0)
-
-
-# ── One scale for 128 values ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit
@@ -123,13 +108,9 @@ def store_block_scaled(
         store_columns(fp8_codes(values, scale[None, :], fp8), columns, i, j, M)
 
 
-# ── Parts ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @triton.jit
 def fp8_codes(values, scale, fp8: tl.constexpr):
-    """The bytes of `values` x `scale` (FP32, broadcast) in `fp8`: rounded to nearest even, and saturated by the instruction that
-    converts (PTX cvt.rn.satfinite)."""
+    """The bytes of `values` x `scale` (FP32, broadcast) in `fp8`, rounded to nearest even and saturated (cvt.rn.satfinite)."""
     return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
 
 
@@ -142,9 +123,7 @@ def store_rows(codes, rows, i, j, K):
 @triton.jit
 def store_columns(codes, columns, i, j, M):
     """Write the transpose of codes [BM, BN] to `columns` [K, M], for a tile at the tensor's rows i [BM] and columns j [BN].
-
-    The tile is transposed in shared memory, so that what a warp writes is contiguous: BM bytes for each column.
-    """
+    Transposed in shared memory, so that what a warp writes is contiguous."""
     tl.store(columns + j.to(tl.int64)[:, None] * M + i[None, :], tl.trans(_computed_once(codes)))
 
 

@@ -1,9 +1,7 @@
 """Linears and norms that compute in low precision, and the context that all of a model's share.
 
-The modules own nothing new. They hold the very Parameters of the modules they stand in for, under the same names, so that tying,
-checkpoints, sharding and export see the model that transformers built. What multiplies them is a `LinearProduct`, made by a
-`Backend` (Transformer Engine, or the emulation). torch.compile steps over them: a graph ends before each low-precision product
-and another begins after it.
+The modules hold the very Parameters of the modules they stand in for, under the same names, so that tying, checkpoints, sharding
+and export see the model that transformers built. torch.compile steps over them: a graph ends before each low-precision product.
 """
 
 from __future__ import annotations
@@ -21,11 +19,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import Note, ObservedProduct
 
-Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+@contextmanager
+def holding(owner: Any, **values: Any) -> Iterator[None]:
+    """While entered, attributes of `owner` have these values; afterwards those from before."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 class LinearProduct(Protocol):
@@ -41,19 +52,18 @@ class LinearProduct(Protocol):
 class Backend(Protocol):
     """What computes one model's low-precision products; made once a model."""
 
-    name: Literal["transformer_engine", "emulation"]
-
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> LinearProduct:
         """The product of the linear called `name`, with a state of its own where the precision keeps one."""
 
     def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
-        """(x, weight, bias or None) -> the norm of x over its last dimension."""
+        """(x [..., size], weight, bias or None) -> the norm of x over its last dimension, statistics in FP32, in x's dtype."""
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Entered around each low-precision forward of the whole model."""
+        """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
-        """Run `function` now and again in backward, in the same precision and with the same scales."""
+        """function(*args, **kwargs) now, and again in backward: in the same precision, with the same scales, on the same random
+        numbers. `context_fn` returns two contexts, for now and for then."""
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
@@ -76,13 +86,13 @@ class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
     who is watching. Every model has one; `backend` is None where nothing is quantized.
 
-    Training forwards enter it; evaluation does not, unless the user asks for it (`evaluates_low`), so a held-out loss tells runs
-    apart by what their weights have learnt. A layer that is recomputed in backward enters it again: what leaves the context
-    between the two passes would be recomputed in another precision, without any sign of it.
+    A layer that is recomputed in backward enters the context again, or it would be recomputed in another precision, without any
+    sign of it.
 
-    `compute_dtype`: of activations. `observers` are called with each operand of each low-precision product, as it stands before
-    it is quantized: (module name, role, tensor [tokens or out, features], product). `calls_outside` counts, by module name, the
-    calls of low-precision linears outside of a low-precision forward: in evaluation all of them, in training none.
+    `evaluates_low`: forwards of evaluation enter it too. `compute_dtype`: of activations. `observers` are called with each
+    operand of each low-precision product, as it stands before it is quantized: (module name, role, tensor [tokens or out,
+    features], product). `calls_outside` counts, by module name, the calls of low-precision linears outside of a low-precision
+    forward: in evaluation all of them, in training none.
     """
 
     backend: Backend | None
@@ -100,7 +110,7 @@ class PrecisionContext:
         if self.backend is None or not (training or self.evaluates_low):
             yield
             return
-        with self.backend.forward(), self._in_low_precision():
+        with self.backend.forward(), holding(self, low_precision=True):
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +119,7 @@ class PrecisionContext:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            return nullcontext(), self._in_low_precision()
+            return nullcontext(), holding(self, low_precision=True)
 
         return self.backend.checkpoint(function, *args, context_fn=contexts, **kwargs)
 
@@ -131,8 +141,6 @@ class PrecisionContext:
                 y.register_hook(partial(self.show, name, "grad_output", product=product))
         return y
 
-    # ── Who is watching ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
     def show(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
         """An operand of `product`, before it is quantized, to all observers."""
         for observer in self.observers:
@@ -149,14 +157,8 @@ class PrecisionContext:
     @contextmanager
     def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
         """While entered, fills what it yields with the products of each linear, by name, in the order they run."""
-        self._observed = {}
-        try:
-            with self.backend.observing(self.note) if self.backend else nullcontext():
-                yield self._observed
-        finally:
-            self._observed = None
-
-    # ── State between two forwards ────────────────────────────────────────────────────────────────────────────────────────────
+        with holding(self, _observed={}), self.backend.observing(self.note) if self.backend else nullcontext():
+            yield self._observed
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
@@ -166,8 +168,8 @@ class PrecisionContext:
     def preserving_state(self) -> Iterator[None]:
         """Around passes that are not training's: history and scales are afterwards what they were before.
 
-        Whatever else the backend holds is forgotten. A pass that ran out of memory leaves behind what its backward would have
-        taken up, such as the scales put aside for recomputing a layer, and the next backward would take them for its own.
+        Whatever else the backend holds is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing
+        a layer, which the next backward would take for its own.
         """
         before = {name: tensor.clone() for name, tensor in self.state().items()}
         try:
@@ -187,14 +189,6 @@ class PrecisionContext:
             if name.endswith("/amax_history"):
                 tensor.nan_to_num_(nan=0.0, posinf=0.0)
 
-    @contextmanager
-    def _in_low_precision(self) -> Iterator[None]:
-        before, self.low_precision = self.low_precision, True
-        try:
-            yield
-        finally:
-            self.low_precision = before
-
 
 class LowPrecisionLinear(nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
@@ -207,14 +201,6 @@ class LowPrecisionLinear(nn.Module):
         self.product = product
         self.context = context
 
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[1 if self.transposed else 0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[0 if self.transposed else 1]
-
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
@@ -224,9 +210,6 @@ class LowPrecisionLinear(nn.Module):
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
         return y.view(*x.shape[:-1], -1)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 class LowPrecisionNorm(nn.Module):
@@ -249,9 +232,6 @@ class LowPrecisionNorm(nn.Module):
             dtype = self.context.compute_dtype
             return self.function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
-
-    def extra_repr(self) -> str:
-        return f"{self.kind}, {tuple(self.weight.shape)}, eps={self.eps}"
 
 
 def norm_kind(module: nn.Module) -> Literal["rms", "layer"] | None:

@@ -1,9 +1,8 @@
 """What the matrix products of a model really multiplied, seen from underneath: the operands as they reach the kernel.
 
-Settings, class names and flags say what was meant. A module may carry the right name and multiply in BF16 all the same, so
-nothing here asks a module anything. Every product of te.Linear goes through one function of Transformer Engine, and the classes
-and dtypes of what arrives there are what the tensor cores get. An emulated operand is an ordinary BF16 tensor; what gives it away
-is that its values have no more significant bits than the format it stands for.
+A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Every product of
+te.Linear goes through one function of Transformer Engine, and the classes and dtypes of what arrives there are what the tensor
+cores get. An emulated operand is known by the few significant bits of its values.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class ObservedProduct(NamedTuple):
 
 
 def significant_bits(tensor: Tensor) -> int:
-    """The most significant bits, from a value's first one-bit to its last, that any finite value of `tensor` has; waits for the
-    device. A tensor of BF16 numbers that were not quantized has 8, one of E4M3 numbers times powers of two 4."""
+    """The most significant bits, from a value's first one-bit to its last, that any finite value of `tensor` has: 8 of BF16
+    numbers, 4 of E4M3 numbers times powers of two. Waits for the device."""
     mantissa = tensor.float().nan_to_num(0, 0, 0).view(torch.int32) & 0x7FFFFF
     for bits in range(1, 24):
         if not (mantissa & ((1 << (24 - bits)) - 1)).any():
@@ -48,13 +47,12 @@ def significant_bits(tensor: Tensor) -> int:
 class GemmObserver:
     """Notes the GEMMs of each te.Linear product in the order they run; a recomputed forward is noted twice.
 
-    The kernel's arguments do not say which product a GEMM belongs to. In forward it is the product that is being called; in
-    backward it is the one whose node the autograd engine runs. Recomputation nests forwards in such a node, hence a stack.
+    In forward a GEMM belongs to the product that is being called, in backward to the one whose node the autograd engine runs.
+    Recomputation nests forwards in such a node, hence a stack.
     """
 
     def __init__(self, te: ModuleType, note: Note) -> None:
-        self._te = te
-        self._note = note
+        self._te, self._note = te, note
         self._running: list[str] = []
 
     @contextmanager
@@ -64,7 +62,9 @@ class GemmObserver:
         multiply = module.general_gemm
 
         def observed(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
-            self._record(kwargs.get("layout", "TN"), left, right)
+            if self._running:  # cuBLAS counts columns first, so TE names the operands the other way round: the weight first
+                gemm = _GEMMS[kwargs.get("layout", "TN")]
+                self._note(self._running[-1:], gemm, right, left, partial(operand_kind, self._te))
             return multiply(left, right, *args, **kwargs)
 
         module.general_gemm = observed
@@ -86,15 +86,8 @@ class GemmObserver:
         """Attribute to `name` what the node that made `output` multiplies in backward."""
         if output.grad_fn is not None:
             output.grad_fn.register_prehook(lambda _: self._running.append(name))
-            output.grad_fn.register_hook(lambda *_: self._end())
-
-    def _end(self) -> None:  # returns nothing: what a hook returns would replace the gradients
-        self._running.pop()
-
-    def _record(self, layout: str, left: Any, right: Any) -> None:
-        # cuBLAS counts columns first, so Transformer Engine names the operands the other way round: the weight before the input.
-        if self._running:
-            self._note(self._running[-1:], _GEMMS[layout], right, left, partial(operand_kind, self._te))
+            # None, as what a hook returns would replace the gradients.
+            output.grad_fn.register_hook(lambda *_: self._running.pop() and None)
 
 
 def operand_kind(te: ModuleType, operand: Any) -> str:

@@ -1,7 +1,4 @@
-"""The registry of precisions: finds the files in `formats/`, and the precision that a name means.
-
-To add a precision is to add a file there, one under `accelerate_configs/`, and tests. Nothing here imports torch.
-"""
+"""The registry of precisions: finds the files in `formats/`, and the precision that a name means. Nothing here imports torch."""
 
 from __future__ import annotations
 

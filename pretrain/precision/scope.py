@@ -1,7 +1,6 @@
 """Which modules of a model compute in low precision: the scope, the layers kept out, the shapes a precision cannot take.
 
-Every linear is decided on by itself, and the decision has a reason, which the audit shows. A rule for a whole container would
-leave out the siblings of one odd shape, and nobody would notice.
+Every linear is decided on by itself: a rule for a whole container would leave out the siblings of one odd shape.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from foundation.errors import InputError
 from pretrain.precision.linear import norm_in_fp32, norm_kind
 from pretrain.precision.registry import UNQUANTIZED
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-# How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 weights and inputs, rounded
-# twice.
+# How far a norm may be from the formula it is replaced by, in units of its largest output: BF16 rounded twice.
 _SAME_NORM = 0.02
 
 
@@ -48,10 +46,7 @@ def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
 
 
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
-    """A decision for each linear of `hf`, and for each norm if the scope has norms; by Hugging Face name.
-
-    `layers`: the decoder layers in order, for `keep_bf16_layers`.
-    """
+    """A decision for each linear of `hf`, and for each norm if the scope has norms, by name. `layers`: in order."""
     scope, keep, head = active.settings.scope, active.settings.keep_bf16_layers, hf.get_output_embeddings()
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
     inside = {id(module) for layer in kept for module in layer.modules()}
@@ -80,8 +75,7 @@ def eps_of(norm: nn.Module) -> float | None:
 
 
 def _misfit(linear: nn.Module, active: ActivePrecision) -> str | None:
-    """Why the precision cannot take a linear of this shape. The emulation refuses what the hardware would, so as to show what it
-    does."""
+    """Why the precision cannot take a linear of this shape; in emulation too, which is to show what the hardware does."""
     multiple = active.precision.multiple_of
     odd = [size for size in features_of(linear) if size % multiple]
     return f"{odd[0]} is not a multiple of {multiple}" if odd else None

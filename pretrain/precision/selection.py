@@ -1,53 +1,46 @@
 """Which precision a run gets on this machine, on what it computes it, and why that is not what was asked for.
 
 A precision runs on Transformer Engine where the device has it. Elsewhere `fp8_config.on_unsupported` decides: stop and say which
-device has it, compute the same numbers slowly, or train in the nearest precision that the device does have. The result is an
-`ActivePrecision`, which everything after asks; nothing later changes it.
+device has it, compute the same numbers slowly, or train in the nearest precision that the device does have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+
+import torch
 
 from foundation.errors import InputError
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision import transformer_engine
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.linear import Backend
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 # Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
-Missing = Callable[[Precision], str | None]
+Missing = Callable[[QuantizedPrecision], str | None]
 
 
-@dataclass(frozen=True)
-class ActivePrecision:
-    """What a run computes in.
+def missing_on(device_type: str) -> Missing:
+    """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more. The
+    compute capability is asked first: it tells most of it, and Transformer Engine takes seconds to import."""
+    capability, cuda, device = None, None, f"this run is on {device_type}"
+    if device_type == "cuda":
+        capability = torch.cuda.get_device_capability()
+        cuda = tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
+        device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
-    `precision` is the effective one; it is not the `requested` one only under `on_unsupported: fallback`. `settings` are resolved
-    for it. `reason` says why this is not what was asked for, None where it is.
-    """
+    def missing(precision: QuantizedPrecision) -> str | None:
+        need = precision.hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
+        return f"needs {need}; {device}" if need else None
 
-    requested: str
-    precision: Precision
-    backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
-    settings: LowPrecisionSettings
-    reason: str | None = None
-
-    @property
-    def notice(self) -> str | None:
-        """What is done in place of what was asked for, for the user to read; None where nothing is."""
-        if self.reason is None:
-            return None
-        instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"
-        return f"{self.reason}: {instead}"
+    return missing
 
 
 def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: Missing) -> ActivePrecision:
-    """What a run in `precision` gets on a device where `missing` is missing (`backends.missing_on`).
-
-    Raises InputError where the device does not have the precision and `on_unsupported` is `error`.
-    """
+    """What a run in `precision` gets on a device where `missing` is missing (`missing_on`). Raises InputError where the device
+    does not have the precision and `on_unsupported` is `error`."""
     wanted = PRECISIONS[precision]
     settings = fp8_config.resolved(wanted.name)
     if not wanted.quantized:
@@ -75,3 +68,12 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
         f"`fp8_config.on_unsupported: fallback` to train in {nearest.name}, or a `precision` that runs here: "
         f"{', '.join(each.name for each in available)}"
     )
+
+
+def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
+    """A backend for one model, whose products are on `device`."""
+    if active.backend == "transformer_engine":
+        return transformer_engine.TransformerEngineBackend(active, device)
+    if active.backend == "emulation":
+        return EmulationBackend(active, device)
+    raise ValueError(f"{active.precision.name} on {active.backend} has no low-precision products")

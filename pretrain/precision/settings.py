@@ -1,11 +1,12 @@
 """`fp8_config`: how a quantized precision is to run; the same keys in a recipe and in an accelerate configuration.
 
-A few keys mean the same for every quantized precision. The others are options, which the files of the precisions declare.
-An option that is not set is None, and `resolved` fills in the default of the precision that is chosen.
+A few keys are for every quantized precision, the others are options, which the files of the precisions declare. An option that is
+not set is None, and `resolved` fills in the default of the precision that is chosen.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, create_model, model_validator
@@ -86,3 +87,23 @@ class LowPrecisionSettings(_WithOptions):
     def without_options(self) -> Self:
         """The keys that mean the same for every quantized precision, as they are; no option set."""
         return type(self).model_validate(self.model_dump(exclude_unset=True, exclude=set(OPTIONS)))
+
+
+@dataclass(frozen=True)
+class ActivePrecision:
+    """What a run computes in: `precision`, with `settings` resolved for it. It is not the `requested` one only under
+    `on_unsupported: fallback`. `reason` says why this is not what was asked for, None where it is."""
+
+    requested: str
+    precision: Precision
+    backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
+    settings: LowPrecisionSettings
+    reason: str | None = None
+
+    @property
+    def notice(self) -> str | None:
+        """What is done in place of what was asked for, for the user to read; None where nothing is."""
+        if self.reason is None:
+            return None
+        instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"
+        return f"{self.reason}: {instead}"

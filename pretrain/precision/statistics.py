@@ -1,22 +1,15 @@
 """What low precision does to each operand of a step: its range, its scale, and the share of it that is lost at either end.
 
-Two things can go wrong with a format's range. Values too small for the scale become zero (underflow), and values too large for it
-are cut to the largest code (saturation). Both are invisible in a loss until it is too late, and both can be counted beforehand:
-every so many steps, on one microbatch, each operand is quantized once more beside the product and compared with what it was.
+Every so many steps, on one microbatch, each operand is quantized once more beside the product, by our own quantizers, and
+compared with what it was (docs/precision.md, "Statistics and health"). Only delayed scaling's scale is asked of the backend.
 
-The figures come from our own quantizers, for Transformer Engine's products as for emulated ones, since the two agree bit for bit.
-Only with delayed scaling is there something to ask the backend for, the scale in force, which the tensor itself does not tell.
-
-* Each operand is measured as the product along its features takes it: input and weight in forward, `grad_output` in the gradient
-  of the data. What the weight gradient's operands lose along tokens, rotated under NVFP4, is not measured again.
-* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn for a statistic would change
-  the run. Stochastic rounding zeroes other values, and in expectation loses none.
-* The figures are this process's own, of one microbatch: a sample of the step. Ranks see data of one kind and share
-  their delayed scales, so a reduction over them would only add digits that no threshold needs.
+* Each operand is measured as the product along its features takes it, not once more along tokens.
+* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,7 +22,7 @@ from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.linear import Backend, LinearProduct, PrecisionContext
 from pretrain.precision.quantizers.grid import Grid, Quantized
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 SLICE_VALUES = 2**24  # quantized at once: a run that fills its memory must not end because it was watched
 SLICE_ROWS = 128  # slices begin at multiples of this, where the rows of every format's blocks begin too
@@ -45,8 +38,7 @@ Record = Mapping[str, Any]
 class OperandStatistics:
     """An observer of a PrecisionContext. What it finds stays on the device, without a wait, until `records` reads it all at once.
 
-    A step that is watched quantizes everything once more and compares it, in eager kernels, a slice of an operand at a time. That
-    is slower than compiled ones would be, but every so many steps it costs less than compiling for each shape.
+    It quantizes in eager kernels: every so many steps that costs less than compiling for each shape would.
     """
 
     def __init__(self, active: ActivePrecision, backend: Backend) -> None:
@@ -75,8 +67,8 @@ class OperandStatistics:
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor, product: LinearProduct) -> None:
-        """Measure x [rows, features], the `role` of the product called `name`; a further call for both (the LM head takes its
-        tokens in chunks, gradient checkpointing computes a layer twice) adds to what is known."""
+        """Measure x [rows, features]. A further call for the same operand adds to what is known: the LM head takes its tokens in
+        chunks, gradient checkpointing computes a layer twice."""
         figures = self._measure(name, role, x)
         known = self._figures.get((name, role))
         self._figures[name, role] = figures if known is None else merge(known, figures)
@@ -84,11 +76,7 @@ class OperandStatistics:
     def records(self) -> list[dict[str, Any]]:
         """One object an operand, in the order in which they were first seen; waits for the device, once.
 
-        `layer` and `operand` name it, `amax` is its largest magnitude. `scale` is what values are multiplied by before they are
-        rounded; where blocks have scales of their own it is the geometric mean of those over the non-zero values, and `scale_min`
-        and `scale_max` are beside it; NVFP4's `tensor_scale` is a factor of all three. `underflow` is the share of the non-zero
-        values that become zero, `saturation` that of the finite values too large even to be rounded to the largest code. Where an
-        operand has only zeros, blocks have no scale, and it is None.
+        docs/precision.md ("Statistics and health") has its keys. Where an operand has only zeros, the scales of blocks are None.
         """
         if not self._figures:
             return []
@@ -103,11 +91,8 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
         scale = self._scale_in_force(name, role) if self.precision.keeps_history else None
         quantize = self.precision.quantizer(self.settings, role, "features")
-        total = None
-        for rows in x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS):
-            figures = measure(rows.float(), quantize(rows, scale, amax))
-            total = figures if total is None else merge(total, figures)
-        return total
+        slices = x.split(max(SLICE_VALUES // x.shape[1] // SLICE_ROWS, 1) * SLICE_ROWS)
+        return functools.reduce(merge, (measure(rows.float(), quantize(rows, scale, amax)) for rows in slices))
 
     def _scale_in_force(self, name: str, role: Role) -> Tensor:
         """The delayed scale that the operand is quantized by. Read at the first call: a layer that is recomputed uses the scales
@@ -124,7 +109,11 @@ def measure(x: Tensor, quantized: Quantized) -> Tensor:
     nonzero, finite = magnitude > 0, magnitude < math.inf  # NaN is neither
     scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
     encode = decode.reciprocal()
-    largest, smallest, log2_scale = _scales(encode, scaled) if encode.dim() else (encode, encode, encode.log2() * scaled.sum())
+    if encode.dim():
+        largest, smallest = encode.where(scaled, -math.inf).amax(), encode.where(scaled, math.inf).amin()
+        log2_scale = encode.log2().where(scaled, 0).sum(dtype=torch.float64)
+    else:
+        largest, smallest, log2_scale = encode, encode, encode.log2() * scaled.sum()
     maxima = (magnitude.amax(), -quantized.tensor_scale.reciprocal(), largest, -smallest)
     sums = (
         log2_scale,
@@ -137,12 +126,6 @@ def measure(x: Tensor, quantized: Quantized) -> Tensor:
     return torch.stack([figure.double() for figure in maxima + sums])
 
 
-def _scales(encode: Tensor, scaled: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest and smallest of the values' scales, and the sum of their logarithms, over those that `scaled` says."""
-    log2_scale = encode.log2().where(scaled, 0).sum(dtype=torch.float64)
-    return encode.where(scaled, -math.inf).amax(), encode.where(scaled, math.inf).amin(), log2_scale
-
-
 def merge(one: Tensor, other: Tensor) -> Tensor:
     """The figures of two parts of an operand, as if it had been measured whole."""
     split = len(MAXIMA)
@@ -150,22 +133,15 @@ def merge(one: Tensor, other: Tensor) -> Tensor:
 
 
 def largest_held(grid: Grid) -> float:
-    """The largest magnitude that rounding would still give the largest code: half a step above it.
-
-    What lies between the two loses no more than other values of its size do. To count it would call the largest value of every
-    second NVFP4 block saturated, because block scales are rounded too.
-    """
+    """The largest magnitude that rounding would still give the largest code: half a step above it. To count what lies between
+    the two would call the largest value of every second NVFP4 block saturated."""
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     return grid.maximum + step / 2
 
 
 def summary(records: Sequence[Record]) -> dict[str, float]:
-    """The step's part in `metrics.jsonl`, from its `records`.
-
-    `fp8/fwd_scale` and `fp8/bwd_scale` are geometric means, over the operands of the forward products (inputs and weights) and
-    over `grad_output`: scales differ by powers of two from layer to layer, and an arithmetic mean would be that of a few.
-    Operands of zeros are left out of them. `fp8/underflow` and `fp8/saturation` are the worst operand's shares.
-    """
+    """The step's part in `metrics.jsonl`, from its `records`: geometric means of the scales of operands that are not all zeros,
+    and the worst operand's shares."""
     result = {}
     for key, roles in (("fp8/fwd_scale", ("input", "weight")), ("fp8/bwd_scale", ("grad_output",))):
         scales = [r["scale"] for r in records if r["operand"] in roles and r["scale"] and r["amax"]]

@@ -1,9 +1,7 @@
 """Low-precision products on Transformer Engine: its te.Linear as arithmetic, on parameters that are not its own.
 
 te.Linear wants to own its weight, and to write a pickled "extra state" into every state_dict. Here it is built on the meta
-device, outside of the model's module tree, and lent the Hugging Face parameter for the length of a call: names, tying, sharding
-and checkpoints know nothing of it. What it keeps to itself is the weight's quantized copy, made once a step, and for delayed
-scaling its histories and scales, which `state` hands out as plain tensors.
+device, outside of the model's module tree, and lent the Hugging Face parameter for the length of a call.
 
 The library is imported when it is first needed: it takes seconds, and cannot be imported without a GPU's driver.
 """
@@ -16,17 +14,19 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import noop_context_fn
 
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.linear import NormFunction
+from pretrain.precision.linear import NormFunction, holding
 from pretrain.precision.observation import GemmObserver, Note
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # Transformer Engine's name of a direction's state -> ours, in checkpoints.
@@ -34,8 +34,6 @@ _DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
 _BLACKWELL = (10, 0)  # whose FP8 products read operands as they lie
 _MISSING = object()
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def missing() -> str | None:
@@ -66,11 +64,9 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
     """The `transformer_engine.common.recipe` object of `precision`, with nothing in it that was not asked for.
 
-    Transformer Engine takes the defaults of its recipes from NVTE_* variables when it is imported, drops keyword arguments that
-    it does not know, and keeps some of what its quantizers read outside of the constructor's reach: with
-    `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then read
-    back. Raises InputError for an option that only the emulation has, and where the installed Transformer Engine does not take a
-    recipe as it is written here.
+    Transformer Engine takes defaults from NVTE_* variables when it is imported, drops keyword arguments that it does not know,
+    and with `Float8BlockScaling(use_f32_scales=True)` scales are powers of two all the same. So every attribute is set here, then
+    read back. Raises InputError for an option that only the emulation has, and where the installed version differs.
     """
     if emulation := precision.needs_emulation(settings):
         raise InputError(f"`precision: {precision.name}` needs {emulation}; set `fp8_config.backend: emulation`")
@@ -94,26 +90,21 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
 
 
 def split_accumulator(te_recipe: Any, product: str) -> bool:
-    """Whether `product` (fprop, dgrad, wgrad) adds up its partial sums in full under `te_recipe`, as te.Linear's does: what the
-    recipe says, and where it says nothing, gradients alone."""
+    """Whether `product` (fprop, dgrad, wgrad) adds up in full: what the recipe says, and where it says nothing, gradients."""
     wanted = getattr(te_recipe, f"fp8_gemm_{product}", None)
     return product != "fprop" if wanted is None else wanted.use_split_accumulator
 
 
+@dataclass(eq=False)
 class TransformerEngineProduct:
-    """y = x w^T + b by a te.Linear that is lent weight and bias; a `Product`."""
+    """y = x w^T + b by a te.Linear that is lent weight and bias; a `LinearProduct`, inside of the backend's `forward` only."""
 
-    def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
-        self.name = name
-        self.linear = linear
-        self.backend = backend
+    name: str
+    linear: nn.Module
+    backend: TransformerEngineBackend
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out], BF16 -> [tokens, out] BF16; inside of the backend's `forward` only.
-
-        `first_microbatch` quantizes the weight, False takes what was quantized last. Without gradients the weight is quantized
-        for this call alone: evaluation neither uses nor replaces the copy that training made.
-        """
+        # Without gradients the weight is quantized for this call alone: evaluation neither uses nor replaces training's copy.
         cached = first_microbatch if torch.is_grad_enabled() else None
         observer = self.backend.observer
         with observer.forward_of(self.name) if observer else nullcontext(), _lent(self.linear, weight, bias):
@@ -133,8 +124,6 @@ class TransformerEngineProduct:
 class TransformerEngineBackend:
     """A model's products on Transformer Engine; a `Backend`."""
 
-    name: Literal["transformer_engine"] = "transformer_engine"
-
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         """Raises InputError where the installed Transformer Engine does not take the precision's recipe as asked."""
         self.te = library()
@@ -145,9 +134,6 @@ class TransformerEngineBackend:
         self.observer: GemmObserver | None = None
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
-        """The product of the linear called `name`; its delayed scales and histories exist, and are fresh, from here on."""
-        if name in self._products:
-            raise ValueError(f"{name} has a product already, and two would share one place in a checkpoint")
         linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
         # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
@@ -156,7 +142,6 @@ class TransformerEngineBackend:
         return self._products[name]
 
     def norm(self, kind: Literal["rms", "layer"], size: int, eps: float) -> NormFunction:
-        """(x [..., size], weight [size], bias [size] or None), BF16 -> the norm of x, BF16, statistics in FP32."""
         make = {"rms": self.te.RMSNorm, "layer": self.te.LayerNorm}[kind]
         norm = make(size, eps=eps, zero_centered_gamma=False, dtype=torch.bfloat16, device="meta")
 
@@ -174,35 +159,24 @@ class TransformerEngineBackend:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around each low-precision forward of the whole model. Leaving it, delayed scaling agrees on the largest values over all
-        ranks, moves its histories on and makes new scales; a forward without gradients leaves no trace in either."""
         with self._autocast():
             yield
         if self.precision.keeps_history and not torch.is_grad_enabled():
-            # What the kernels saw, the next training forward would take for its own.
+            # A forward without gradients leaves no trace: the next training forward would take these for its own.
             for product in self._products.values():
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Contexts] | None = None, **kwargs: Any
+        self, function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any] = noop_context_fn, **kwargs: Any
     ) -> Any:
-        """function(*args, **kwargs) now, and again in backward, with the scales that forward had and on the same random numbers.
-
-        `context_fn` returns two contexts, for now and for then. Arguments of `function` need not be tensors.
-        """
-
-        def contexts() -> Contexts:
-            now, then = context_fn() if context_fn else (nullcontext(), nullcontext())
+        def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+            now, then = context_fn()
             return now, self._recomputation(then)
 
         return self.te.checkpoint(functools.partial(function, *args, **kwargs), use_reentrant=False, context_fn=contexts)
 
     def state(self) -> dict[str, Tensor]:
-        """Delayed scaling's histories [length, slots] and scales [slots], FP32, live: copy into them to restore. Else empty.
-
-        Slots are input, weight, output in forward, grad_output, grad_input in backward. Between steps nothing else is pending:
-        the backward of each microbatch ends with the update of its own histories.
-        """
+        """As `DelayedState.state`: the same names, shapes and slots."""
         if not self.precision.keeps_history:
             return {}
         return {
@@ -213,7 +187,6 @@ class TransformerEngineBackend:
         }
 
     def reset(self) -> None:
-        """As before the first forward: no quantized weights kept, histories zero, scales one."""
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)
         stashes = self.te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
@@ -224,39 +197,28 @@ class TransformerEngineBackend:
                 stashes[product.linear.fp8_meta[_STASH]].clear()
 
     def describe(self) -> str:
-        """Library, version and recipe, for the audit."""
         return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
 
     @contextmanager
     def observing(self, note: Note) -> Iterator[None]:
-        """While entered, reports the GEMMs of each product to `note`: operands as the kernel gets them."""
         observer = GemmObserver(self.te, note)
-        with observer.installed():
-            self.observer = observer
-            try:
-                yield
-            finally:
-                self.observer = None
+        with observer.installed(), holding(self, observer=observer):
+            yield
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
-        """No reduction group means the default one, all ranks."""
-        return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
+        return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks
 
     @contextmanager
     def _recomputation(self, entered: AbstractContextManager[Any]) -> Iterator[None]:
-        """Around te.checkpoint's own autocast, which in backward is the outermost one and would end as a forward of the model
-        does: with a reduction over all ranks, once for each layer that is recomputed, of amaxes that have been reduced already.
-        Another autocast around it, itself disabled, spares that."""
+        """Around te.checkpoint's own autocast, which in backward is the outermost one and would end with a reduction over all
+        ranks, once for each layer that is recomputed. Another autocast around it, itself disabled, spares that."""
         with entered, self._autocast(enabled=False):
             yield
 
 
 @contextmanager
 def _lent(linear: nn.Module, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
-    """`linear` with these for parameters, its own ones back afterwards: what is not a leaf of the graph must not be kept alive.
-
-    torch.func.functional_call does the same for a quarter more of the host's time, and a forward makes hundreds of calls.
-    """
+    """`linear` with these for parameters. torch.func.functional_call does the same for a quarter more of the host's time."""
     own = dict(linear._parameters)
     linear._parameters["weight"] = weight
     if bias is not None:

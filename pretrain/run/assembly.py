@@ -37,11 +37,11 @@ from pretrain.model.wrapping import attach_main_gradients, convert, fuse, low_pr
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
-from pretrain.precision.backends import make_backend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.selection import make_backend
+from pretrain.precision.settings import ActivePrecision
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
 

@@ -28,7 +28,7 @@ from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
 from pretrain.precision.observation import ObservedProduct, dtype_name
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 # The left and the right operand of a linear's products: x w^T, g w and g^T x.
 OPERANDS: dict[str, tuple[Role, Role]] = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import select_precision
+from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 

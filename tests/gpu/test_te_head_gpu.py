@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
-from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext, Role
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 from pretrain.settings.recipe import LossSettings

@@ -27,8 +27,7 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer.adamw import build_optimizer, clip_coefficient, gradient_norm, named_state
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.run.microbatch import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify import audit

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import Backend, LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

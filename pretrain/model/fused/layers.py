@@ -33,7 +33,7 @@ from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.precision import transformer_engine
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 
 Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]

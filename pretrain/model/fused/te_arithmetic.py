@@ -22,7 +22,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import operand_kind
 from pretrain.precision.transformer_engine import split_accumulator
 

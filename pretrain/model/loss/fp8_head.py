@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.transformer_engine import TransformerEngineBackend, TransformerEngineProduct, split_accumulator
 
 _BF16 = torch.bfloat16

@@ -17,7 +17,6 @@ from pretrain.precision.formats.definition import (
     Tolerance,
 )
 
-FP8_HARDWARE = Hardware((8, 9), "L40S, H100, H200, B200")
 # Measured at the start of 28 layers from scratch, where rounding adds up most (benchmarks/results/h200_parity_*.json): FP8 is at
 # worst 0.022 nats off, 4 % of the norm and at a cosine of 0.86. What is broken is far beyond.
 FP8_TOLERANCE = Tolerance(loss=0.05, gradient_norm=0.1, cosine=0.75)
@@ -35,7 +34,7 @@ class Current(QuantizedPrecision):
         "use_power_2_scales": Option(bool, False, "scales are rounded down to powers of two"),
         "fast_accumulation": FAST_ACCUMULATION,
     }
-    hardware = FP8_HARDWARE
+    hardware = Hardware((8, 9), "L40S, H100, H200, B200")
     te_available = "is_fp8_available"
     tensor_scaled = True
     fuses_head = True
@@ -57,9 +56,6 @@ class Current(QuantizedPrecision):
             "fp8_gemm_wgrad": te.MMParams(use_split_accumulator=True),
         }
         return te.Float8CurrentScaling, arguments, self.te_fp8_quantization(te, power_of_two=settings.use_power_2_scales)
-
-    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        return {f"{self.grid(settings, role).name.lower()} tensor-scaled"}
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=block` or `precision=mxfp8`, with a scale for each block, keeps small values apart from large ones"

@@ -1,25 +1,15 @@
 """What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
 
-A precision says how the matrix products of a model compute. Each is one file in `formats/`, which ends with its object PRECISION;
-`registry` finds the files by itself. Nothing here imports torch: a format's quantizers are imported when one is asked for.
-
-A quantized precision rounds the BF16 operands of the three products of every linear:
-
-    forward  y      = x w^T          sums over in_features    input and weight along their features
-    dgrad    grad_x = grad_y w       sums over out_features   grad_output along its features, weight along its rows
-    wgrad    grad_w = grad_y^T x     sums over tokens         grad_output and input along their rows
-
-A scale can be taken out of a sum only if it is the same for all of its terms, so a block of values that share a scale lies along
-the axis of the sum. Every operand enters two products that sum over different axes. One scale for the whole tensor, or for a
-square of it, serves both products. A scale for a stretch of 16, 32 or 128 values does not: then the operand is quantized twice,
-each time from its BF16 values, since quantizing the codes of the first would round twice.
+Each precision is one file beside this one, which ends with its object PRECISION; `registry` finds the files. Nothing here imports
+torch: a format's quantizers are imported when one is asked for. docs/precision.md ("How a linear computes") says which operand is
+quantized along which axis, and why some are quantized twice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid, Quantized
 
@@ -30,14 +20,11 @@ Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product q
 # The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
 Along = Literal["features", "rows"]
 
+# The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take.
+OptionValues = Any
+
 # (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
-
-
-class OptionValues(Protocol):
-    """The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take."""
-
-    def __getattr__(self, key: str) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -138,10 +125,7 @@ class Precision:
 
 
 class QuantizedPrecision(Precision):
-    """A precision whose products take quantized operands.
-
-    `settings` are resolved for it everywhere. `role` names an operand: input, weight or grad_output.
-    """
+    """A precision whose products take quantized operands. `settings` are resolved for it everywhere."""
 
     quantized = True
     hardware: Hardware
@@ -169,29 +153,27 @@ class QuantizedPrecision(Precision):
         raise NotImplementedError
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
-        """What is done to x^T before it is quantized along rows: to both operands of the weight gradient, or to none."""
+        """What is done to x^T before it is quantized along rows; None: nothing."""
         from pretrain.precision.quantizers import hadamard
 
         return hadamard.transform if settings.disable_rht is False and role != "weight" else None
 
     def uniform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor | None]:
-        """What draws the random numbers that x is rounded by; None where it is rounded to nearest.
+        """What draws the random numbers that x is rounded by, from torch's generator of x's device; None: rounded to nearest.
 
-        Stochastic rounding keeps a sum of gradients right on average. To activations and weights it would add noise in every
-        forward, and no average over steps takes that out again.
+        Only gradients are: their sum stays right on average. To activations and weights it would add noise in every forward.
         """
-        from pretrain.precision.quantizers import rounding
+        import torch
 
         stochastic = settings.disable_stochastic_rounding is False and role == "grad_output"
-        return rounding.uniform_like if stochastic else lambda x: None
+        return (lambda x: torch.rand_like(x, dtype=torch.float32)) if stochastic else lambda x: None
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
         """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors.
 
-        It takes x [rows, features], the FP32 scalar `scale` in force (of precisions that keep a history) and `amax`, the largest
-        magnitude of x, or None. Knowing `amax` saves the search for it, for `features` only: along rows it would have to be that
-        of the transformed values. Codes come with the axis of the sum last: [rows, features], or [features, rows]. Stochastic
-        rounding draws from torch's generator of x's device. Raises RuntimeError where blocks do not divide the axis of the sum.
+        It takes what `Quantize` says; `amax` saves the search for it, and is not used along rows, where x may be transformed.
+        Codes come with the axis of the sum last: [rows, features], or [features, rows]. Raises RuntimeError where blocks do not
+        divide that axis.
         """
         quantize = self.along_features(settings, role)
         if along == "features":
@@ -226,25 +208,23 @@ class QuantizedPrecision(Precision):
         return {f"fp8_quant_{operand}": quantization for operand in ("fwd_inp", "fwd_weight", "bwd_grad")}
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        """How te_observation.operand_kind names the operands that a GEMM may get."""
-        raise NotImplementedError
+        """How `observation.operand_kind` names the operands that a GEMM may get."""
+        return {f"{self.grid(settings, role).name.lower()} tensor-scaled"}
 
     def conditions(self, settings: OptionValues) -> tuple[Condition, ...]:
         """What can go wrong with its operands, each with the remedy that `settings` leave."""
-        forward, backward = ("input", "weight"), ("grad_output",)
-        zero, finer = f"becomes zero in {self.format_name}", self.against_underflow(settings)
-        wider = finer
+        forward, backward, zero = ("input", "weight"), ("grad_output",), f"becomes zero in {self.format_name}"
+        finer = wider = self.against_underflow(settings)
         if settings.fp8_format == "E4M3" and self.takes("fp8_format", "HYBRID"):
             wider = "`fp8_config.fp8_format: HYBRID` keeps gradients in E5M2, whose range is 2**13 times as wide"
-        found = [
-            Condition("underflow", roles, self.underflow_limit, zero, remedy)
-            for roles, remedy in ((forward, finer), (backward, wider))
-        ]
+        found = (
+            Condition("underflow", forward, self.underflow_limit, zero, finer),
+            Condition("underflow", backward, self.underflow_limit, zero, wider),
+        )
         if saturation := self.against_saturation(settings):
-            found.append(
-                Condition("saturation", forward + backward, saturation[0], "is cut to the format's maximum", saturation[1])
-            )
-        return tuple(found)
+            limit, remedy = saturation
+            found += (Condition("saturation", forward + backward, limit, "is cut to the format's maximum", remedy),)
+        return found
 
     def against_underflow(self, settings: OptionValues) -> str:
         """What to change where small values become zero."""

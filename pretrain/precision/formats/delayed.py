@@ -1,8 +1,4 @@
-"""FP8 with delayed scaling: a scale for the whole tensor, from the largest values of past microbatches.
-
-The tensor is read once, where current scaling reads it twice. The price is that what grows from one step to the next is cut.
-The histories and their update are in `pretrain.precision.delayed_state`.
-"""
+"""FP8 with delayed scaling: a scale for the whole tensor, from the largest values of past microbatches (`delayed_state`)."""
 
 from __future__ import annotations
 
@@ -10,29 +6,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from foundation.settings import Count, PositiveCount
-from pretrain.precision.formats.current import FP8_HARDWARE
-from pretrain.precision.formats.definition import (
-    FAST_ACCUMULATION,
-    FP8_FORMAT,
-    Option,
-    OptionValues,
-    Quantize,
-    QuantizedPrecision,
-    Role,
-    Tolerance,
-)
+from pretrain.precision.formats.current import Current
+from pretrain.precision.formats.definition import FAST_ACCUMULATION, FP8_FORMAT, Option, OptionValues, Quantize, Role, Tolerance
 
 
-class Delayed(QuantizedPrecision):
+class Delayed(Current):
     name = "delayed"
     order = 20
     description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
-    peak = "fp8"
     # Scales from the past cut what is larger now: 18 % of the norm at the start, with the history of one pack.
     tolerance = Tolerance(loss=0.05, gradient_norm=0.3, cosine=0.75)
     accelerate_name = "fp8"
     fallback_rank = 0
-    multiple_of = 16
     options: Mapping[str, Option] = {
         "fp8_format": FP8_FORMAT,
         "margin": Option(Count, 0, "each one halves the scale, for room above the largest value seen"),
@@ -40,12 +25,7 @@ class Delayed(QuantizedPrecision):
         "amax_compute_algo": Option(Literal["max", "most_recent"], "max", "which of them makes the scale"),
         "fast_accumulation": FAST_ACCUMULATION,
     }
-    hardware = FP8_HARDWARE
-    te_available = "is_fp8_available"
-    tensor_scaled = True
     keeps_history = True
-    fuses_head = True
-    activates_again = True
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         from pretrain.precision.quantizers import tensor
@@ -65,9 +45,6 @@ class Delayed(QuantizedPrecision):
         # What its products ask every recipe for, and this one has by no field.
         in_full = {} if settings.fast_accumulation else {"fp8_gemm_fprop": te.MMParams(use_split_accumulator=True)}
         return te.DelayedScaling, arguments, in_full
-
-    def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        return {f"{self.grid(settings, role).name.lower()} tensor-scaled"}
 
     def against_underflow(self, settings: OptionValues) -> str:
         finer = "`precision=block` or `precision=mxfp8`, with a scale for each block,"

@@ -57,10 +57,7 @@ class Nvfp4(QuantizedPrecision):
         return E2M1.mantissa_bits + 1 + E4M3.mantissa_bits + 1  # of a product of the two
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
-        arguments = {
-            "disable_rht": settings.disable_rht,
-            "disable_stochastic_rounding": settings.disable_stochastic_rounding,
-            "disable_2d_quantization": settings.disable_2d_quantization,
+        arguments = {key: getattr(settings, key) for key in self.options} | {
             "row_scaled_activation": False,
             "nvfp4_4over6": "none",
             "nvfp4_4over6_e4m3_use_256": "all",

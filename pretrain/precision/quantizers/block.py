@@ -1,9 +1,5 @@
-"""FP8 with one scale for every 128 values of a row, or for every square of 128 x 128: Transformer Engine's block scaling.
-
-An outlier then costs precision only to its own block. Activations and gradients take rows, as fine as the products' inner loop
-allows; weights take squares, which a transpose leaves as they are, so that one quantization serves forward and backward (the
-layout of DeepSeek-V3's training, arXiv:2412.19437, section 3.3).
-"""
+"""FP8 with one scale for every 128 values of a row, or for every square of 128 x 128: Transformer Engine's block scaling, and the
+layout of DeepSeek-V3's training (arXiv:2412.19437, section 3.3)."""
 
 from __future__ import annotations
 
@@ -25,7 +21,8 @@ def quantize(x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool
     edges that 128 does not divide, a block has the values that are left. A block of values so tiny that its scale would overflow
     takes the largest value of x's own dtype for it (compute_scale_from_types in TE's common/recipe/recipe_common.cuh).
     """
-    padded = _padded(x, BLOCK if two_dimensional else 1)
+    missing = (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % (BLOCK if two_dimensional else 1))
+    padded = F.pad(x, missing) if any(missing) else x  # with zeros, which no amax sees
     blocks = Blocks.of(padded, BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(padded)
     amax, overflow = absolute_maximum(split, blocks.within, keepdim=True), torch.finfo(x.dtype).max
@@ -35,9 +32,3 @@ def quantize(x: Tensor, grid: Grid, *, two_dimensional: bool, power_of_two: bool
         return quantized
     inside = tuple(slice(size) for size in x.shape)
     return Quantized(quantized.codes[inside], quantized.block_scale[inside], quantized.tensor_scale, grid)
-
-
-def _padded(x: Tensor, height: int) -> Tensor:
-    """x with zeros beyond the edges that whole blocks of height x 128 need: no amax sees them."""
-    missing = (0, -x.shape[1] % BLOCK, 0, -x.shape[0] % height)
-    return F.pad(x, missing) if any(missing) else x

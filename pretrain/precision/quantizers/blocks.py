@@ -1,9 +1,8 @@
 """How a tensor divides into the blocks that share a scale, and how it is put together again.
 
-Both are arranged for a compiler to find one loop, from reading a block over its amax to writing its operand, in the order in
-which it was read. Two things would break it in two, with FP32 values written and read in between: joining the blocks before the
-last step, as what follows runs over other dimensions than the amax did; and splitting the last dimension of a transposed tensor,
-as the result is contiguous in the other order than what was read. Either can double the time that a GPU takes.
+Both are arranged for a compiler to find one loop, from reading a block over its amax to writing its operand. Two things would
+break it in two, and can double the time that a GPU takes: joining the blocks before the last step, and splitting the last
+dimension of a transposed tensor.
 """
 
 from __future__ import annotations

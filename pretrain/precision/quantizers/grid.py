@@ -33,8 +33,7 @@ E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)  # FP4: 0, 0.5
 class Quantized:
     """x ~= codes * block_scale * tensor_scale, all FP32.
 
-    Scales are those that decode, the reciprocals of what x was multiplied by. A matrix product can take the tensor scale out of
-    its sum and must apply block scales inside it, so the two are kept apart.
+    Scales are those that decode. A matrix product can take the tensor scale out of its sum and must apply block scales inside it.
     """
 
     codes: Tensor  # values of `grid`, the shape of x

@@ -1,8 +1,8 @@
 """The random Hadamard transform that NVFP4 puts before quantizing the operands of the weight gradient.
 
-Each 16 values along the axis of a product's sum are replaced by 16 signed sums of them: an outlier is spread over its block and
-no longer sets the scale for 15 small neighbours. The transform is orthogonal, so with both operands transformed their product is
-what it was, but for the rounding. "Random" is one vector of signs, drawn once and fixed in Transformer Engine's source.
+An outlier is spread over its block of 16 and no longer sets the scale for 15 small neighbours. The transform is orthogonal, so
+with both operands transformed their product is what it was, but for the rounding. "Random" is one vector of signs, drawn once and
+fixed in Transformer Engine's source.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ NEGATIVE = 0b1101_0111_1110_1000
 def transform(x: Tensor) -> Tensor:
     """x [..., n] to the same shape and dtype, each block of 16 along the last dimension multiplied by `matrix`.
 
-    BF16 is summed in FP32 and rounded once to BF16, in Transformer Engine's reference and in its kernels (only its fast math, off
-    by default, keeps FP32). The 16 products are exact and their sum is the device's matrix product, here as in the reference, so
-    on one device the bits are the reference's. Devices differ in the order of adding: from a CPU to an H200 about one in 10^7
-    normally distributed values rounds the other way, more where a block spans over 2^24, and some CPUs flush subnormals.
-    Raises RuntimeError where n is no multiple of 16.
+    BF16 is summed in FP32 and rounded once to BF16, as in Transformer Engine's reference and kernels. Devices differ in the order
+    of adding: from a CPU to an H200 about one in 10^7 normally distributed values rounds the other way. Raises RuntimeError where
+    n is no multiple of 16.
     """
     orthogonal = matrix(x.dtype, x.device)
     if x.dim() > 1 and x.stride(-1) != 1:  # as x.t() has it: multiplied from the left, x needs no copy in the other order

@@ -4,11 +4,9 @@ A block's scale is an E8M0 byte: a biased exponent and nothing else, from 2^-127
 is an option:
 
 * `rceil`, as Transformer Engine does: the smallest power of two that brings amax within the grid, so that nothing saturates. What
-  counts is the FP32 product of amax with the rounded reciprocal of the grid's maximum, not their quotient, and its exponent goes
-  up by one if any mantissa bit is set. Taking log2 in FP32 instead would miss products one ulp above a power of two.
+  counts is the FP32 product of amax with the rounded reciprocal of the grid's maximum, not their quotient.
 * `floor`, as the OCP specification suggests: the exponent of amax less that of the grid's maximum. An amax whose mantissa is
-  above the maximum's, 1.75 in FP8, then lies beyond the grid and saturates, which can make training diverge (Mishra et al.,
-  arXiv:2506.08027).
+  above the maximum's then saturates, which can make training diverge (Mishra et al., arXiv:2506.08027).
 
 At the limits too this is Transformer Engine's conversion: zeros get the smallest scale and stay zeros, an infinity gets 2^127
 (`rceil`) and saturates there to an operand that is infinite again; a NaN stays NaN and does not count for its block's scale.
@@ -48,7 +46,10 @@ def quantize(
     blocks = Blocks.of(x, BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
-    exponent = rceil_exponent(amax, grid) if rounding == "rceil" else floor_exponent(amax, grid)
+    if rounding == "rceil":
+        exponent = rceil_exponent(amax, grid)
+    else:  # floor(log2(amax)) - floor(log2(maximum)) (OCP MX v1.0, section 6.3)
+        exponent = ((amax.view(torch.int32) >> FP32_MANTISSA_BITS) - grid.max_exponent).clamp(min=SMALLEST)
     return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
 
 
@@ -58,11 +59,6 @@ def rceil_exponent(amax: Tensor, grid: Grid) -> Tensor:
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)  # how much of a mantissa the exponent alone stands for
     return (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
-
-
-def floor_exponent(amax: Tensor, grid: Grid) -> Tensor:
-    """FP32 amax >= 0 to E8M0, int32: floor(log2(amax)) - floor(log2(maximum)) (OCP MX v1.0, section 6.3), at least 2^-127."""
-    return ((amax.view(torch.int32) >> FP32_MANTISSA_BITS) - grid.max_exponent).clamp(min=SMALLEST)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:

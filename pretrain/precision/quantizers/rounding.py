@@ -1,12 +1,10 @@
 """Rounding to the few values that a low-precision format can hold.
 
-A value on a grid is kept as FP32, which holds every one of them exactly. That costs four bytes where the format takes one or
-less, and buys emulation without a torch.float8 cast: those exist for some formats, on some devices, in some versions, and what
+Values are kept as FP32, without a torch.float8 cast: those exist for some formats, on some devices, in some versions, and what
 they do beyond the maximum changed from one version to the next.
 
-Rounding needs no table. A format's values between two powers of two lie evenly spaced, one quantum apart, and the quantum is a
-power of two that the bits of x name: dividing by it, rounding to an integer and multiplying back loses nothing but what rounding
-is to lose. Below the smallest normal value the quantum stays what it was there, which is all that subnormals are.
+A format's values between two powers of two lie evenly spaced, one quantum apart, and the quantum is a power of two that the bits
+of x name. Below the smallest normal value the quantum stays what it was there, which is all that subnormals are.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     """FP32 x to one of the two values of `grid` around it, by chance, so that the result's expectation is x; FP32.
 
     `uniform`, FP32 in [0, 1) and of x's shape, decides: the value farther from zero is taken where `uniform` is below the part of
-    the way that x has come to it. Values of the grid stay. Zeros, NaN and all beyond the maximum become what they become in
-    `round_to_grid`.
+    the way that x has come to it. Values of the grid, NaN and all beyond the maximum are as in `round_to_grid`.
     """
     x, quantum, per_quantum = _in_quanta(x, grid)
     magnitude = x.abs() * per_quantum  # of the magnitude, as 1 - tiny would be 1 for a tiny negative x
@@ -43,16 +40,10 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     return torch.copysign(rounded * quantum, x)
 
 
-def uniform_like(x: Tensor) -> Tensor:
-    """Random numbers for `round_stochastically`, from torch's generator of x's device."""
-    return torch.rand_like(x, dtype=torch.float32)
-
-
 def _in_quanta(x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
     """Saturated x, the distance of the grid's values around each x, and its reciprocal: powers of two, so both multiply exactly.
 
-    The reciprocal is spelled out as bits because compilers for GPUs turn an FP32 division into an approximate one. An x that FP32
-    itself holds as a subnormal has the exponent field 0, far below any grid's, and the clamp takes care of it.
+    The reciprocal is spelled out as bits because compilers for GPUs turn an FP32 division into an approximate one.
     """
     x = x.float().clamp(-grid.maximum, grid.maximum)
     exponent = ((x.view(torch.int32) >> FP32_MANTISSA_BITS) & 0xFF) - FP32_EXPONENT_BIAS

@@ -1,12 +1,8 @@
 """FP8 with one scale for the whole tensor: current and delayed scaling.
 
-Both multiply by a scale that takes the tensor's largest magnitude, its amax, to the format's maximum, and saturate what still
-lies beyond. They differ in whose amax: current scaling reads the tensor twice, delayed scaling takes the largest of the steps
-before and saves the first reading, at the price of clipping what grows from one step to the next.
-
 Divisions are made in FP64 and rounded to FP32. For a quotient of two FP32 values that gives the same bits as an FP32 division
 rounded to nearest (53 bits are more than twice 24), and it stays so inside a compiled GPU kernel, where FP32 division is only
-approximate. There is one per scale, so it costs nothing.
+approximate.
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool =
 def scale_from_amax(amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX) -> Tensor:
     """What to multiply by so that `amax`, FP32 of any shape, lands on the format's `maximum`: FP32, of amax's shape.
 
-    An amax of zero, infinity or NaN says nothing of the values to expect: the scale is 1. Where the quotient overflows FP32 it is
-    `overflow`. `power_of_two` then rounds it down to one: scaling itself loses nothing, and up to half the range goes unused.
-    The rule is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
+    1 for an amax of zero, infinity or NaN; `overflow` where the quotient overflows FP32; then, if `power_of_two`, rounded down to
+    one. The rule is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh.
     """
     scale = (torch.full_like(amax, maximum, dtype=torch.float64) / amax).float()
     scale = scale.masked_fill(scale.isinf(), overflow)
@@ -65,18 +60,16 @@ def update_scale(
     """Delayed scaling at the end of a step: the new history and the scale of the next step.
 
     `amax_history` [length, n] FP32 holds in row 0 the amax of the step that ends and, in the last row, that of the step before;
-    `scale` [n] FP32. Row 0 moves to the end, all others up by one, and row 0 is zero, ready to collect the next step's. The scale
-    is `maximum` / 2**margin over the history's largest value, or over row 0's (`most_recent`); where that is zero or not finite
-    the scale stays. A column whose row 0 is zero belongs to a tensor that the step did not quantize: it is left as it is.
+    `scale` [n] FP32. Row 0 moves to the end, all others up by one, and row 0 is zero. The scale is `maximum` / 2**margin over the
+    history's largest value, or over row 0's (`most_recent`); where that is zero or not finite the scale stays. A column
+    whose row 0 is zero belongs to a tensor that the step did not quantize: it is left as it is.
 
-    This is the fused kernel of TE's common/recipe/delayed_scaling.cu, which its training steps run. TE's fallback in Python
-    (_amax_and_scale_update) moves idle columns too, and the scale's last bit may differ, as it multiplies by a reciprocal.
+    This is the fused kernel of TE's common/recipe/delayed_scaling.cu. TE's fallback in Python moves idle columns too.
     """
     newest = amax_history[0]
     seen = newest != 0
     rolled = torch.cat([torch.zeros_like(amax_history[:1]), amax_history.roll(-1, dims=0)[1:]])
     largest = absolute_maximum(amax_history, dim=0) if algorithm == "max" else newest
-    candidate = (torch.full_like(largest, maximum * 2.0**-margin, dtype=torch.float64) / largest).float()
-    candidate = candidate.masked_fill(candidate.isinf(), FP32_MAX)
     usable = seen & largest.isfinite() & (largest > 0)
-    return torch.where(seen, rolled, amax_history), torch.where(usable, candidate, scale)
+    updated = torch.where(usable, scale_from_amax(largest, maximum * 2.0**-margin), scale)
+    return torch.where(seen, rolled, amax_history), updated

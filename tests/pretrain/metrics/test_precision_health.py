@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from pretrain.metrics.precision_health import PrecisionHealth
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 

@@ -17,7 +17,7 @@ from pretrain.model.wrapping import fuse
 from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Recipe
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, LENGTH, build, inputs
 

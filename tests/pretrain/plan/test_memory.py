@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import MemoryEstimate, divisors_of, largest_expected_to_fit, layers_of, microbatch_candidates
+from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
@@ -230,9 +230,8 @@ def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: Mod
     memory = estimate(qwen3, weights="bf16")
     assert microbatch_candidates(32, memory, None) == [32, 16, 8, 4, 2, 1]
     assert microbatch_candidates(32, memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
-    assert largest_expected_to_fit([8, 4, 2, 1], memory, 76 * GIB) == 4
+    assert microbatch_candidates(32, memory, 76 * GIB, share=1.0) == [4, 2, 1]
     assert microbatch_candidates(32, memory, 1 * GIB) == [1]
-    assert largest_expected_to_fit([1], memory, 1 * GIB) is None
 
 
 @given(st.integers(1, 20_000))

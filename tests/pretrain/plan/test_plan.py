@@ -10,8 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import Devices, Plan, render
-from pretrain.precision.backends import missing_on
-from pretrain.precision.selection import select_precision
+from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.plan.plan_recipe import recipe

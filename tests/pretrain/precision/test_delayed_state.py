@@ -16,8 +16,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.quantizers import tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 TOKENS, SIZE = 32, 16
 FP32_MAX = torch.finfo(torch.float32).max

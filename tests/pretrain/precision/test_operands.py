@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.formats.definition import Along
-from pretrain.precision.linear import Role
+from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers import block, hadamard, mx, nvfp4, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Quantized
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 ROLES, ALONG = get_args(Role), get_args(Along)

@@ -9,10 +9,9 @@ import pytest
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.plan.checks import check_fit
-from pretrain.precision.backends import missing_on
 from pretrain.precision.registry import PRECISIONS, Precision
-from pretrain.precision.selection import ActivePrecision, Missing, select_precision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}

@@ -19,8 +19,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics, largest_held, summary
 
 CPU = torch.device("cpu")
@@ -192,7 +191,7 @@ def test_any_tensor_loses_what_torchs_float8_casts_lose(recipe, role, seed, spre
     record = record_of(recipe, x, role, scale=2.0**scale)
     float8, maximum = (torch.float8_e5m2, 57344) if role == "grad_output" else (torch.float8_e4m3fn, 448)
     amax = x.abs().max().float()
-    used = 2.0**scale if recipe == "delayed" else (maximum / amax if amax else torch.tensor(1.0)).item()
+    used = 2.0**scale if recipe == "delayed" else (torch.full_like(amax, maximum) / amax if amax else torch.tensor(1.0)).item()
     scaled = x.float() * used
     zeros = (scaled.clamp(-maximum, maximum).to(float8).float() == 0) & (x != 0)
     cut = scaled.abs() > maximum * (1 + 2.0**-4 / (1.75 if maximum == 448 else 0.875))

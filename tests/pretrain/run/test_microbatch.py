@@ -15,8 +15,7 @@ from pretrain.model.wrapping import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.run.microbatch import largest_that_fits, trials_are_collective
 
 LENGTH = 8

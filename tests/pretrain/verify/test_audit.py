@@ -14,8 +14,7 @@ from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.verify import audit
 
 FP32, BF16 = (ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings()) for name in ("fp32", "bf16"))

@@ -22,8 +22,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import ObservedProduct, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
-from pretrain.precision.selection import ActivePrecision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
 
@@ -91,7 +90,7 @@ def test_low_precision_that_never_engages_is_found(converted: Callable[..., Conv
 def test_a_sibling_that_was_skipped_is_found(converted: Callable[..., Converted]) -> None:
     trained = converted()
     skipped = trained.hf.model.layers[1].mlp.up_proj
-    plain = nn.Linear(skipped.in_features, skipped.out_features, bias=False, device="meta")
+    plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     trained.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
     assert "1 of 15 modules did not run in it as they should: model.layers.1.mlp.up_proj (bf16)" in trained.refusal()

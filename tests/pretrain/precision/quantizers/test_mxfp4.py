@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
+from pretrain.precision.backends import missing_on
 from torch import Tensor
 
 from foundation.errors import InputError
-from pretrain.precision.backends import missing_on
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observation import significant_bits
