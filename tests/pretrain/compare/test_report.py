@@ -393,7 +393,7 @@ def test_the_help_of_a_command_names_the_program_as_it_is_typed(command, capsys)
 
 
 def test_a_reader_that_has_seen_enough_ends_a_command_without_a_traceback():
-    program = [sys.executable, "-m", "pretrain", "settings"]
+    program = [sys.executable, "-m", "pretrain", "matrix", "recipes/matrices/smoke.yaml", "--dry-run"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
