@@ -100,6 +100,9 @@ class PackWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        for split in self._splits.values():
+            if split.stream is not None:
+                split.file.close()  # NFS keeps the name of a file that is removed while it is open
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
         if is_disk_full(error):
             raise InputError(f"{self.path}: the disk is full; free some space and run this again") from None
