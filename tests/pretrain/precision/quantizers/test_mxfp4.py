@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
-from pretrain.precision.backends import missing_on
 from torch import Tensor
 
 from foundation.errors import InputError
@@ -24,8 +23,8 @@ from pretrain.precision.observation import significant_bits
 from pretrain.precision.quantizers import hadamard
 from pretrain.precision.quantizers.grid import E2M1, Quantized
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision, Missing, select_precision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 SameBits = Callable[[Tensor, Tensor], None]
 MXFP4 = PRECISIONS["mxfp4"]
