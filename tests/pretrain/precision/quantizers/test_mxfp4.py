@@ -23,8 +23,8 @@ from pretrain.precision.observation import significant_bits
 from pretrain.precision.quantizers import hadamard
 from pretrain.precision.quantizers.grid import E2M1, Quantized
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.selection import ActivePrecision, Missing, missing_on, select_precision
-from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.precision.selection import Missing, missing_on, select_precision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
 SameBits = Callable[[Tensor, Tensor], None]
 MXFP4 = PRECISIONS["mxfp4"]
