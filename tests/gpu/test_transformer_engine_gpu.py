@@ -49,7 +49,12 @@ def delayed() -> str:
 
 
 def make(kind: type[Any], name: str, **options: Any) -> Backend:
-    active = ActivePrecision(name, PRECISIONS[name], kind.name, LowPrecisionSettings(**options).resolved(name))
+    active = ActivePrecision(
+        name,
+        PRECISIONS[name],
+        "transformer_engine" if kind is TransformerEngineBackend else "emulation",
+        LowPrecisionSettings(**options).resolved(name),
+    )
     return kind(active, DEVICE)
 
 
