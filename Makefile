@@ -23,7 +23,7 @@ demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
