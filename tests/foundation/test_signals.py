@@ -12,54 +12,58 @@ import pytest
 
 from foundation.signals import REPEAT_SECONDS, StopRequest
 
+# Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does.
 LOOP = """
-import time
-from foundation.signals import StopRequest
-with StopRequest() as stop:
+import itertools, sys, time
+from types import SimpleNamespace
+from foundation import signals
+clock = itertools.count(0.0, float(sys.argv[1]))
+signals.time = SimpleNamespace(monotonic=lambda: next(clock))
+with signals.StopRequest() as stop:
     print("ready", flush=True)
     while not stop.requested:
         time.sleep(0.01)
     print("saving", flush=True)
-    time.sleep({save_seconds})
+    sys.stdin.read()
     print("saved after", stop.requested.name, flush=True)
 """
 
 
-def start(save_seconds: float) -> subprocess.Popen:
-    code = LOOP.format(save_seconds=save_seconds)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(seconds_between_signals: float) -> subprocess.Popen:
+    command = [sys.executable, "-c", LOOP, str(seconds_between_signals)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, text=True, **pipes)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
-    process = start(save_seconds=0)
+    process = start(seconds_between_signals=0)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=20)
+    output, errors = process.communicate()
     assert output == f"saving\nsaved after {number.name}\n"
     assert process.returncode == 0
     assert f"{number.name}: finishing this step" in errors
 
 
 def test_a_second_ctrl_c_exits_at_once():
-    process = start(save_seconds=30)
+    process = start(seconds_between_signals=REPEAT_SECONDS + 0.1)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"
-    time.sleep(REPEAT_SECONDS + 0.2)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=5)
-    assert output == ""
-    assert process.returncode == -signal.SIGINT
+    assert process.wait() == -signal.SIGINT
+    assert process.communicate()[0] == ""
 
 
 def test_the_same_ctrl_c_delivered_twice_and_repeated_sigterm_do_not_cut_the_save_off():
-    process = start(save_seconds=1)
-    for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
+    process = start(seconds_between_signals=REPEAT_SECONDS / 10)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "saving\n"
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM):
         process.send_signal(number)
-        time.sleep(0.05)
-    output, _ = process.communicate(timeout=20)
-    assert output == "saving\nsaved after SIGINT\n"
+    output, _ = process.communicate()
+    assert output == "saved after SIGINT\n"
     assert process.returncode == 0
 
 

@@ -39,10 +39,23 @@ def matrix_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     return write
 
 
-def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")} | {
-        "OMP_NUM_THREADS": "1"
-    }
+# Found by every Python that has its folder in PYTHONPATH: a trainer that has saved step 4 waits until the test lets it go on.
+WAIT_IN_SAVING = """
+import os, sys, time
+from pathlib import Path
+here = Path(__file__).parent
+def watch(event, values):
+    if event == "os.rename" and str(values[1]).endswith("step-00000004"):
+        (here / f"waits-{os.getpid()}").touch()
+        while not (here / "go_on").exists():
+            time.sleep(0.01)
+sys.addaudithook(watch)
+"""
+
+
+def start(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    environment = ours | {"OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "pretrain", "matrix", str(path), *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -83,26 +96,34 @@ def test_a_failed_cell_does_not_stop_the_others_and_alone_is_run_again(matrix_fi
 
 
 def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file, tmp_path):
-    steps = 400
-    path = matrix_file(at_once=2, overrides={"train.steps": steps, "checkpoint.every": None, "evaluate.every": None})
-    folders = [tmp_path / "precisions" / cell for cell in ("fp32", "bf16")]
-    process = start(path)
-    while min(map(last_step, folders)) < 3:
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.02)
+    path = matrix_file(at_once=2, overrides={"evaluate.every": None})
+    cells = [tmp_path / "precisions" / cell for cell in ("fp32", "bf16")]
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
+    process = start(path, PYTHONPATH=str(hook))
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        while not condition():
+            assert process.poll() is None, process.communicate()[0]
+            time.sleep(0.02)
+
+    wait_until(lambda: len(list(hook.glob("waits-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=120)[0]
+    wait_until(lambda: all("SIGINT: finishing this step" in Path(f"{cell}.log").read_text() for cell in cells))
+    (hook / "go_on").touch()
+    output = process.communicate()[0]
     assert process.returncode == 130, output
     assert "SIGINT: passed on to fp32, bf16" in output and "stopped; the same command goes on" in output
-    for folder in folders:
-        [saved] = step_folders(folder / "checkpoints")
-        assert step_of(saved) == last_step(folder) < steps
-        RunFolder(folder).close()  # would raise if anything were still running there
+    for cell in cells:
+        saved, *_ = step_folders(cell / "checkpoints")
+        assert step_of(saved) == last_step(cell) < 12
+        RunFolder(cell).close()  # would raise if anything were still running there
 
     status, output = run(path)
     assert status == 0, output
-    for folder in folders:
-        assert [record["step"] for record in read_metrics(folder) if "loss" in record] == list(range(1, steps + 1))
+    for cell in cells:
+        assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(range(1, 13))
     page = (tmp_path / "precisions" / "precisions.md").read_text()
     assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
 

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -242,28 +243,36 @@ def test_the_thread_runs_at_most_two_steps_ahead():
     with stream(packs, per_step=4).steps(0, 100) as steps:
         for consumed in range(1, 6):
             next(steps)
-            deadline = time.monotonic() + 5
-            while len(packs.reads) < 4 * (consumed + 2) and time.monotonic() < deadline:
+            while len(packs.reads) < 4 * (consumed + 2):
                 time.sleep(0.001)
-            time.sleep(0.02)
+            time.sleep(0.02)  # time in which it could read what it must not
             assert len(packs.reads) == 4 * (consumed + 2)
 
 
-def test_data_wait_is_what_the_consumer_waited():
+def test_data_wait_is_what_the_consumer_waited(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that moves only while a pack is read, and packs that come only once somebody waits for them."""
+    now, waits = 0.0, threading.Event()
+
+    def perf_counter() -> float:
+        waits.set()
+        return now
+
     class Slow(PacksInMemory):
         def __getitem__(self, index: int) -> Pack:
-            time.sleep(0.05)
+            nonlocal now
+            waits.wait()
+            now += 0.05
             return super().__getitem__(index)
 
+    monkeypatch.setattr("packing.batch.time", SimpleNamespace(perf_counter=perf_counter))
     packs = Slow(packs_of_text().packs)
     with stream(packs, per_step=4).steps(0, 2) as steps:
         next(steps)
-        assert steps.data_wait_ms > 100  # of the 200 that building took
-        while prefetch_threads() and len(packs.reads) < 8:
-            time.sleep(0.01)
-        time.sleep(0.2)
+        assert steps.data_wait_ms >= 200 - 1e-6  # of the first step's four packs, and perhaps of some of the second's
+        while len(packs.reads) < 8:
+            time.sleep(0.001)
         next(steps)
-        assert steps.data_wait_ms < 100
+        assert steps.data_wait_ms == 0
 
 
 def test_a_step_that_does_not_divide_is_an_input_error():

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,18 +79,27 @@ def test_packs_do_not_depend_on_the_number_of_processes(settings: DataSettings, 
     assert folders[0] == folders[1]
 
 
+# With a second argument it kills itself once it has saved its progress so many times.
 PREPARE_IN_SMALL_STEPS = """
-import sys
+import os, signal, sys
 from packing import sources, token_log
 from packing.prepare import prepare
 from packing.settings import DataSettings
-sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.02
+sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.0
+left = int(sys.argv[2]) if len(sys.argv) > 2 else None
+def watch(event, values):
+    global left
+    if left is not None and event == "os.rename" and str(values[1]).endswith("progress.json"):
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+sys.addaudithook(watch)
 prepare(DataSettings.model_validate_json(sys.argv[1]))
 """
 
 
-def start_prepare(settings: DataSettings) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PREPARE_IN_SMALL_STEPS, settings.model_dump_json()]
+def start_prepare(settings: DataSettings, *saves_before_kill: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PREPARE_IN_SMALL_STEPS, settings.model_dump_json(), *saves_before_kill]
     root = Path(prepare_module.__file__).parents[1]
     return subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
 
@@ -99,13 +107,11 @@ def start_prepare(settings: DataSettings) -> subprocess.Popen[str]:
 def test_a_killed_run_goes_on_and_ends_with_the_bytes_of_an_unbroken_one(settings: DataSettings, corpus: Path) -> None:
     corpus.write_text(corpus.read_text() * 3)
     progress = settings.packs.with_name("packs.partial") / "progress.json"
-    process = start_prepare(settings)
-    while not progress.exists() or json.loads(progress.read_text())["counts"]["chunks"] < 10:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.005)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not settings.packs.exists() and not json.loads(progress.read_text())["counts"]["complete"]
+    process = start_prepare(settings, "10")
+    said = process.communicate()[1]
+    assert process.returncode == -signal.SIGKILL, said
+    counts = json.loads(progress.read_text())["counts"]
+    assert not settings.packs.exists() and counts["chunks"] > 0 and not counts["complete"]
 
     resumed = start_prepare(settings)
     assert "going on after" in resumed.communicate()[1]

@@ -53,7 +53,7 @@ def started(cell: MatrixRun, script: str, *, gpu: int | None = None, log_begins:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -70,7 +70,7 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
 
 def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
     """As when `accelerate launch` is signalled, and goes while its trainer is still saving."""
-    one = started(matrix({"weights": ["fp32"]}).runs[0], "sleep 30 & exit 0")
+    one = started(matrix({"weights": ["fp32"]}).runs[0], "sleep 600 & exit 0")
     one.process.wait()
     assert not one.has_ended()
     one.signal(signal.SIGTERM)

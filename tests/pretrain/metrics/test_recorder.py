@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 
 import pytest
 import torch
@@ -83,11 +82,12 @@ def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):
 
 
 def test_time_between_steps_is_in_no_step_and_time_for_data_is():
-    recorder = Recorder(flops=None, peak_tflops=None, device=CPU)
+    clock = Clock()
+    recorder = Recorder(flops=None, peak_tflops=None, device=CPU, clock=clock)
     with recorder.step():
-        time.sleep(0.02)
-    time.sleep(0.2)
-    assert 20 <= recorder.finish(**figures())["step_ms"] < 150
+        clock.now += 0.02
+    clock.now += 0.2
+    assert recorder.finish(**figures())["step_ms"] == pytest.approx(20)
 
 
 def test_graphs_compiled_after_the_second_step_are_counted_where_they_were_compiled():

@@ -17,12 +17,12 @@ from foundation.files import PARTIAL
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 
 HOLD = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from pretrain.metrics.run_folder import RunFolder
 with RunFolder(Path(sys.argv[1])):
     print("locked", flush=True)
-    time.sleep(60)
+    signal.pause()
 """
 
 
