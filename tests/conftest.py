@@ -175,6 +175,19 @@ def start_in_processes() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
+def start_as_ranks() -> Callable[..., Finished]:
+    """As `start_in_processes` with these options of `accelerate launch`, in two processes that are forked; see tests/ranks.py."""
+
+    def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **environment: str) -> Finished:
+        from tests.ranks import start_ranks
+
+        said = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **environment)
+        return Finished(*said, run_dir_of(recipe, arguments))
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def launcher_here() -> Callable[..., tuple[int, str, str]]:
     """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr.
 
@@ -220,6 +233,14 @@ def start_here(launcher_here: Callable[..., tuple[int, str, str]]) -> Callable[.
 def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     """Run the launcher on a recipe, `small_recipe` if none is given, as a user starts it, and wait for its end."""
     return lambda *arguments, recipe=None, **options: start_in_processes(recipe or small_recipe, tmp_path, *arguments, **options)
+
+
+@pytest.fixture
+def train_as_ranks(
+    start_as_ranks: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
+) -> Callable[..., Finished]:
+    """As `train`, in two forked processes."""
+    return lambda *arguments, recipe=None, **options: start_as_ranks(recipe or small_recipe, tmp_path, *arguments, **options)
 
 
 @pytest.fixture

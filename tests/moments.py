@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["train_accelerate", "pretrain.metrics.trackers"])
+fork_context = multiprocessing.get_context("forkserver")
+fork_context.set_forkserver_preload(["train_accelerate", "pretrain.metrics.trackers"])
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class LauncherProcess:
     """The launcher with these arguments in a process of its own, which writes to `log`."""
 
     def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
-        self._connection, theirs = _forkserver.Pipe()
-        self._process = _forkserver.Process(target=_launch, args=(list(arguments), log, moments, theirs), daemon=True)
+        self._connection, theirs = fork_context.Pipe()
+        self._process = fork_context.Process(target=_launch, args=(list(arguments), log, moments, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid

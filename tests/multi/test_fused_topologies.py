@@ -16,13 +16,13 @@ def figures(run: Any, key: str) -> list[float]:
 
 
 def test_two_processes_of_fsdp2_with_fused_layers_train_as_one_without(
-    train: Callable, train_here: Callable, small_recipe: dict[str, Any]
+    train_as_ranks: Callable, train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
     """FSDP2 exchanges the parameters before and after each layer: no stacked matrix may outlive its use. Biases are stacked."""
     small_recipe["model"]["config"]["attention_bias"] = True
     launch = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
     one = train_here("model.fused=off", f"run_dir={small_recipe['run_dir']}-unfused")
-    two = train("model.fused=on", launch=launch, ACCELERATE_USE_CPU="true")
+    two = train_as_ranks("model.fused=on", launch=launch)
     assert one.status == two.status == 0, one.output + two.output
     said = [json.loads((run.run_dir / "audit.json").read_text())["fused"] for run in (one, two)]
     assert said == ["nothing: model.fused is off", "2 of 2 layers"]

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.multi
 
 
 def test_delayed_scaling_over_two_processes_learns_what_one_learns(
-    train: Callable, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+    train_as_ranks: Callable, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """Not the same bits: one process scales two packs at a time by what four had, two processes by what eight had."""
     recipe = low_precision_recipe | {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 5}}
@@ -24,7 +24,7 @@ def test_delayed_scaling_over_two_processes_learns_what_one_learns(
     for topology in ("ddp", "fsdp2"):
         launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
         arguments = ["fp8_config.scope=linear+head", f"run_dir={tmp_path / topology}"]
-        two = train(*arguments, recipe=recipe, launch=launch, ACCELERATE_USE_CPU="true")
+        two = train_as_ranks(*arguments, recipe=recipe, launch=launch)
         assert two.status == 0, two.output
         assert two.losses()[0] == pytest.approx(one.losses()[0], abs=0.002), topology
         assert two.losses() == pytest.approx(one.losses(), rel=0.05), topology

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.multi
 
 
 def test_sharded_models_sample_without_an_evaluation_before(
-    train: Callable, small_recipe: dict[str, Any], tmp_path: Path
+    train_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -32,6 +32,6 @@ def test_sharded_models_sample_without_an_evaluation_before(
     recipe = small_recipe | {"data": data, "train": {"steps": 2}, "evaluate": samples}
     recipe["model"]["config"]["tie_word_embeddings"] = False  # then no other group holds the embedding
     launch = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "bf16"]
-    finished = train(recipe=recipe, launch=launch, ACCELERATE_USE_CPU="true")
+    finished = train_as_ranks(recipe=recipe, launch=launch)
     assert finished.status == 0, finished.output
     assert finished.output.count("sample after") == 2

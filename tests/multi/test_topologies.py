@@ -1,4 +1,7 @@
-"""One recipe under every topology: real processes, joined by gloo, on the CPU, beside one process."""
+"""One recipe under every topology: real processes, joined by gloo, on the CPU, beside one process.
+
+`two[ddp]` is started by `accelerate launch` itself, the others as tests/ranks.py does.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +38,13 @@ def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def two(request: pytest.FixtureRequest, start_in_processes: Callable, recipe_for: Callable, folder: Path) -> Any:
+def two(
+    request: pytest.FixtureRequest, start_in_processes: Callable, start_as_ranks: Callable, recipe_for: Callable, folder: Path
+) -> Any:
     """The finished run of two processes, held against plain transformers before its first step."""
     recipe = recipe_for(folder / request.param)
-    finished = start_in_processes(recipe, folder, "parity=true", launch=TOPOLOGIES[request.param], **CPU)
+    start = start_in_processes if request.param == "ddp" else start_as_ranks
+    finished = start(recipe, folder, "parity=true", launch=TOPOLOGIES[request.param], **CPU)
     assert finished.status == 0, finished.output
     return finished
 
@@ -78,16 +84,16 @@ def test_a_run_of_two_processes_resumes_in_one(one: Any, two: Any, train_here: C
     assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
 
 
-def test_a_run_of_one_process_resumes_in_two(one: Any, train: Callable, tmp_path: Path) -> None:
-    resumed = train(sent_back(one.run_dir, tmp_path / "moved"), launch=TOPOLOGIES["ddp"], **CPU)
+def test_a_run_of_one_process_resumes_in_two(one: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
+    resumed = train_as_ranks(sent_back(one.run_dir, tmp_path / "moved"), launch=TOPOLOGIES["ddp"])
     assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
 
 
-def test_exact_weights_are_sharded_with_their_remainders(train: Callable, train_here: Callable, tmp_path: Path) -> None:
+def test_exact_weights_are_sharded_with_their_remainders(train_as_ranks: Callable, train_here: Callable, tmp_path: Path) -> None:
     exact = ["precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-3"]
     one = train_here(f"run_dir={tmp_path / 'one'}", *exact)
-    two = train(f"run_dir={tmp_path / 'two'}", *exact, launch=TOPOLOGIES["fsdp2"], **CPU)
+    two = train_as_ranks(f"run_dir={tmp_path / 'two'}", *exact, launch=TOPOLOGIES["fsdp2"])
     assert one.status == two.status == 0, one.output + two.output
     assert two.losses() == pytest.approx(one.losses(), abs=5e-3)  # BF16 gradients, summed in another order
     assert max(record["frozen_updates"] for record in two.records() if "loss" in record) < 0.01
@@ -102,9 +108,9 @@ def test_processes_that_would_train_separate_copies_are_refused(train: Callable,
 
 
 @pytest.mark.parametrize("key", ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"])
-def test_sharding_options_that_would_train_another_model_are_refused(train: Callable, tmp_path: Path, key: str) -> None:
+def test_sharding_options_that_would_train_another_model_are_refused(train_as_ranks: Callable, tmp_path: Path, key: str) -> None:
     config = tmp_path / "fsdp2.yaml"
     config.write_text(Path("accelerate_configs/fsdp2.yaml").read_text().replace(f"{key}: false", f"{key}: true"))
-    finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"], **CPU)
+    finished = train_as_ranks(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
     assert key in finished.output and "set it" in finished.output

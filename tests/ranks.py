@@ -1,0 +1,70 @@
+"""The launcher in several processes of one group, as `accelerate launch` starts them, without the seconds that starting takes.
+
+accelerate itself says which variables each process gets; the processes are forked from one that has imported the launcher.
+tests/multi/test_topologies.py and tests/launcher/test_matrix_run.py start accelerate for real.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.moments import fork_context
+
+WORLD_SIZE = 2
+
+
+def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+    """Run the launcher with `arguments` in WORLD_SIZE processes on the CPU, under the `options` of `accelerate launch`.
+
+    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
+    """
+    import torch.distributed as dist  # not above: tests of packing do without
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = {
+        "WORLD_SIZE": str(WORLD_SIZE),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own: this process has it, as torchrun does
+    }
+    shared = environment_under(options) | group | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
+    logs = folder / "ranks.out", folder / "ranks.err"
+    for log in logs:
+        log.write_text("")
+    processes = []
+    for rank in range(WORLD_SIZE):
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
+        processes.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join()
+    worst = max(process.exitcode or 0 for process in processes) or min(process.exitcode or 0 for process in processes)
+    return worst, *(log.read_text() for log in logs)
+
+
+def environment_under(options: Sequence[str]) -> dict[str, str]:
+    """What `accelerate launch` with `options` adds to the environment of the processes that it starts."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
+    arguments, *_ = _validate_launch_command(arguments)
+    return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
+
+
+def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
+    for stream, log in zip((1, 2), logs, strict=True):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
+    import torch
+
+    import train_accelerate
+
+    for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+        del os.environ[key]
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = ["train_accelerate.py", *arguments]
+    sys.exit(train_accelerate.main())
