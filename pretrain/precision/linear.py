@@ -7,7 +7,7 @@ and export see the model that transformers built. torch.compile steps over them:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observation import Note, ObservedProduct
+from pretrain.precision.observation import ProductObserver
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -71,8 +71,8 @@ class Backend(Protocol):
     def reset(self) -> None:
         """Forget history and cached weights, as before the first forward."""
 
-    def observing(self, note: Note) -> AbstractContextManager[Any]:
-        """While entered, calls `note` for each product that is multiplied, in forward and backward."""
+    def observing(self, observer: ProductObserver) -> AbstractContextManager[Any]:
+        """While entered, `observer` sees each product that is multiplied, in forward and backward."""
 
     def describe(self) -> str:
         """Library and version, for the audit."""
@@ -102,7 +102,6 @@ class PrecisionContext:
     first_microbatch: bool = True
     observers: list[Observer] = field(default_factory=list)
     calls_outside: Counter[str] = field(default_factory=Counter)
-    _observed: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -146,19 +145,9 @@ class PrecisionContext:
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
 
-    def note(self, names: Sequence[str], gemm: str, left: Any, right: Any, kind: Callable[[Any], str]) -> None:
-        """Whatever multiplies reports here: `gemm` (forward, dgrad or wgrad) of the linears called `names`, and its operands as
-        the kernel gets them. `kind` says what an operand is called in the audit; it is asked only while somebody observes."""
-        if self._observed is not None:
-            product = ObservedProduct(gemm, kind(left), kind(right))
-            for name in names:
-                self._observed.setdefault(name, []).append(product)
-
-    @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        """While entered, fills what it yields with the products of each linear, by name, in the order they run."""
-        with holding(self, _observed={}), self.backend.observing(self.note) if self.backend else nullcontext():
-            yield self._observed
+    def observed_by(self, observer: ProductObserver) -> AbstractContextManager[Any]:
+        """While entered, `observer` sees the products of the backend. Fused layers have theirs (`FusedLayers.observed_by`)."""
+        return self.backend.observing(observer) if self.backend else nullcontext()
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
