@@ -143,8 +143,8 @@ class EmulatedProduct:
         self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32. Raises RuntimeError
-        where the precision's blocks do not divide a dimension."""
+        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32, into a weight's
+        `main_grad` too. Raises RuntimeError where the precision's blocks do not divide a dimension."""
         if self.weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
         return _Products.apply(x, weight, bias, self)
@@ -183,6 +183,7 @@ class _Products(torch.autograd.Function):
         ctx.input_scale = product.scale("input")
         ctx.product = product
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.main_gradient = getattr(weight, "main_grad", None)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         inputs = product.operand("input", x, "features", ctx.input_scale)
         return product.multiply("forward", inputs, quantized_weight, x.dtype, bias)
@@ -206,7 +207,11 @@ class _Products(torch.autograd.Function):
                 del along_features  # two of them would be in memory at once
                 along_tokens = product.operand("grad_output", grad_output, "rows", scale)
             inputs = product.operand("input", x, "rows", ctx.input_scale)
-            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype)
+            main = ctx.main_gradient
+            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype if main is None else torch.float32)
+            if main is not None:  # in FP32, as the hardware's products add to it
+                main += grad_weight
+                grad_weight = None
         grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None
 

@@ -39,8 +39,20 @@ def holding(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def summing_where(parameter: Tensor, copy: Tensor) -> Tensor:
+    """`copy`, a cast or a transpose of `parameter`, whose gradient adds up where the parameter's does: in its `main_grad`."""
+    main = getattr(parameter, "main_grad", None)
+    if main is not None and copy is not parameter:
+        copy.main_grad = main if copy.shape == parameter.shape else main.t()
+    return copy
+
+
 class LinearProduct(Protocol):
-    """y = x w^T + b with operands in low precision, in forward and in backward."""
+    """y = x w^T + b with operands in low precision, in forward and in backward.
+
+    A weight may have a `main_grad`, of its shape. A product may then add the weight's gradient to it and return none, as emulated
+    ones do, and those of fused layers.
+    """
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out], all BF16 -> [tokens, out] BF16, differentiable in each.
@@ -130,7 +142,7 @@ class PrecisionContext:
         `later_call`: the module has been called in this forward before (the LM head takes its tokens in chunks), with this
         weight.
         """
-        x, weight = x.to(self.compute_dtype), weight.to(self.compute_dtype)
+        x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
         y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
         if self.observers:
@@ -193,7 +205,7 @@ class LowPrecisionLinear(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = summing_where(self.weight, self.weight.t()) if self.transposed else self.weight
         if not self.context.low_precision:
             self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

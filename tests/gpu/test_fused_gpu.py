@@ -206,7 +206,7 @@ def test_in_bf16_every_product_is_seen_multiplying_bf16(name: str, main: torch.d
 
 @pytest.mark.parametrize("recipe", ["current", "block"])
 def test_scales_that_do_not_fit_the_codes_are_found_on_transformer_engine(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A weight whose scales were doubled after it was quantized, as by a kernel that lost a bit: codes are codes all the same."""
+    """A weight whose codes were divided by four, as by a kernel that took its scale elsewhere: they are codes still."""
     from pretrain.model.fused.te_arithmetic import TEStackedProduct
     from pretrain.verify.audit import observing
 
