@@ -23,7 +23,7 @@ from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, PrecisionContext, norm_kind
+from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, PrecisionContext, norm_kind, summing_where
 from pretrain.precision.scope import LINEARS, Decision, eps_of, features_of
 from pretrain.settings.recipe import ModelSettings
 
@@ -132,10 +132,16 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
 
 
 def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) -> Forward:
-    """`forward` of `module`, run with every parameter of `module` cast to `dtype`; the casts are differentiated through."""
+    """`forward` of `module`, run with every parameter of `module` cast to `dtype`; the casts are differentiated through.
+
+    The weight of a low-precision linear keeps its `main_grad`: its product adds to that from FP32, and none goes through a cast.
+    """
+    low = {f"{name}.weight".removeprefix(".") for name, part in module.named_modules() if isinstance(part, LowPrecisionLinear)}
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
+        for name in low:
+            summing_where(module.get_parameter(name), copies[name])
         with _reparametrize_module(module, copies):
             return forward(*args, **kwargs)
 

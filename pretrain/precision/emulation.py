@@ -22,25 +22,31 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
-from pretrain.precision.observation import BITS, Note, dtype_name, significant_bits
+from pretrain.precision.observation import BITS, ProductObserver, ScalesOf, dtype_name
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
 
 # Graphs of one compiled function: a shape of a weight, an input or a gradient each, which torch would give up on after eight.
 GRAPHS = 256
-SAMPLED_ROWS = 256  # of an operand that is observed
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale`, if there is one."""
+    """One factor of a product: `values` [rows, k], k the axis of the sum, times the scalar `scale`, if there is one.
+
+    `block_scale` [rows or rows / block, k / block] is in the values already, and beside them for whoever looks on."""
 
     values: Tensor
     scale: Tensor | None
+    block_scale: Tensor | None = None
 
     def t(self) -> Operand:
-        return Operand(self.values.t(), self.scale)
+        return Operand(self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t())
+
+    @property
+    def scales(self) -> ScalesOf:
+        return ScalesOf(self.block_scale, self.scale)
 
 
 class EmulationBackend:
@@ -51,7 +57,7 @@ class EmulationBackend:
         self.device = device
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self.recomputing = False
-        self.note: Note | None = None  # while somebody observes
+        self.observer: ProductObserver | None = None
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
@@ -86,9 +92,8 @@ class EmulationBackend:
         for product in self._products:
             product.weight = None
 
-    def observing(self, note: Note) -> AbstractContextManager[None]:
-        """An operand is reported by the significant bits of a sample of its rows; to count them is to wait for the device."""
-        return holding(self, note=note)
+    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
+        return holding(self, observer=observer)
 
     def describe(self) -> str:
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
@@ -102,21 +107,21 @@ class EmulationBackend:
 
     def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
-        values, tensor_scale, amax = self._prepare(role, along)(x, scale)
-        return Operand(values, tensor_scale), amax
+        *operand, amax = self._prepare(role, along)(x, scale)
+        return Operand(*operand), amax
 
-    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]:
+    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor | None, ...]]:
         precision = self.active.precision
         quantize, scaled = precision.quantizer(self.active.settings, role, along), precision.tensor_scaled
         noting_amax = self.delayed is not None and along == "features"
         dtype = self.operand_dtype
 
-        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor | None, ...]:
             quantized = quantize(x, scale, None)
             in_blocks = isinstance(quantized, BlockQuantized)
             operand = quantized.operand_in(dtype) if in_blocks else quantized.operand.to(dtype)
             amax = absolute_maximum(x) if noting_amax else None
-            return operand, quantized.tensor_scale if scaled else None, amax
+            return operand, quantized.tensor_scale if scaled else None, quantized.scales if in_blocks else None, amax
 
         return _compiled(preparation, self.device)
 
@@ -138,8 +143,8 @@ class EmulatedProduct:
         self.weight: tuple[Operand, Operand] | None = None  # quantized, for the forward product and for the gradient of the input
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
-        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32. Raises RuntimeError
-        where the precision's blocks do not divide a dimension."""
+        """See LinearProduct; of any float dtype. Gradients have their tensors' dtypes; all sums are in FP32, into a weight's
+        `main_grad` too. Raises RuntimeError where the precision's blocks do not divide a dimension."""
         if self.weight is None or (first_microbatch and not self._backend.recomputing):
             self._quantize_weight(weight.detach())
         return _Products.apply(x, weight, bias, self)
@@ -156,9 +161,9 @@ class EmulatedProduct:
         return operand
 
     def multiply(self, gemm: str, left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-        if self._backend.note is not None:
-            self._backend.note((self.name,), gemm, left, right, _bits_of_sample)
-        return multiply(left, right, dtype, bias)
+        observer = self._backend.observer
+        with observer.during((self.name,), gemm, scales=(left.scales, right.scales)) if observer else nullcontext():
+            return multiply(left, right, dtype, bias)
 
     @torch.no_grad()
     def _quantize_weight(self, weight: Tensor) -> None:
@@ -178,6 +183,7 @@ class _Products(torch.autograd.Function):
         ctx.input_scale = product.scale("input")
         ctx.product = product
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        ctx.main_gradient = getattr(weight, "main_grad", None)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         inputs = product.operand("input", x, "features", ctx.input_scale)
         return product.multiply("forward", inputs, quantized_weight, x.dtype, bias)
@@ -201,13 +207,13 @@ class _Products(torch.autograd.Function):
                 del along_features  # two of them would be in memory at once
                 along_tokens = product.operand("grad_output", grad_output, "rows", scale)
             inputs = product.operand("input", x, "rows", ctx.input_scale)
-            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype)
+            main = ctx.main_gradient
+            grad_weight = product.multiply("wgrad", along_tokens, inputs, ctx.weight_dtype if main is None else torch.float32)
+            if main is not None:  # in FP32, as the hardware's products add to it
+                main += grad_weight
+                grad_weight = None
         grad_bias = grad_output.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
         return grad_input, grad_weight, grad_bias, None
-
-
-def _bits_of_sample(operand: Operand) -> str:
-    return f"{significant_bits(operand.values[:: max(len(operand.values) // SAMPLED_ROWS, 1)])} significant bits"
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -7,7 +7,7 @@ and export see the model that transformers built. torch.compile steps over them:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observation import Note, ObservedProduct
+from pretrain.precision.observation import ProductObserver
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -39,8 +39,20 @@ def holding(owner: Any, **values: Any) -> Iterator[None]:
             setattr(owner, name, value)
 
 
+def summing_where(parameter: Tensor, copy: Tensor) -> Tensor:
+    """`copy`, a cast or a transpose of `parameter`, whose gradient adds up where the parameter's does: in its `main_grad`."""
+    main = getattr(parameter, "main_grad", None)
+    if main is not None and copy is not parameter:
+        copy.main_grad = main if copy.shape == parameter.shape else main.t()
+    return copy
+
+
 class LinearProduct(Protocol):
-    """y = x w^T + b with operands in low precision, in forward and in backward."""
+    """y = x w^T + b with operands in low precision, in forward and in backward.
+
+    A weight may have a `main_grad`, of its shape. A product may then add the weight's gradient to it and return none, as emulated
+    ones do, and those of fused layers.
+    """
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, first_microbatch: bool) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out], all BF16 -> [tokens, out] BF16, differentiable in each.
@@ -71,8 +83,8 @@ class Backend(Protocol):
     def reset(self) -> None:
         """Forget history and cached weights, as before the first forward."""
 
-    def observing(self, note: Note) -> AbstractContextManager[Any]:
-        """While entered, calls `note` for each product that is multiplied, in forward and backward."""
+    def observing(self, observer: ProductObserver) -> AbstractContextManager[Any]:
+        """While entered, `observer` sees each product that is multiplied, in forward and backward."""
 
     def describe(self) -> str:
         """Library and version, for the audit."""
@@ -102,7 +114,6 @@ class PrecisionContext:
     first_microbatch: bool = True
     observers: list[Observer] = field(default_factory=list)
     calls_outside: Counter[str] = field(default_factory=Counter)
-    _observed: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -131,7 +142,7 @@ class PrecisionContext:
         `later_call`: the module has been called in this forward before (the LM head takes its tokens in chunks), with this
         weight.
         """
-        x, weight = x.to(self.compute_dtype), weight.to(self.compute_dtype)
+        x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
         y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
         if self.observers:
@@ -146,19 +157,9 @@ class PrecisionContext:
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
 
-    def note(self, names: Sequence[str], gemm: str, left: Any, right: Any, kind: Callable[[Any], str]) -> None:
-        """Whatever multiplies reports here: `gemm` (forward, dgrad or wgrad) of the linears called `names`, and its operands as
-        the kernel gets them. `kind` says what an operand is called in the audit; it is asked only while somebody observes."""
-        if self._observed is not None:
-            product = ObservedProduct(gemm, kind(left), kind(right))
-            for name in names:
-                self._observed.setdefault(name, []).append(product)
-
-    @contextmanager
-    def observed_products(self) -> Iterator[dict[str, list[ObservedProduct]]]:
-        """While entered, fills what it yields with the products of each linear, by name, in the order they run."""
-        with holding(self, _observed={}), self.backend.observing(self.note) if self.backend else nullcontext():
-            yield self._observed
+    def observed_by(self, observer: ProductObserver) -> AbstractContextManager[Any]:
+        """While entered, `observer` sees the products of the backend. Fused layers have theirs (`FusedLayers.observed_by`)."""
+        return self.backend.observing(observer) if self.backend else nullcontext()
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
@@ -204,7 +205,7 @@ class LowPrecisionLinear(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        weight = self.weight.t() if self.transposed else self.weight
+        weight = summing_where(self.weight, self.weight.t()) if self.transposed else self.weight
         if not self.context.low_precision:
             self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))

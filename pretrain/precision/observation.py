@@ -1,29 +1,57 @@
 """What the matrix products of a model really multiplied, seen from underneath: the operands as they reach the kernel.
 
-A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Every product of
-te.Linear goes through one function of Transformer Engine, and the classes and dtypes of what arrives there are what the tensor
-cores get. An emulated operand is known by the few significant bits of its values.
+A module may carry the right name and multiply in BF16 all the same, so nothing here asks a module anything. Whoever looks on says
+around a call which product it is (`ProductObserver.during`); what is multiplied inside is seen where it is multiplied:
+
+* torch's products underneath autograd, with the tensors that they get. Those of the emulation are held, block by block, against
+  the format that they should be of, by the scales that the emulated product gives beside them.
+* Transformer Engine's at the one function of its extension that multiplies, whatever called it: by the class and format of what
+  arrives there, and by its codes and scales.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import wraps
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.precision.formats.definition import Role, Scaling
+from pretrain.precision.operand_check import Sample, describe, examine, examine_tensor_scale, sample
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.settings import ActivePrecision
 
 BITS = {"bfloat16": 8, "float32": 24}  # significant bits of a dtype's values, the leading one included
 
-# The memory layout names the product: forward x w^T, gradient of the input g w, gradient of the weight g^T x.
-_GEMMS = {"TN": "forward", "NN": "dgrad", "NT": "wgrad"}
+# The left and the right operand of a linear's products: x w^T, g w and g^T x.
+OPERANDS: dict[str, tuple[Role, Role]] = {
+    "forward": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
 
-# (names of the linears, gemm, left operand, right operand, what an operand is called): see PrecisionContext.note.
-Note = Callable[[Sequence[str], str, Any, Any, Callable[[Any], str]], None]
+# Products of torch, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
+FACTORS = {
+    torch.ops.aten.mm: slice(0, 2),
+    torch.ops.aten.bmm: slice(0, 2),
+    torch.ops.aten.linear: slice(0, 2),
+    torch.ops.aten.addmm: slice(1, 3),
+    torch.ops.aten.addmm_: slice(1, 3),
+    torch.ops.aten.baddbmm: slice(1, 3),
+    torch.ops.aten._grouped_mm: slice(0, 2),
+}
+
+# Transformer Engine's products by which factor it transposes, in cuBLAS's order: the weight comes first.
+_GEMMS = {(True, False): "forward", (False, False): "dgrad", (False, True): "wgrad"}
+_FP8 = {"e4m3": (torch.float8_e4m3fn, E4M3), "e5m2": (torch.float8_e5m2, E5M2)}
+_BLOCK = 128
 
 
 class ObservedProduct(NamedTuple):
@@ -34,60 +62,237 @@ class ObservedProduct(NamedTuple):
     right: str
 
 
-def significant_bits(tensor: Tensor) -> int:
-    """The most significant bits, from a value's first one-bit to its last, that any finite value of `tensor` has: 8 of BF16
-    numbers, 4 of E4M3 numbers times powers of two. Waits for the device."""
-    mantissa = tensor.float().nan_to_num(0, 0, 0).view(torch.int32) & 0x7FFFFF
-    for bits in range(1, 24):
-        if not (mantissa & ((1 << (24 - bits)) - 1)).any():
-            return bits
-    return 24
+class ScalesOf(NamedTuple):
+    """Of an emulated operand, beside its values: `blocks` as `operand_check.sample` takes them, and the scale of the tensor."""
+
+    blocks: Tensor | None
+    tensor: Tensor | None
 
 
-class GemmObserver:
-    """Notes the GEMMs of each te.Linear product in the order they run; a recomputed forward is noted twice.
+@dataclass
+class _Call:
+    """A product that is under way."""
 
-    In forward a GEMM belongs to the product that is being called, in backward to the one whose node the autograd engine runs.
-    Recomputation nests forwards in such a node, hence a stack.
+    names: Sequence[str]
+    gemm: str | None  # None: the layout that it is called with tells
+    swapped: bool = False  # the operands trade places, as in the transposed weight gradient
+    scales: tuple[ScalesOf, ScalesOf] | None = None  # of an emulated product's operands
+
+
+@dataclass(frozen=True)
+class _Finding:
+    names: Sequence[str]
+    operand: str
+    grid: Grid
+    scaling: Scaling
+    figures: Tensor
+
+
+class ProductObserver:
+    """Notes the products of each linear in the order they run, in `products` by name; a recomputed forward is noted twice.
+
+    In forward a GEMM of te.Linear belongs to the product that is being called, in backward to the one whose node the autograd
+    engine runs. Recomputation nests forwards in such a node, hence a stack.
     """
 
-    def __init__(self, te: ModuleType, note: Note) -> None:
-        self._te, self._note = te, note
-        self._running: list[str] = []
+    def __init__(self, active: ActivePrecision | None, seed: int = 0) -> None:
+        """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks."""
+        self.products: dict[str, list[ObservedProduct]] = {}
+        self.multiplying = False
+        self._active = active if active and active.precision.quantized else None
+        self._seed = seed
+        self._calls: list[_Call] = []
+        self._findings: list[_Finding] = []
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    # ── Around a product ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        """While entered, every GEMM of te.Linear is seen."""
-        module = importlib.import_module("transformer_engine.pytorch.module.linear")
-        multiply = module.general_gemm
+    def during(self, names: Sequence[str], gemm: str | None = None, **about: Any) -> Iterator[None]:
+        """What is multiplied inside is `gemm` of the linears called `names`; `about`: other fields of a `_Call`.
 
-        def observed(left: Any, right: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._running:  # cuBLAS counts columns first, so TE names the operands the other way round: the weight first
-                gemm = _GEMMS[kwargs.get("layout", "TN")]
-                self._note(self._running[-1:], gemm, right, left, partial(operand_kind, self._te))
-            return multiply(left, right, *args, **kwargs)
-
-        module.general_gemm = observed
+        Products of torch are looked at in here alone: a dispatch mode around a whole step would keep it from being compiled."""
+        self._calls.append(_Call(names, gemm, **about))
+        before, self.multiplying = self.multiplying, gemm is not None
         try:
-            yield
+            with _TorchProducts(self) if gemm else nullcontext():
+                yield
         finally:
-            module.general_gemm = multiply
+            self.multiplying = before
+            self._calls.pop()
 
-    @contextmanager
-    def forward_of(self, name: str) -> Iterator[None]:
-        """Around the call of a product."""
-        self._running.append(name)
-        try:
-            yield
-        finally:
-            self._running.pop()
+    def watched(self, function: Callable[..., Any], names: Sequence[str], gemm: str, **about: Any) -> Callable[..., Any]:
+        """`function`, whatever it multiplies being `gemm` of `names`."""
+
+        @wraps(function)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            with self.during(names, gemm, **about):
+                return function(*args, **kwargs)
+
+        return observed
 
     def watch_backward(self, name: str, output: Tensor) -> None:
         """Attribute to `name` what the node that made `output` multiplies in backward."""
         if output.grad_fn is not None:
-            output.grad_fn.register_prehook(lambda _: self._running.append(name))
+            output.grad_fn.register_prehook(lambda _: self._calls.append(_Call((name,), None)))
             # None, as what a hook returns would replace the gradients.
-            output.grad_fn.register_hook(lambda *_: self._running.pop() and None)
+            output.grad_fn.register_hook(lambda *_: self._calls.pop() and None)
+
+    def installed(self, te: ModuleType) -> AbstractContextManager[None]:
+        """While entered, every GEMM of Transformer Engine is seen."""
+        return _interposed(importlib.import_module("transformer_engine_torch"), "generic_gemm", self._seeing(te))
+
+    # ── What is found ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def faults(self) -> Mapping[str, list[str]]:
+        """What is wrong with operands, by the linear's name; waits for the device, once."""
+        found: dict[str, list[str]] = {}
+        if not self._findings:
+            return found
+        devices = {finding.figures.device for finding in self._findings}
+        tables = {d: iter(torch.stack([f.figures for f in self._findings if f.figures.device == d]).tolist()) for d in devices}
+        for finding in self._findings:
+            fault = describe(next(tables[finding.figures.device]), finding.grid, finding.scaling)
+            for name in finding.names if fault else ():
+                found.setdefault(name, []).append(f"{finding.operand}: {fault}")
+        return found
+
+    # ── A product of torch ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def torch_product(self, left: Tensor, right: Tensor) -> None:
+        """left [m, k] times right [k, n], as the kernel gets them."""
+        call = self._calls[-1]
+        if call.scales is None or self._active is None:
+            self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
+            return
+        roles = OPERANDS[call.gemm]
+        self._note(call, *(self._active.precision.operand_kind(self._active.settings, role) for role in roles))
+        for role, matrix, scales in zip(roles, (left, right.mT), call.scales, strict=True):
+            self._examine_emulated(call, role, matrix, scales)
+
+    def _examine_emulated(self, call: _Call, role: Role, matrix: Tensor, scales: ScalesOf) -> None:
+        grid, scaling = self._format(role)
+        if scaling.block is None:
+            scale = scales.tensor if scales.tensor is not None else torch.zeros((), device=matrix.device)  # 0: there is none
+            blocks = sample(matrix, None, scaling, self._generator(matrix.device))
+            largest = torch.linalg.vector_norm(matrix, torch.inf)
+            self._find(call, role, grid, scaling, _with_scale(blocks, scale), largest.float())
+            return
+        self._find(call, role, grid, scaling, sample(matrix, scales.blocks, scaling, self._generator(matrix.device)))
+        if self._active.precision.tensor_scaled and scales.blocks is not None:
+            self._keep(call, role, grid, scaling, examine_tensor_scale(scales.blocks))
+
+    # ── A product of Transformer Engine ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def _seeing(self, te: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        def around(multiply: Callable[..., Any]) -> Callable[..., Any]:
+            def observed(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *args: Any, **kwargs: Any) -> Any:
+                if self._calls:
+                    with torch.no_grad():
+                        self._te_product(te, (left, transposes_left), (right, not transposes_right))
+                return multiply(left, transposes_left, right, transposes_right, *args, **kwargs)
+
+            return observed
+
+        return around
+
+    def _te_product(self, te: ModuleType, first: tuple[Any, bool], second: tuple[Any, bool]) -> None:
+        """cuBLAS counts columns first, so Transformer Engine names the operands the other way round. With each: whether it is
+        read by rows."""
+        call = self._calls[-1]
+        left, right = (first, second) if call.swapped else (second, first)
+        gemm = call.gemm or _GEMMS[first[1], not second[1]]
+        call = _Call(call.names, gemm)
+        self._note(call, operand_kind(te, left[0]), operand_kind(te, right[0]))
+        if self._active is not None:
+            for role, (operand, by_rows) in zip(OPERANDS[gemm], (left, right), strict=True):
+                self._examine_te(te, call, role, operand, by_rows)
+
+    def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
+        """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
+        kernel's own, and are left to the library."""
+        per_tensor = isinstance(operand, te.Float8TensorStorage)
+        if not per_tensor and not isinstance(operand, te.Float8BlockwiseQTensorStorage):
+            return
+        dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
+        scaling = self._active.precision.scaling(self._active.settings, role)
+        if per_tensor:
+            data = operand._data if by_rows else getattr(operand, "_transpose", None)
+            data = operand._data if data is None else data  # on GPUs whose products read them either way
+            if data is None or scaling.block is not None:
+                return
+            codes = data.reshape(-1, data.shape[-1]).view(dtype)
+            # Magnitudes of codes order as their bits do.
+            largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
+            blocks = sample(codes.view(torch.uint8), None, scaling, self._generator(data.device))
+            blocks = blocks._replace(values=blocks.values.view(dtype))
+            self._find(call, role, grid, scaling, _with_scale(blocks, operand._scale_inv.reshape(())), largest)
+            return
+        data = operand._rowwise_data if by_rows else operand._columnwise_data
+        scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
+        if data is None or scales is None or scaling.block != _BLOCK or scaling.square != operand._is_2D_scaled:
+            return
+        codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
+        down = -(-codes.shape[0] // _BLOCK) if scaling.square else codes.shape[0]
+        across = -(-codes.shape[1] // _BLOCK)
+        scales = (scales if scaling.square else scales.t())[:down, :across]  # padded to a multiple of four
+        blocks = sample(codes, scales, scaling, self._generator(data.device))
+        values = blocks.values.view(dtype).float() * blocks.scale[:, None]
+        self._find(call, role, grid, scaling, blocks._replace(values=values))
+
+    # ── All of them ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _note(self, call: _Call, left: str, right: str) -> None:
+        for name in call.names:
+            self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
+
+    def _find(self, call: _Call, role: Role, grid: Grid, scaling: Scaling, blocks: Sample, largest: Tensor | None = None) -> None:
+        self._keep(call, role, grid, scaling, examine(blocks, grid, scaling, largest))
+
+    def _keep(self, call: _Call, role: Role, grid: Grid, scaling: Scaling, figures: Tensor) -> None:
+        self._findings.append(_Finding(call.names, f"{call.gemm} {role}", grid, scaling, figures))
+
+    def _format(self, role: Role) -> tuple[Grid, Scaling]:
+        precision, settings = self._active.precision, self._active.settings
+        return precision.grid(settings, role), precision.scaling(settings, role)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        """Its own: a number drawn from torch's would change the run."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+class _TorchProducts(TorchDispatchMode):
+    """While entered, tells `observer` of each product of two matrices."""
+
+    def __init__(self, observer: ProductObserver) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if factors := FACTORS.get(function.overloadpacket):
+            self._observer.torch_product(*args[factors])
+        return function(*args, **(kwargs or {}))
+
+
+def _with_scale(blocks: Sample, scale: Tensor) -> Sample:
+    """Codes whose tensor has one scale, which is not in them: multiplied by it, as every other operand's blocks are."""
+    return blocks._replace(values=blocks.values.float() * scale, scale=scale.float().expand(len(blocks.values)))
+
+
+@contextmanager
+def _interposed(owner: Any, name: str, around: Callable[[Any], Any]) -> Iterator[None]:
+    """`owner`'s function `name` replaced by what `around` makes of it."""
+    before = getattr(owner, name)
+    setattr(owner, name, around(before))
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def operand_kind(te: ModuleType, operand: Any) -> str:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import noop_context_fn
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.linear import NormFunction, holding
-from pretrain.precision.observation import GemmObserver, Note
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.settings import ActivePrecision
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
@@ -107,7 +107,7 @@ class TransformerEngineProduct:
         # Without gradients the weight is quantized for this call alone: evaluation neither uses nor replaces training's copy.
         cached = first_microbatch if torch.is_grad_enabled() else None
         observer = self.backend.observer
-        with observer.forward_of(self.name) if observer else nullcontext(), _lent(self.linear, weight, bias):
+        with observer.during((self.name,)) if observer else nullcontext(), _lent(self.linear, weight, bias):
             y = self.linear(x, is_first_microbatch=cached)
         if observer:
             observer.watch_backward(self.name, y)
@@ -131,7 +131,7 @@ class TransformerEngineBackend:
         self.te_recipe = build_te_recipe(active.precision, active.settings)
         self._device = device
         self._products: dict[str, TransformerEngineProduct] = {}
-        self.observer: GemmObserver | None = None
+        self.observer: ProductObserver | None = None
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
         linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
@@ -200,9 +200,8 @@ class TransformerEngineBackend:
         return f"Transformer Engine {_version()}, {type(self.te_recipe).__name__}"
 
     @contextmanager
-    def observing(self, note: Note) -> Iterator[None]:
-        observer = GemmObserver(self.te, note)
-        with observer.installed(), holding(self, observer=observer):
+    def observing(self, observer: ProductObserver) -> Iterator[None]:
+        with observer.installed(self.te), holding(self, observer=observer):
             yield
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:

@@ -165,7 +165,8 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
     kept_in = recipe.gradients_kept_in(accelerator.num_processes)
     # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
-    if accelerator.num_processes == 1 and (fused or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
+    adds = fused or (job.active.backend == "emulation" and kept_in == "fp32")
+    if accelerator.num_processes == 1 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
         attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
     for name, parameter in hf.named_parameters():
         if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come

@@ -2,15 +2,15 @@
 
 Low precision fails in silence. A library that skips one sibling of a layer, enters its context in forward and not in recompute,
 or never engages at all, trains on, a little slower and in BF16. So before the first step the model runs once under observation
-(`observe`), and in the first step its low-precision products are observed again, as they run in training (`confirming`). Where
-request and effect differ, the run stops.
+(`observe`), and in the first step and at every statistics step its low-precision products are observed again, as they run in
+training (`confirming`, `confirming_histories`). Where request and effect differ, the run stops.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,19 +23,13 @@ from foundation.errors import InputError
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import was_reached
-from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm
-from pretrain.precision.observation import ObservedProduct, dtype_name
+from pretrain.precision.delayed_state import PLACES
+from pretrain.precision.linear import PREFIX, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
+from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
+from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
-
-# The left and the right operand of a linear's products: x w^T, g w and g^T x.
-OPERANDS: dict[str, tuple[Role, Role]] = {
-    "forward": ("input", "weight"),
-    "dgrad": ("grad_output", "weight"),
-    "wgrad": ("grad_output", "input"),
-}
 
 Entry = dict[str, Any]
 
@@ -59,8 +53,8 @@ def observe(
     context.calls_outside.clear()
     with (
         torch.compiler.set_stance("force_eager"),
-        DtypesOfLinears(linears | others) as dtypes,
-        context.observed_products() as observed,
+        observing(packed, active) as observer,
+        DtypesOfLinears(linears | others, observer) as dtypes,
     ):
         if context.backend is None and fused is None:
             with torch.no_grad():
@@ -71,14 +65,16 @@ def observe(
     members = fused.members if fused else {}
     _check_tied(hf)
 
+    observed, faults = observer.products, observer.faults()
     entries, precision = [], active.precision.name
     for name, module in linears.items():
         decision = (decisions or {}).get(name, Decision(name, precision))
         products = observed.get(name, ())
-        effective = _multiplied(dtypes.seen.get(name), products)
+        effective = _multiplied(dtypes.seen.get(name), products, all_three=name in members)
         entry = _entry(name, module, decision.requested, effective, "torch", stored[name], decision.reason)
         if active.precision.quantized and decision.requested == precision:
-            entry["effective"] = _effective(products, effective, context.calls_outside[name], active)
+            wrong = [*faults.get(name, ()), *dtypes.strays.get(name, ())]
+            entry["effective"] = _effective(products, effective, context.calls_outside[name], active, wrong)
             entry["products"] = {product.gemm: f"{product.left} x {product.right}" for product in products}
             entry["backend"] = active.backend
         if name in members:
@@ -107,19 +103,59 @@ def _entry(
 
 
 @contextmanager
-def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry]) -> Iterator[None]:
-    """Around the first step, compiled and recomputed as training is: what the low-precision products multiply there must be what
-    they did under `observe`, which returned `products`; else InputError."""
+def observing(packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0) -> Iterator[ProductObserver]:
+    """While entered, every product of ours is seen, in forward and backward. `seed` picks the blocks that are looked at."""
+    observer = ProductObserver(active, seed)
+    with packed.context.observed_by(observer), packed.fused.observed_by(observer) if packed.fused else nullcontext():
+        yield observer
+
+
+@contextmanager
+def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int = 0) -> Iterator[None]:
+    """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
+    under `observe`, which returned `products`; else InputError. `step` picks the blocks of operands that are looked at."""
     context = packed.context
     context.calls_outside.clear()
-    with context.observed_products() as observed:
+    with observing(packed, active, step) as observer:
         yield
-    checked = []
+    checked, faults = [], observer.faults()
     for entry in (entry for entry in products if entry["products"]):
         name = entry["name"]
-        effective = _effective(observed.get(name, ()), "not run", context.calls_outside[name], active)
+        outside = context.calls_outside[name]
+        effective = _effective(observer.products.get(name, ()), "not run", outside, active, faults.get(name, ()))
         checked.append(entry | {"effective": effective})
     _refuse(checked, active)
+
+
+@contextmanager
+def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
+    """Around one microbatch, forward and backward: InputError where a history of delayed scaling did not move on by one entry, or
+    its scale is not the one that the rule makes of it. Nothing where scales come from the tensors themselves."""
+    before = {name: tensor.clone() for name, tensor in context.state().items()}
+    yield
+    after, stale = context.state(), []
+    for role, (direction, slot) in PLACES.items():
+        histories = [name.removesuffix("/scale") for name in before if name.endswith(f"/{direction}/scale")]
+        if not histories:
+            continue
+        old, new = (
+            [torch.stack([state[f"{name}/{key}"][..., slot] for name in histories], -1) for key in ("amax_history", "scale")]
+            for state in (before, after)
+        )
+        entered = torch.cat([new[0][-1:], old[0][1:]])  # with the microbatch's amaxes where they are noted
+        settings = active.settings
+        rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
+        history, scale = update_scale(entered, old[1], *rule)
+        same = (history == new[0]).all(0) & torch.isclose(scale, new[1], rtol=2**-20, atol=0)
+        # A microbatch whose amax is zero, infinite or NaN leaves a history as it is, or in the hands of the health check.
+        moved = (new[0][-1] > 0) & new[0].isfinite().all(0)
+        for name in (name for name, wrong in zip(histories, (moved & ~same).tolist(), strict=True) if wrong):
+            stale.append(f"{name.removeprefix(PREFIX).rpartition('/')[0]} ({role})")
+    if stale:
+        raise InputError(
+            f"precision {active.precision.name!r}: {len(stale)} delayed scales are not the ones that their histories make: "
+            f"{', '.join(stale[:5])}"
+        )
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -149,37 +185,40 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
-def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct]) -> str:
-    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`."""
+def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct], *, all_three: bool = False) -> str:
+    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`, of
+    which `all_three` gemms are to be seen."""
     if observed:
         seen = {operand for product in observed for operand in (product.left, product.right)}
+    missing = sorted(OPERANDS.keys() - {product.gemm for product in observed}) if all_three else []
     dtypes = " x ".join(sorted(seen)) if seen else "not run"
-    return UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
+    name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
+    return ", ".join([name, *(f"{gemm} not run" for gemm in missing)]) if seen else name
 
 
-def _effective(observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision) -> str:
+def _effective(
+    observed: Sequence[ObservedProduct], otherwise: str, outside: int, active: ActivePrecision, faults: Sequence[str] = ()
+) -> str:
     """The precision's name if all three products ran on operands of its formats; else what ran. `otherwise`: where no product was
-    observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left."""
+    observed. `outside`: calls from outside the low-precision context, as of a layer that is recomputed after it was left.
+    `faults`: what else was found."""
     if not observed:
         return otherwise
     if outside:
         return f"{outside} calls outside the low-precision context"
     wrong = sorted({f"{p.gemm} {p.left} x {p.right}" for p in observed if not _is_expected(p, active)})
     missing = sorted(f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed})
-    return ", ".join([*wrong, *missing]) or active.precision.name
+    return ", ".join([*wrong, *missing, *faults]) or active.precision.name
 
 
 def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
-    """Whether both operands are what the precision makes of them: by their kind on Transformer Engine, which says what a tensor
-    is, and by their significant bits in emulation, where it is an ordinary tensor of few values."""
-    for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True):
-        if active.backend == "emulation":  # "4 significant bits"
-            expected = int(kind.split()[0]) <= active.precision.significant_bits(active.settings, role)
-        else:
-            expected = kind in active.precision.te_operand_kinds(active.settings, role)
-        if not expected:
-            return False
-    return True
+    """Whether both operands are of a kind that the precision makes. What an emulated one really is its blocks tell."""
+    precision, settings = active.precision, active.settings
+    emulated = active.backend == "emulation"
+    return all(
+        kind in ({precision.operand_kind(settings, role)} if emulated else precision.te_operand_kinds(settings, role))
+        for kind, role in zip((product.left, product.right), OPERANDS[product.gemm], strict=True)
+    )
 
 
 def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
@@ -208,24 +247,17 @@ def _check_tied(hf: nn.Module) -> None:
 
 # ── What torch's own products multiply ─────────────────────────────────────────────────────────────────────────────────────────
 
-# Products, and where their two factors stand: what addmm adds the product to is no factor, and may be an FP32 sum.
-_FACTORS = {
-    torch.ops.aten.mm: slice(0, 2),
-    torch.ops.aten.bmm: slice(0, 2),
-    torch.ops.aten.linear: slice(0, 2),
-    torch.ops.aten.addmm: slice(1, 3),
-    torch.ops.aten.baddbmm: slice(1, 3),
-    torch.ops.aten._grouped_mm: slice(0, 2),
-}
-
 
 class DtypesOfLinears(TorchDispatchMode):
     """While entered, collects in `seen` the dtypes of the operands of each of `linears` (modules with matrices) that runs, by
-    name. Products inside of its forward count as its own, so a cast that somebody put into a forward is seen as well."""
+    name. Products inside of its forward count as its own, so a cast that somebody put into a forward is seen as well. In `strays`
+    are those that a low-precision linear multiplies beside its product, which `observer` sees."""
 
-    def __init__(self, linears: Mapping[str, nn.Module]) -> None:
+    def __init__(self, linears: Mapping[str, nn.Module], observer: ProductObserver) -> None:
         super().__init__()
         self.seen: dict[str, set[str]] = {}
+        self.strays: dict[str, set[str]] = {}
+        self._observer = observer
         self._running: list[str] = []
         self._linears = linears
         self._hooks: list[RemovableHandle] = []
@@ -233,7 +265,8 @@ class DtypesOfLinears(TorchDispatchMode):
     def __enter__(self) -> DtypesOfLinears:
         for name, module in self._linears.items():
             self._hooks.append(module.register_forward_pre_hook(partial(self._begin, name)))
-            self._hooks.append(module.register_forward_hook(self._end))
+            # Called also where a recomputation is broken off as soon as it has what backward needs.
+            self._hooks.append(module.register_forward_hook(self._end, always_call=True))
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
@@ -254,8 +287,11 @@ class DtypesOfLinears(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self._running and (factors := _FACTORS.get(function.overloadpacket)):
-            self.seen[self._running[-1]].update(dtype_name(factor.dtype) for factor in args[factors])
+        if self._running and (factors := FACTORS.get(function.overloadpacket)):
+            name, dtypes = self._running[-1], [dtype_name(factor.dtype) for factor in args[factors]]
+            self.seen[name].update(dtypes)
+            if isinstance(self._linears[name], LowPrecisionLinear) and not self._observer.multiplying:
+                self.strays.setdefault(name, set()).add(f"a product of its own in {' x '.join(dtypes)}")
         return function(*args, **(kwargs or {}))
 
 

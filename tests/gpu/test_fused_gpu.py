@@ -176,16 +176,59 @@ def test_recomputed_layers_give_the_same_bits(recipe: str) -> None:
 @pytest.mark.parametrize(("name", "linears"), [("qwen3", 14), ("gpt2", 8)])
 @pytest.mark.parametrize("main", [torch.float32, None])
 def test_every_product_multiplies_in_the_recipes_formats(name: str, linears: int, recipe: str, main: torch.dtype | None) -> None:
-    from pretrain.verify.audit import _is_expected
+    from pretrain.verify.audit import _is_expected, observing
 
     packed = assemble(larger(name), recipe, fused=True, main=main)
     active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
-    with packed.context.observed_products() as seen:
+    with observing(packed, active) as observer:
         train(packed, steps=1)
-    assert len(seen) == linears
-    for products in seen.values():
+    assert observer.faults() == {}
+    assert len(observer.products) == linears
+    for products in observer.products.values():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         assert all(_is_expected(product, active) for product in products), products
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("main", [torch.float32, None])
+def test_in_bf16_every_product_is_seen_multiplying_bf16(name: str, main: torch.dtype | None) -> None:
+    from pretrain.verify.audit import observing
+
+    packed = assemble(larger(name), "bf16", fused=True, main=main)
+    active = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
+    with observing(packed, active) as observer:
+        train(packed, steps=1)
+    assert observer.products.keys() == packed.fused.members.keys()
+    for products in observer.products.values():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        assert {kind for product in products for kind in product[1:]} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("recipe", ["current", "block"])
+def test_scales_that_do_not_fit_the_codes_are_found_on_transformer_engine(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight whose codes were divided by four, as by a kernel that took its scale elsewhere: they are codes still."""
+    from pretrain.model.fused.te_arithmetic import TEStackedProduct
+    from pretrain.verify.audit import observing
+
+    packed = assemble(larger("qwen3"), recipe, fused=True)
+    active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+    honest = TEStackedProduct._weight
+
+    def halved(product: TEStackedProduct, **options: Any) -> Any:
+        weight = honest(product, **options)
+        for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data"):
+            if getattr(weight, name, None) is not None:
+                codes = getattr(weight, name)
+                codes.copy_((codes.view(torch.float8_e4m3fn).float() / 4).to(torch.float8_e4m3fn).view(torch.uint8))
+        return weight
+
+    monkeypatch.setattr(TEStackedProduct, "_weight", halved)
+    with observing(packed, active) as observer:
+        train(packed, steps=1)
+    faults = observer.faults()
+    assert faults.keys() == packed.fused.members.keys()
+    assert all("too large for their values" in fault for found in faults.values() for fault in found)
+    assert all(any(fault.startswith("forward weight") for fault in found) for found in faults.values())
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])

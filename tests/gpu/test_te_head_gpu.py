@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import LinearProduct, LowPrecisionLinear, PrecisionContext
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.statistics import OperandStatistics
@@ -112,11 +113,13 @@ def test_a_second_run_has_the_same_bits(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 def test_the_audit_sees_the_products_that_run(recipe: str) -> None:
     model = Model(recipe, fused=True)
-    with model.context.observed_products() as seen:
+    observer = ProductObserver(model.active)
+    with model.context.observed_by(observer):
         model.microbatch(0, first=True)
+    assert observer.faults() == {}
     gradient, e4m3 = "e5m2 tensor-scaled", "e4m3 tensor-scaled"
     chunk = [("forward", e4m3, e4m3), ("dgrad", gradient, e4m3), ("wgrad", gradient, e4m3)]
-    assert seen["head"] == chunk * 3
+    assert observer.products["head"] == chunk * 3
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])

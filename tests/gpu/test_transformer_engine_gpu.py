@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import Backend, LinearProduct, LowPrecisionLinear, PrecisionContext
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
@@ -49,13 +50,11 @@ def delayed() -> str:
 
 
 def make(kind: type[Any], name: str, **options: Any) -> Backend:
-    active = ActivePrecision(
-        name,
-        PRECISIONS[name],
-        "transformer_engine" if kind is TransformerEngineBackend else "emulation",
-        LowPrecisionSettings(**options).resolved(name),
-    )
-    return kind(active, DEVICE)
+    return kind(activate(name, "transformer_engine" if kind is TransformerEngineBackend else "emulation", **options), DEVICE)
+
+
+def activate(name: str, backend: Literal["transformer_engine", "emulation"], **options: Any) -> ActivePrecision:
+    return ActivePrecision(name, PRECISIONS[name], backend, LowPrecisionSettings(**options).resolved(name))
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -321,13 +320,15 @@ EXPECTED = {
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_what_each_product_really_multiplies_is_seen(recipe: str, checkpointed: bool) -> None:
     layers = Layers(recipe)
-    with PrecisionContext(layers.backend, torch.bfloat16).observed_products() as seen:
+    observer = ProductObserver(activate(recipe, "transformer_engine"))
+    with PrecisionContext(layers.backend, torch.bfloat16).observed_by(observer):
         layers.step(0, checkpointed=checkpointed)
+    assert observer.faults() == {}
     layers.step(1, checkpointed=checkpointed)  # nobody is watching any more
     forward, dgrad = (tuple(kinds) for kinds in EXPECTED[recipe])
     wgrad = ("e4m3 1x128 blocks", "e4m3 1x128 blocks") if recipe == "block" else dgrad
     one = [("forward", *forward)] * (2 if checkpointed else 1) + [("dgrad", *dgrad), ("wgrad", *wgrad)]
-    assert seen == {f"{index}.{part}": one * 2 for index in range(2) for part in ("up", "down")}
+    assert observer.products == {f"{index}.{part}": one * 2 for index in range(2) for part in ("up", "down")}
 
 
 def test_hugging_face_parameters_keep_owner_names_tying_and_dtype(recipe: str) -> None:

@@ -13,7 +13,8 @@ Where they lie apart (FSDP2 gathers them so), the matrix is put together when it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from torch.autograd.function import FunctionCtx
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.observation import dtype_name
+from pretrain.precision.observation import OPERANDS, ProductObserver
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
 APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # as torch names them
@@ -158,7 +159,6 @@ class StackedProduct:
     def forward(self, x: Operand) -> Tensor:
         """-> [tokens, out]."""
         weight = self._matrix(refresh=self._arithmetic.context.first_microbatch)
-        self._note("forward", x, weight)
         return F.linear(x, weight, self.weights.bias(x.dtype))
 
     def gradient_operand(self, dy: Tensor) -> Operand:
@@ -168,12 +168,10 @@ class StackedProduct:
     def input_gradient(self, dy: Operand) -> Tensor:
         """-> [tokens, in]."""
         weight = self._matrix(refresh=False)
-        self._note("dgrad", dy, weight)
         return dy @ weight
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """One a weight; None where it has been added to the main gradient."""
-        self._note("wgrad", dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(dy.t() @ x)
@@ -190,11 +188,19 @@ class StackedProduct:
             return self.weights.matrix(dtype)
         return self.weights.cached_matrix(dtype, refresh=refresh)
 
-    def _note(self, gemm: str, left: Operand, right: Operand) -> None:
-        self._arithmetic.context.note(self.members, gemm, left, right, self._kind)
-
-    def _kind(self, operand: Operand) -> str:
-        return dtype_name(operand.dtype)
+    @contextmanager
+    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
+        """While entered, whatever the three products multiply is seen: their methods are watched from outside."""
+        gemms = {"forward": self.forward, "input_gradient": self.input_gradient, "weight_gradients": self.weight_gradients}
+        swapped = self.weights.transposed and self.weights.main_gradient is not None
+        for (method, function), gemm in zip(gemms.items(), OPERANDS, strict=True):
+            watched = observer.watched(function, self.members, gemm, swapped=swapped and gemm == "wgrad")
+            setattr(self, method, watched)
+        try:
+            yield
+        finally:
+            for method in gemms:
+                delattr(self, method)
 
 
 class Arithmetic:
@@ -267,6 +273,10 @@ class Arithmetic:
     def _parameters_of(self, norm: Norm) -> list[Tensor]:
         """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""
         return [parameter.detach().to(self.context.compute_dtype).float() for parameter in norm.parameters]
+
+    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
+        """While entered, `observer` sees what products of another library multiply."""
+        return nullcontext()
 
     def is_first_in_forward(self) -> bool:
         """Whether the piece that asks is the first of a low-precision forward, whose backward is therefore the last."""

@@ -11,7 +11,8 @@ gradients go straight to where a step's gradients add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, Stacke
 from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.precision import transformer_engine
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
 
@@ -183,6 +185,15 @@ class FusedLayers:
     def members(self) -> dict[str, StackedProduct]:
         """The linears that no module computes any more, and the products that do."""
         return {member: product for product in self.products for member in product.members}
+
+    @contextmanager
+    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
+        """While entered, `observer` sees what the layers' products multiply, under the names of the linears in them."""
+        with ExitStack() as watching:
+            watching.enter_context(self.arithmetic.observing(observer))
+            for product in self.products:
+                watching.enter_context(product.observed_by(observer))
+            yield
 
     @property
     def low_precision_weights(self) -> int:

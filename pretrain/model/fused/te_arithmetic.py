@@ -7,6 +7,7 @@ SwiGLU in BF16 before they quantize it, and sum gradients of biases that do not 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observation import operand_kind
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.transformer_engine import split_accumulator
 
 _BF16 = tex.DType.kBFloat16
@@ -59,7 +60,6 @@ class TEStackedProduct(StackedProduct):
 
     def forward(self, x: Operand) -> Tensor:
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
-        self._note("forward", x, weight)
         y = self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
         if self.low_precision:
             self.holder.end_forward()
@@ -82,11 +82,9 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        self._note("dgrad", dy, weight)
         return self._multiply("dgrad", weight, dy, layout="NN", grad=True)
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        self._note("wgrad", dy, x)
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
             return self.weights.weight_gradients(self._multiply("wgrad", x, dy, layout="NT", grad=True))
@@ -101,9 +99,6 @@ class TEStackedProduct(StackedProduct):
         """To whoever looks at operands: the statistics of a step."""
         if self.low_precision:
             self._arithmetic.context.show(self.name, role, tensor, self)
-
-    def _kind(self, operand: Operand) -> str:
-        return operand_kind(te, operand)
 
     @property
     def watched(self) -> bool:
@@ -189,6 +184,9 @@ class TransformerEngineArithmetic(Arithmetic):
             biases = below.weights.bias_gradients(in_bf16)
         quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
+
+    def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
+        return nullcontext() if self.context.backend else observer.installed(te)  # which the backend does as well
 
     def is_first_in_forward(self) -> bool:
         if not FP8GlobalStateManager.is_fp8_enabled():

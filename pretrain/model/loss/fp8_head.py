@@ -42,7 +42,7 @@ def fused_head(
     """
     backend, linear = product.backend, product.linear
     module = importlib.import_module("transformer_engine.pytorch.module.linear")
-    watched = backend.observer.forward_of(product.name) if backend.observer else nullcontext()
+    watched = backend.observer.during((product.name,)) if backend.observer else nullcontext()
     probe = torch.empty(0, dtype=_BF16, device=weight.device)  # all that is asked of the input is its dtype and device
     with watched, linear.prepare_forward_ctx(probe):
         alone = module.FP8GlobalStateManager.is_first_fp8_module()

@@ -35,7 +35,7 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
-from pretrain.precision.linear import LinearProduct, PrecisionContext
+from pretrain.precision.linear import LinearProduct, PrecisionContext, summing_where
 from pretrain.settings.recipe import LossSettings
 
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
@@ -277,15 +277,18 @@ def _differentiated_chunk(
     first: bool,
 ) -> Tensor:
     """By a product that brings its own backward, which keeps nothing of the logits. So these may be overwritten, as `data`:
-    Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated."""
+    Transformer Engine returns a view, and a view that autograd knows to be written to cannot be differentiated. An emulated
+    product adds the weight's gradient to the sum by itself, in FP32, and returns none."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in (hidden, weight, bias)]
+    if gradients.weight is not None:
+        leaves[1].main_grad = gradients.weight.zero_() if first else gradients.weight
     with torch.enable_grad():
         logits = multiply(*leaves, not first)
     losses = softmax_gradient_(logits.data, labels)
-    found = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf is not None], logits.data)
+    found = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf is not None], logits.data, allow_unused=True)
     if gradients.hidden is not None:
         gradients.hidden.copy_(found[0])
-    if gradients.weight is not None:
+    if gradients.weight is not None and found[1] is not None:
         gradients.weight.copy_(found[1]) if first else gradients.weight.add_(found[1])
     if gradients.bias is not None:
         gradients.bias += found[2]
@@ -331,7 +334,7 @@ def products_sum_in_fp32() -> bool:
 
 def in_dtype(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The head in the dtype of its products: one copy a call where the parameters are FP32 and the products BF16."""
-    return weight.to(dtype), None if bias is None else bias.to(dtype)
+    return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

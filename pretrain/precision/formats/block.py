@@ -7,7 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from pretrain.precision.formats.current import FP8_TOLERANCE
-from pretrain.precision.formats.definition import FP8_FORMAT, Hardware, Option, OptionValues, Quantize, QuantizedPrecision, Role
+from pretrain.precision.formats.definition import (
+    AT_THE_TOP,
+    FP8_FORMAT,
+    WITHIN_TWO,
+    Hardware,
+    Option,
+    OptionValues,
+    Quantize,
+    QuantizedPrecision,
+    Role,
+    Scaling,
+)
 
 
 class Block(QuantizedPrecision):
@@ -37,6 +48,10 @@ class Block(QuantizedPrecision):
         grid, square, power_of_two = self.grid(settings, role), self.serves_both(settings, role), not settings.use_f32_scales
         return lambda x, scale, amax: block.quantize(x, grid, two_dimensional=square, power_of_two=power_of_two)
 
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        kind, least = ("FP32", AT_THE_TOP) if settings.use_f32_scales else ("power of two", WITHIN_TWO)
+        return Scaling(kind, least, 128, square=self.serves_both(settings, role))
+
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         return 24 if settings.use_f32_scales else super().significant_bits(settings, role)
 
@@ -54,8 +69,7 @@ class Block(QuantizedPrecision):
         return te.Float8BlockScaling, arguments, self.te_fp8_quantization(te, power_of_two=not settings.use_f32_scales)
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
-        blocks = "128x128" if role == "weight" else "1x128"
-        return {f"e4m3 {blocks} blocks", "mxfp8 e4m3"}  # a Blackwell computes it as MXFP8
+        return {self.operand_kind(settings, role), "mxfp8 e4m3"}  # a Blackwell computes it as MXFP8
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=mxfp8` has a scale for every 32 values; `fp8_config.keep_bf16_layers` takes layers out"

@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrain.precision.formats.definition import (
+    AT_THE_TOP,
     FAST_ACCUMULATION,
     FP8_FORMAT,
+    WITHIN_TWO,
     Hardware,
     Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
+    Scaling,
     Tolerance,
 )
 
@@ -45,6 +48,9 @@ class Current(QuantizedPrecision):
 
         grid, power_of_two = self.grid(settings, role), settings.use_power_2_scales
         return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid, power_of_two=power_of_two)
+
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        return Scaling("power of two", WITHIN_TWO) if settings.use_power_2_scales else Scaling("FP32", AT_THE_TOP)
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {

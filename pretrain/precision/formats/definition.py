@@ -53,6 +53,25 @@ DISABLE_STOCHASTIC_ROUNDING = Option(bool, False, "gradients are rounded to near
 
 
 @dataclass(frozen=True)
+class Scaling:
+    """How the values of an operand share scales and what these may be: what the audit holds against operands it meets."""
+
+    kind: Literal["FP32", "power of two", "E4M3"]
+    # Of the format's maximum: under a scale that fits, the largest code is no smaller. Scales from the past promise nothing.
+    least: float
+    block: int | None = None  # values along the axis of the sum that share a scale; None: the whole tensor has one
+    square: bool = False  # as many rows share it too
+
+    def __str__(self) -> str:
+        return f"{self.block if self.square else 1}x{self.block} blocks" if self.block else "tensor-scaled"
+
+
+# What the largest code under a scale is at least: a scale rounded to a power of two can halve it, an FP32 scale brings it to the
+# maximum, or to the number below it where the amax was taken before a rounding.
+WITHIN_TWO, AT_THE_TOP = 0.5, 0.85
+
+
+@dataclass(frozen=True)
 class Hardware:
     """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
 
@@ -183,6 +202,14 @@ class QuantizedPrecision(Precision):
         transform = self.transform(settings, role)
         return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
 
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        """Which values of an operand share a scale in each of its products, and what scales there are."""
+        raise NotImplementedError
+
+    def operand_kind(self, settings: OptionValues, role: Role) -> str:
+        """What an operand is called in the audit: "e4m3 1x128 blocks"."""
+        return f"{self.grid(settings, role).name.lower()} {self.scaling(settings, role)}"
+
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
         return self.grid(settings, role).mantissa_bits + 1
@@ -209,7 +236,7 @@ class QuantizedPrecision(Precision):
 
     def te_operand_kinds(self, settings: OptionValues, role: Role) -> set[str]:
         """How `observation.operand_kind` names the operands that a GEMM may get."""
-        return {f"{self.grid(settings, role).name.lower()} tensor-scaled"}
+        return {self.operand_kind(settings, role)}
 
     def conditions(self, settings: OptionValues) -> tuple[Condition, ...]:
         """What can go wrong with its operands, each with the remedy that `settings` leave."""

@@ -7,7 +7,16 @@ from typing import Any, Literal
 
 from foundation.settings import Count, PositiveCount
 from pretrain.precision.formats.current import Current
-from pretrain.precision.formats.definition import FAST_ACCUMULATION, FP8_FORMAT, Option, OptionValues, Quantize, Role, Tolerance
+from pretrain.precision.formats.definition import (
+    FAST_ACCUMULATION,
+    FP8_FORMAT,
+    Option,
+    OptionValues,
+    Quantize,
+    Role,
+    Scaling,
+    Tolerance,
+)
 
 
 class Delayed(Current):
@@ -32,6 +41,9 @@ class Delayed(Current):
 
         grid = self.grid(settings, role)
         return lambda x, scale, amax: tensor.quantize(x, scale, grid)
+
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        return Scaling("FP32", 0.0)
 
     def te_recipe(self, te: Any, settings: OptionValues) -> tuple[type, dict[str, Any], dict[str, Any]]:
         arguments = {

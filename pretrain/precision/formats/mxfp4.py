@@ -16,12 +16,14 @@ from pretrain.precision.formats.definition import (
     DISABLE_RHT,
     DISABLE_STOCHASTIC_ROUNDING,
     SCALE_ROUNDING,
+    WITHIN_TWO,
     Hardware,
     Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
+    Scaling,
     Tolerance,
 )
 from pretrain.precision.quantizers.grid import E2M1, Grid
@@ -54,6 +56,9 @@ class Mxfp4(QuantizedPrecision):
 
         rounding, uniform = settings.scale_rounding, self.uniform(settings, role)
         return lambda x, scale, amax: mx.quantize(x, E2M1, rounding=rounding, uniform=uniform(x))
+
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        return Scaling("power of two", WITHIN_TWO, 32)
 
     def against_underflow(self, settings: OptionValues) -> str:
         return "`precision=nvfp4` or `precision=mxfp8` holds more; `fp8_config.keep_bf16_layers` takes layers out"

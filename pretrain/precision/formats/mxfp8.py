@@ -10,12 +10,14 @@ from pretrain.precision.formats.current import FP8_TOLERANCE
 from pretrain.precision.formats.definition import (
     FP8_FORMAT,
     SCALE_ROUNDING,
+    WITHIN_TWO,
     Hardware,
     Option,
     OptionValues,
     Quantize,
     QuantizedPrecision,
     Role,
+    Scaling,
 )
 
 
@@ -44,6 +46,9 @@ class Mxfp8(QuantizedPrecision):
 
         grid, square, rounding = self.grid(settings, role), self.serves_both(settings, role), settings.scale_rounding
         return lambda x, scale, amax: mx.quantize(x, grid, rounding=rounding, two_dimensional=square)
+
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        return Scaling("power of two", WITHIN_TWO, 32, square=self.serves_both(settings, role))
 
     def needs_emulation(self, settings: OptionValues) -> str | None:
         floor = settings.scale_rounding == "floor"

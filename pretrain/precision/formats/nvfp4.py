@@ -14,6 +14,7 @@ from pretrain.precision.formats.definition import (
     Quantize,
     QuantizedPrecision,
     Role,
+    Scaling,
     Tolerance,
 )
 from pretrain.precision.quantizers.grid import E2M1, E4M3, Grid
@@ -52,6 +53,10 @@ class Nvfp4(QuantizedPrecision):
 
         square, uniform = self.serves_both(settings, role), self.uniform(settings, role)
         return lambda x, scale, amax: nvfp4.quantize(x, two_dimensional=square, uniform=uniform(x), amax=amax)
+
+    def scaling(self, settings: OptionValues, role: Role) -> Scaling:
+        # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
+        return Scaling("E4M3", 4 / 6, 16, square=self.serves_both(settings, role))
 
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         return E2M1.mantissa_bits + 1 + E4M3.mantissa_bits + 1  # of a product of the two

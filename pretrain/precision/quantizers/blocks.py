@@ -76,6 +76,12 @@ class BlockQuantized(Quantized):
     split_codes: Tensor
     split_scale: Tensor  # broadcasts against them
 
+    @property
+    def scales(self) -> Tensor:
+        """[rows, blocks along the last dimension] of a quantized matrix, or [rows / size, ...] for squares; a view."""
+        one_a_block = self.split_scale.squeeze(self.blocks.within)
+        return one_a_block.mT if self.blocks.transposed else one_a_block
+
     def operand_in(self, dtype: torch.dtype) -> Tensor:
         """`operand` in another dtype, rounded before the blocks are joined."""
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from foundation.errors import InputError
-from pretrain.precision.linear import PrecisionContext
-from pretrain.precision.observation import GemmObserver
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.precision.transformer_engine import _lent, build_te_recipe, unavailable_because
@@ -228,47 +227,43 @@ def test_a_lent_parameter_gets_the_gradient_and_the_module_its_own_back() -> Non
 
 
 class StandInLinear(torch.autograd.Function):
-    """te.Linear's three GEMMs, called as te.Linear calls them: in cuBLAS's order of operands and by way of its module."""
+    """te.Linear's three GEMMs, called as its `general_gemm` calls them: in cuBLAS's order, by way of the extension's module."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return sys.modules[MODULE].general_gemm(weight.double(), x)
+        return sys.modules[MODULE].generic_gemm(weight.double(), True, x, False, None)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        multiply = sys.modules[MODULE].general_gemm
+        multiply = sys.modules[MODULE].generic_gemm
         return (
-            multiply(weight.double(), gradient, layout="NN", grad=True),
-            multiply(x, gradient.half(), layout="NT", grad=True),
+            multiply(weight.double(), False, gradient, False, None),
+            multiply(x, False, gradient.half(), True, None),
         )
 
 
-MODULE = "transformer_engine.pytorch.module.linear"
+MODULE = "transformer_engine_torch"
 
 
-def general_gemm(left: Tensor, right: Tensor, layout: str = "TN", grad: bool = False) -> Tensor:
+def generic_gemm(left: Tensor, transposes_left: bool, right: Tensor, transposes_right: bool, out: None) -> Tensor:
     left, right = left.float(), right.float()
-    return {"TN": lambda: right @ left.T, "NN": lambda: right @ left, "NT": lambda: right.T @ left}[layout]()
+    return (right.T if transposes_right else right) @ (left.T if transposes_left else left)
 
 
 @pytest.fixture
-def context() -> PrecisionContext:
-    return PrecisionContext(None, torch.float32)
-
-
-@pytest.fixture
-def observer(context: PrecisionContext, monkeypatch: pytest.MonkeyPatch) -> GemmObserver:
+def library(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the observer asks Transformer Engine for, where there is none."""
     module = ModuleType(MODULE)
-    module.general_gemm = general_gemm
+    module.generic_gemm = generic_gemm
     monkeypatch.setitem(sys.modules, MODULE, module)
     storages = ("Float8TensorStorage", "Float8BlockwiseQTensorStorage", "MXFP8TensorStorage", "NVFP4TensorStorage")
-    return GemmObserver(SimpleNamespace(**{name: type(name, (), {}) for name in storages}), context.note)
+    return SimpleNamespace(DType=SimpleNamespace(cast=lambda dtype: dtype), **{name: type(name, (), {}) for name in storages})
 
 
-def multiply(observer: GemmObserver, name: str, x: Tensor, weight: Tensor) -> Tensor:
-    with observer.forward_of(name):
+def multiply(observer: ProductObserver, name: str, x: Tensor, weight: Tensor) -> Tensor:
+    with observer.during((name,)):
         y = StandInLinear.apply(x, weight)
     observer.watch_backward(name, y)
     return y
@@ -279,8 +274,9 @@ FORWARD, DGRAD, WGRAD = ("forward", "float32", "float64"), ("dgrad", "float32", 
 
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_every_gemm_is_attributed_to_its_product_with_operands_in_the_formulas_order(
-    context: PrecisionContext, observer: GemmObserver, recomputed: bool
+    library: SimpleNamespace, recomputed: bool
 ) -> None:
+    observer = ProductObserver(None)
     x = torch.randn(5, 4, requires_grad=True)
     weights = {name: torch.randn(4, 4, requires_grad=True) for name in ("first", "second", "third")}
 
@@ -290,12 +286,12 @@ def test_every_gemm_is_attributed_to_its_product_with_operands_in_the_formulas_o
         return x
 
     run = partial(checkpoint, use_reentrant=False, early_stop=False) if recomputed else (lambda function, *args: function(*args))
-    with context.observed_products() as seen, observer.installed():
+    with observer.installed(library):
         y = run(block, x, "first", "second") + run(block, x, "third")
         StandInLinear.apply(x, weights["first"])  # nobody's
         y.sum().backward()
-    assert seen == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
-    assert sys.modules[MODULE].general_gemm is general_gemm
+    assert observer.products == {name: [FORWARD, *([FORWARD] if recomputed else []), DGRAD, WGRAD] for name in weights}
+    assert sys.modules[MODULE].generic_gemm is generic_gemm
 
     exact = {name: weight.detach().clone().requires_grad_() for name, weight in weights.items()}
     plain = x.detach()

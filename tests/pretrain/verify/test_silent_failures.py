@@ -19,7 +19,8 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import attach_main_gradients, convert, wrap_layers
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.linear import ObservedProduct, PrecisionContext
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import ObservedProduct
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision, check_shapes, decide
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -147,7 +148,7 @@ def test_a_backward_in_bf16_is_found(converted: Callable[..., Converted]) -> Non
 
     module.product = forward_only
     message = trained.refusal()
-    assert "1 of 15" in message and "layers.0.mlp.down_proj (dgrad not run, wgrad not run)" in message
+    assert "1 of 15" in message and "layers.0.mlp.down_proj (dgrad not run, wgrad not run, a product of its own" in message
 
 
 def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callable[..., Converted], monkeypatch) -> None:
@@ -161,7 +162,8 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 
     monkeypatch.setattr(module.product, "operand", lazy)
     message = trained.refusal()
-    assert "1 of 15" in message and "o_proj (forward 8 significant bits x 4 significant bits" in message
+    assert "1 of 15" in message and "o_proj (forward input: of 256 blocks " in message
+    assert "hold values that are no E4M3 numbers times their scale" in message
 
 
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:

@@ -17,6 +17,7 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import ProductObserver
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
@@ -166,8 +167,13 @@ def test_an_evaluation_keeps_no_working_copies_and_takes_none_away() -> None:
 
 def test_what_a_fused_product_multiplied_is_told_for_each_linear_in_it() -> None:
     whole = packed(build(ARCHITECTURES["llama"]), fused=True)
-    with whole.context.observed_products() as seen:
+    observer = ProductObserver(None)
+    with whole.fused.observed_by(observer):
         whole(**inputs()).backward()
+    seen, products = observer.products, whole.fused.products
+    assert not any(
+        method in vars(product) for product in products for method in ("forward", "input_gradient", "weight_gradients")
+    )
     linears = {name for name, module in whole.hf.named_modules() if isinstance(module, torch.nn.Linear) and name != "lm_head"}
     assert seen.keys() == linears
     for products in seen.values():

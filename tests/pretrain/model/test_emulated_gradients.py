@@ -1,0 +1,95 @@
+"""Emulated weight gradients add up in FP32 main gradients, as the hardware's do, however many microbatches there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from pretrain.model.loss.head import LossHead, LowPrecisionHead
+from pretrain.model.wrapping import attach_main_gradients, casting_parameters
+from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, Operand
+from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings
+
+TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 24
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+DETERMINISTIC = {"disable_stochastic_rounding": True}
+
+
+@pytest.fixture
+def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The products that weight gradients should be, in FP64, of the operands that reach each of them."""
+    exact: list[Tensor] = []
+    honest = EmulatedProduct.multiply
+
+    def noted(product: EmulatedProduct, gemm: str, left: Operand, right: Operand, *rest: object) -> Tensor:
+        if gemm == "wgrad":
+            scale = 1.0 if left.scale is None else left.scale.double() * right.scale.double()
+            exact.append(left.values.double() @ right.values.double().t() * scale)
+        return honest(product, gemm, left, right, *rest)
+
+    monkeypatch.setattr(EmulatedProduct, "multiply", noted)
+    return exact
+
+
+def emulated(precision: str) -> PrecisionContext:
+    options = {key: value for key, value in DETERMINISTIC.items() if key in PRECISIONS[precision].options}
+    active = ActivePrecision(precision, PRECISIONS[precision], "emulation", LowPrecisionSettings(**options).resolved(precision))
+    return PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
+
+
+def train(forward: Callable[[Tensor], Tensor], context: PrecisionContext, tokens: int = TOKENS) -> None:
+    torch.manual_seed(0)
+    for index in range(MICROBATCHES):
+        context.first_microbatch = index == 0
+        with context.forward(training=True):
+            y = forward(torch.randn(tokens, IN).bfloat16())
+        y.backward(torch.randn_like(y) + 0.5 if y.dim() else None)
+
+
+def error(sum_of_microbatches: Tensor, exact: list[Tensor]) -> float:
+    expected = torch.stack(exact).sum(0)
+    return float((sum_of_microbatches.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+def test_many_microbatches_add_up_to_one_sum_in_fp64(
+    precision: str, weights: torch.dtype, kind: type[nn.Module], wgrads: list[Tensor]
+) -> None:
+    context = emulated(precision)
+    linear = (nn.Linear(IN, OUT, bias=False) if kind is nn.Linear else Conv1D(OUT, IN)).to(weights)
+    layer = nn.Sequential(LowPrecisionLinear(linear, "l", context.backend.product("l", IN, OUT, bias=True), context))
+    attach_main_gradients(layer, torch.float32)
+    forward = layer if weights == torch.bfloat16 else casting_parameters(layer, layer.forward, torch.bfloat16)
+    train(forward, context)
+    assert len(wgrads) == MICROBATCHES
+    found = linear.weight.main_grad if kind is nn.Linear else linear.weight.main_grad.t()
+    assert error(found, wgrads) < 1e-6  # rounded to BF16 each time it would be 2e-3
+    assert linear.weight.grad is None
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
+def test_chunks_of_the_head_add_up_to_one_sum_in_fp64(weights: torch.dtype, wgrads: list[Tensor]) -> None:
+    context = emulated("mxfp8")
+    head = LossHead.replacing(nn.Linear(IN, OUT, bias=False, dtype=weights), LossSettings(chunk=32))
+    head.low_precision = LowPrecisionHead("head", context.backend.product("head", IN, OUT, bias=False), context)
+    attach_main_gradients(head, torch.float32)
+    train(lambda hidden: head(hidden.requires_grad_(), torch.randint(OUT, (160,))), context, tokens=160)
+    assert len(wgrads) == MICROBATCHES * 5
+    assert error(head.weight.main_grad, wgrads) < 1e-6
+
+
+def test_without_main_gradients_autograd_gets_the_weights_dtype() -> None:
+    context = emulated("mxfp8")
+    linear = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+    layer = LowPrecisionLinear(linear, "l", context.backend.product("l", IN, OUT, bias=False), context)
+    train(layer, context)
+    assert linear.weight.grad.dtype == torch.bfloat16
