@@ -32,7 +32,7 @@ from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import HeadNorms
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.fused import rotary
-from pretrain.model.fused.layers import not_fused_because
+from pretrain.model.fused.layers import Setting, not_fused_because
 from pretrain.model.loss.chunk import softmax_gradient_
 from pretrain.model.loss.head import cut_cross_entropy
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, split, update_parameter
@@ -448,6 +448,7 @@ _OF_FUSED_LAYERS = ("rotation", "activation", "layer")
 class Chosen:
     """The kernels that a run takes after all have been tried."""
 
+    situation: Situation
     attention: attention.Choice
     not_fused: str | None  # why no layer is fused, though layers could be
     optimizer: bool  # whether its kernel may be used
@@ -477,41 +478,47 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
 
 
 def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
-    """Try every kernel that `job` would take, and what to take where one is wrong; every rank comes to the same.
+    """`choose` for `job`; every rank comes to the same."""
+    asked = job.recipe.model
+    return choose(situation_of(job, accelerator), job.attention, asked.attention, asked.fused, accelerator)
 
-    Raises InputError where a wrong one was asked for by name, or nothing else computes the same.
+
+def choose(
+    run: Situation, choice: attention.Choice, asked: str, fused: Setting, accelerator: Accelerator | None = None
+) -> Chosen:
+    """Try every kernel that `run` would take, attention by `choice`, and find what to take where one is wrong.
+
+    `asked`, `fused`: the settings `model.attention` and `model.fused`. Raises InputError where a wrong one was asked for by name,
+    or nothing else computes the same.
     """
-    run, verdicts = situation_of(job, accelerator), []
+    verdicts: list[Verdict] = []
 
     def tried(name: str) -> Verdict | None:
         """The verdict, if it speaks against the kernel."""
         if not TABLE[name].used(run):
             return None
         verdict = try_kernel(TABLE[name], run)
-        if largest_over_ranks(accelerator, int(not verdict.agrees)) and verdict.agrees:
+        if accelerator and largest_over_ranks(accelerator, int(not verdict.agrees)) and verdict.agrees:
             verdict = replace(verdict, failure="on another rank")
         verdicts.append(verdict)
         return None if verdict.agrees else verdict
 
-    choice, refused = job.attention, {}
+    refused: dict[str, str] = {}
     while against := tried("attention"):
         refused[run.attention.removeprefix("packed_")] = str(against)
-        choice = attention.choose(job.recipe.model.attention, run.device.type, run.heads, run.dtype, run.length, refused)
+        choice = attention.choose(asked, run.device.type, run.heads, run.dtype, run.length, refused)
         verdicts[-1] = replace(against, instead=choice.name)
         run = replace(run, attention=choice.name)
-
     if against := tried("products"):
         raise _nothing_else(against)
     not_fused = None
     if run.parts is not None:
         for against in filter(None, map(tried, _OF_FUSED_LAYERS)):
-            if job.recipe.model.fused == "on":
-                raise InputError(
-                    f"`model.fused: on`: tried before training, the {against.kernel} {against}; set `model.fused: auto`"
-                )
+            reason = f"tried before training, the {against.kernel} {against}"
+            if fused == "on":
+                raise InputError(f"`model.fused: on`: {reason}; set `model.fused: auto`")
             verdicts[-1] = replace(against, instead="layers that are not fused")
-            not_fused = f"nothing: tried before training, the {against.kernel} {against}"
-            run = replace(run, fused=False)
+            not_fused, run = f"nothing: {reason}", replace(run, fused=False)
             break
     if run.parts is None and (against := tried("layer")):
         raise _nothing_else(against)
@@ -519,7 +526,7 @@ def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
         raise _nothing_else(against)
     if against := tried("optimizer"):
         verdicts[-1] = replace(against, instead="the update in torch")
-    return Chosen(choice, not_fused, optimizer=against is None, verdicts=tuple(verdicts))
+    return Chosen(run, choice, not_fused, optimizer=against is None, verdicts=tuple(verdicts))
 
 
 def _nothing_else(verdict: Verdict) -> InputError:
