@@ -54,7 +54,7 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
-from pretrain.verify import audit
+from pretrain.verify import audit, kernels
 
 
 def main() -> int:
@@ -151,7 +151,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
 def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
     run.console.notice(render(run.job.plan))
-    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit))
+    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit) | kernels.rows(run.assembly.audit))
     for note in notes:
         run.console.notice(note)
     settings = config.resolved(run.job.recipe)

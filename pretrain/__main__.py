@@ -12,6 +12,7 @@ from foundation.errors import InputError
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 COMMANDS = {
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
+    "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
 }
 

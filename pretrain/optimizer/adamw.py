@@ -60,6 +60,7 @@ class ExactAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.exact = exact
         self.moments = moments
+        self.by_kernel = True  # on a GPU; false where the kernel was found to be wrong there
         self._frozen: list[Tensor] = []
         self._updated = 0
 
@@ -109,7 +110,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self._frozen, self._updated = [], 0
         for hyper, parameters in self._updates():
             self._updated += sum(each.weight.numel() for each in parameters)
-            if parameters[0].weight.is_cuda:
+            if self.by_kernel and parameters[0].weight.is_cuda:
                 self._frozen += self._fused(parameters, hyper, clip_coefficient)
             else:
                 self._frozen += [update_parameter(each, hyper, clip_coefficient) for each in parameters]

@@ -43,6 +43,7 @@ from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify import audit
+from pretrain.verify.kernels import choose_kernels
 from pretrain.verify.parity import Parity, check_parity
 
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
@@ -141,7 +142,9 @@ class Run:
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
-    recipe, device, backend = job.recipe, accelerator.device, job.attention.name
+    recipe, device = job.recipe, accelerator.device
+    kernels = choose_kernels(job, accelerator)
+    backend = kernels.attention.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
@@ -151,7 +154,9 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     packed = PackedLanguageModel(hf, backend, recipe.loss, context)
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
-    arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
+    arithmetic, not_fused = None, kernels.not_fused
+    if not_fused is None:
+        arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
@@ -162,6 +167,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
+    adamw.by_kernel = kernels.optimizer
     prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
     kept_in = recipe.gradients_kept_in(accelerator.num_processes)
     # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
@@ -184,10 +190,11 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "computed_by": context.backend.describe() if context.backend else f"torch {torch.__version__}",
         "weights": recipe.weights,
         "gradients": kept_in,
-        "attention": {"kind": backend, "reason": job.attention.reason},
+        "attention": {"kind": backend, "reason": kernels.attention.reason},
         "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
         "compiled": what_is_compiled(compiled, context, fused),
+        "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,
     }
     return Assembly(hf, prepared, adamw, job.active, context, found)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -54,25 +55,40 @@ def register() -> None:
         AttentionInterface.register(attention.__name__, attention)
 
 
-def choose(requested: Literal["auto"] | Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> Choice:
+def choose(
+    requested: Literal["auto"] | Kind,
+    device_type: str,
+    heads: Heads,
+    dtype: torch.dtype,
+    length: int,
+    refused: Mapping[str, str] = MappingProxyType({}),
+) -> Choice:
     """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
 
-    `auto` takes the first of FASTEST_FIRST that runs here, and cudnn only where it is measured to be the fastest. Raises
-    InputError when a backend was asked for by name and cannot run here.
+    `auto` takes the first of FASTEST_FIRST that runs here, and cudnn only where it is measured to be the fastest. `refused`:
+    those that were tried and are wrong (pretrain.verify.kernels), each with how. Raises InputError when a backend was asked for
+    by name and cannot run here, and when none is left.
     """
     if requested != "auto":
-        if obstacle := _obstacle(requested, device_type, heads, dtype, length):
+        obstacle = _obstacle(requested, device_type, heads, dtype, length)
+        if not obstacle and requested in refused:
+            obstacle = f"{refused[requested]}; name another"
+        if obstacle:
             raise InputError(f"model.attention: {requested} {obstacle}; or set model.attention: auto")
         return Choice(f"packed_{requested}", "requested")
     passed_over = []
     for kind in FASTEST_FIRST:
-        if kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
+        if kind in refused:
+            against = refused[kind]
+        elif kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
             against = f"is not measured with heads of {heads.dim}"
         else:
             against = _obstacle(kind, device_type, heads, dtype, length)
         if not against:
             break
         passed_over.append(f"{kind} {against}")
+    else:
+        raise InputError(f"model.attention: auto: nothing here attends as it should: {'; '.join(passed_over)}")
     why = "fastest that runs here" + (": 0.71 of varlen's time on an H200" if kind == "cudnn" else "")
     return Choice(f"packed_{kind}", "; ".join([why, *passed_over]))
 

@@ -1,0 +1,126 @@
+"""The operands that Transformer Engine makes on this device, code by code and scale by scale beside those of our quantizers.
+
+Its tensors are read as its kernels wrote them: which byte is which value's, and where its scale stands. docs/precision.md says
+which operand is quantized along which axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.quantizers.grid import Quantized
+from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.transformer_engine import TransformerEngineBackend
+from pretrain.verify.one_layer import without_stochastic_rounding
+
+ROWS, FEATURES = 512, 768
+# E2M1's eight magnitudes by their three bits; the fourth is the sign.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be its scale
+_QUANTIZERS: dict[Role, tuple[str, int]] = {
+    "input": ("scaling_fwd", 0),
+    "weight": ("scaling_fwd", 1),
+    "grad_output": ("scaling_bwd", 0),
+}
+
+
+def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[tuple[str, str | None]]:
+    """For each operand of a product and each axis that is summed over: its name, and how the library's differs from ours; None:
+    in no bit. Rounded to nearest, as chance cannot be compared."""
+    active = without_stochastic_rounding(active)
+    precision, settings = active.precision, active.settings
+    backend = TransformerEngineBackend(active, device)
+    quantizers = backend.product("operands", FEATURES, FEATURES, bias=False).linear.quantizers
+    for role in get_args(Role):
+        direction, index = _QUANTIZERS[role]
+        quantizer = quantizers[direction][index]
+        quantizer.set_usage(rowwise=True, columnwise=True)
+        x = values(device, seed=index + len(direction))
+        scale = None
+        if precision.keeps_history:
+            quantizer.scale.fill_(37.0)
+            scale = torch.tensor(37.0, device=device)
+        theirs = quantizer(x)
+        for along in get_args(Along):
+            parts = read(backend.te, theirs, along)
+            if parts is None:  # Blackwell's products read one layout both ways
+                continue
+            ours = precision.quantizer(settings, role, along)(x, scale, None)
+            yield f"{role} along {along}", difference(parts, ours)
+
+
+def values(device: torch.device, seed: int) -> Tensor:
+    """[ROWS, FEATURES] BF16, of sizes that differ from block to block, zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, FEATURES, generator=generator)
+    x *= (
+        torch.exp2(torch.randint(-6, 7, (ROWS // 16, FEATURES // 16), generator=generator).float())
+        .repeat_interleave(16, 0)
+        .repeat_interleave(16, 1)
+    )
+    return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.05, 0).bfloat16().to(device)
+
+
+def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor] | None:
+    """Codes and the scales that decode them, FP32, both with the sum's axis last, [rows, features] or [features, rows]; None:
+    there is no layout of its own for this axis."""
+    rows = along == "features"
+    name = "rowwise" if rows else "columnwise"
+    if isinstance(tensor, te.Float8TensorStorage):
+        data = tensor._data if rows else tensor._transpose
+        return None if data is None else (_fp8(te, tensor, data), tensor._scale_inv.reshape(1, 1).expand(data.shape))
+    data, scales = getattr(tensor, f"_{name}_data"), getattr(tensor, f"_{name}_scale_inv")
+    if data is None:
+        return None
+    if isinstance(tensor, te.MXFP8TensorStorage):  # columns as they lie, each scale for 32 values below each other
+        codes, powers = _fp8(te, tensor, data), torch.exp2(scales.float() - 127)
+        codes, powers = (codes, powers) if rows else (codes.t(), powers.t())
+        return codes, _spread(powers, codes, 32)
+    if isinstance(tensor, te.NVFP4TensorStorage):
+        low, high = data & 15, data >> 4
+        codes = _fp4(torch.stack([low, high], dim=-1).flatten(-2))
+        whole = getattr(tensor, f"_amax_{name}").double().reshape(()) / _NVFP4_SCALES
+        return codes, _spread(scales.view(torch.float8_e4m3fn).float(), codes, 16) * whole.float()
+    codes = _fp8(te, tensor, data)  # in blocks of 128: scales of rows stand column by column
+    if tensor._is_2D_scaled:
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return codes, wide[: codes.shape[0], : codes.shape[1]]
+    return codes, _spread(scales.t(), codes, 128)
+
+
+def _spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
+    """A scale for each code; what the library pads with is left out."""
+    return scales[: codes.shape[0]].repeat_interleave(block, dim=1)[:, : codes.shape[1]]
+
+
+def _fp8(te: Any, tensor: Any, data: Tensor) -> Tensor:
+    return data.view(_FORMATS[te.DType.cast(tensor._fp8_dtype).name]).float()
+
+
+def _fp4(nibbles: Tensor) -> Tensor:
+    magnitudes = torch.tensor(_E2M1, device=nibbles.device)[(nibbles & 7).long()]
+    return torch.where(nibbles >= 8, -magnitudes, magnitudes)
+
+
+def difference(theirs: tuple[Tensor, Tensor], ours: Quantized) -> str | None:
+    """How many codes and scales differ, None if none does; scales of zeros alone are any."""
+    codes, scales = theirs
+    if codes.shape != ours.codes.shape:
+        return f"the library's operand is {list(codes.shape)}, ours {list(ours.codes.shape)}"
+    our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
+    wrong_codes, wrong_scales = codes != ours.codes, (scales != our_scales) & (codes != 0)
+    counts = {name: int(wrong.sum()) for name, wrong in (("codes", wrong_codes), ("scales", wrong_scales))}
+    if not any(counts.values()):
+        return None
+    wrong = wrong_codes | wrong_scales
+    row, column = (int(each) for each in wrong.nonzero()[0])
+    at = (row, column)
+    first = f"{codes[at]:g} x {scales[at]:g}, ours {ours.codes[at]:g} x {our_scales[at]:g}"
+    said = ", ".join(f"{count:,} {name}" for name, count in counts.items() if count)
+    return f"{said} of {codes.numel():,} differ, first at {at}: {first}"
