@@ -15,9 +15,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent
-from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
-MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
