@@ -67,6 +67,8 @@ _HOLDER = re.compile(r"(process \d+ on \S*\n?)?")  # what a lock file holds
 
 def _open_lock(path: Path) -> TextIO:
     """The lock file at `path`, made where there is none. Raises OSError for a link, and for any file that is no lock of ours."""
+    if path.is_symlink():
+        raise FileExistsError(errno.EEXIST, f"{path.name} in it is a link, and no lock file of ours; move it away")
     opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     file = os.fdopen(opened, "r+", encoding="utf-8", errors="replace") if stat.S_ISREG(os.fstat(opened).st_mode) else None
     if file is None or not _HOLDER.fullmatch(file.read(4096)):
@@ -84,7 +86,9 @@ def remove_own_folder(folder: Path, own: re.Pattern[str]) -> None:
     strange = "" if folder.is_dir() and not folder.is_symlink() else folder.name
     strange = strange or next((name for name in sorted(os.listdir(folder)) if not own.fullmatch(name)), "")
     if strange:
-        raise InputError(f"{folder}: stands where a folder for unfinished work is wanted, and {strange} is not ours; move it away")
+        raise InputError(
+            f"{folder}: stands where a folder for unfinished work is wanted, and {strange} is not ours; move it away"
+        )
     shutil.rmtree(folder, ignore_errors=True)
 
 

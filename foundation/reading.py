@@ -1,7 +1,7 @@
 """Reading what others wrote: regular files only, and YAML and JSON within limits of size and depth.
 
-A FIFO would block for ever and `/dev/zero` never ends; an alias bomb of 300 bytes holds billions of values, and a thousand brackets
-end the interpreter's stack. Each is one InputError that names the file.
+A FIFO would block for ever and `/dev/zero` never ends; an alias bomb of 300 bytes holds billions of values, and a thousand
+brackets end the interpreter's stack. Each is one InputError that names the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_DIGITS = 400  # of a number; Python needs quadratic time for them, and refu
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The regular file at `path`, open for reading. Raises OSError, also for a folder, FIFO, socket or device, without waiting."""
+    """The regular file at `path`, open for reading. Raises OSError, at once also for a folder, FIFO, socket or device."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
@@ -59,7 +59,8 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError(f"nested deeper than {MOST_DEPTH}") from None
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [item for each in level if isinstance(each, (dict, list)) for item in (each.values() if isinstance(each, dict) else each)]
+        inside = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, (dict, list)))
+        level = [item for items in inside for item in items]
         if not level:
             return value
     raise ValueError(f"nested deeper than {MOST_DEPTH}")
@@ -92,7 +93,9 @@ class _Loader(yaml.SafeLoader):
             self._values += self._sizes[id(node)]
         else:
             if event.tag not in (None, "!"):
-                raise yaml.composer.ComposerError(None, None, f"the tag {event.tag!r}: tags are not read; write a plain value", mark)
+                raise yaml.composer.ComposerError(
+                    None, None, f"the tag {event.tag!r}: tags are not read; write a plain value", mark
+                )
             if self._depth >= MOST_DEPTH:
                 raise yaml.composer.ComposerError(None, None, f"nested deeper than {MOST_DEPTH}", mark)
             before, self._depth = self._values, self._depth + 1

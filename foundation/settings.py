@@ -100,6 +100,13 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     return key, f"`{key}` is {got}; it should be ", message
 
 
+def first_mistake(error: ValidationError) -> str:
+    """What is wrong first in a file that a program has written, in a line: there, nobody corrects keys one by one."""
+    item = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in item["loc"])
+    return f"`{shown(where)}`: {shown(item['msg'].removeprefix('Value error, '))}"
+
+
 def _keys(cls: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
     """The user's keys in the location of a pydantic error, without the members of unions that pydantic puts between them."""
     keys: list[str] = []

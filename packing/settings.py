@@ -29,7 +29,8 @@ class DataSettings(Settings):
     length: PositiveCount = 4096  # tokens of a pack
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
-    end_token: int | None = Field(None, ge=0, lt=2**32)  # token .bin only: the id that ends a document; null: a pack is one document
+    # token .bin only: the id that ends a document; null: a pack is one document
+    end_token: int | None = Field(None, ge=0, lt=2**32)
 
     source: PathText | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
     format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"  # auto: by the files' suffixes
