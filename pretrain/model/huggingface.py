@@ -36,8 +36,9 @@ _OF_WRONG_VALUES = (
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
 )
 
-# Kept by the config classes under another name, so that they are no attribute of a fresh config.
+# What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
+# Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
 
