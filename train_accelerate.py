@@ -91,6 +91,8 @@ def launch(arguments: argparse.Namespace) -> int:
         console.warning(job.active.notice)
     if arguments.plan:
         console.notice(render(job.plan))
+        if source := planned_resume(job, arguments):
+            console.notice(source)
         return 0
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
@@ -101,6 +103,15 @@ def launch(arguments: argparse.Namespace) -> int:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+
+
+def planned_resume(job: Job, arguments: argparse.Namespace) -> str | None:
+    """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
+    if job.data is None:  # packs that are not prepared belong to no checkpoint yet
+        return None
+    source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes, look_only=True)
+    return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────

@@ -5,10 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
+import shutil
 import socket
+import stat
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import TextIO
+
+from foundation.errors import InputError
 
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
 
@@ -56,12 +62,42 @@ def is_disk_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+_HOLDER = re.compile(r"(process \d+ on \S*\n?)?")  # what a lock file holds
+
+
+def _open_lock(path: Path) -> TextIO:
+    """The lock file at `path`, made where there is none. Raises OSError for a link, and for any file that is no lock of ours."""
+    if path.is_symlink():
+        raise FileExistsError(errno.EEXIST, f"{path.name} in it is a link, and no lock file of ours; move it away")
+    opened = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    file = os.fdopen(opened, "r+", encoding="utf-8", errors="replace") if stat.S_ISREG(os.fstat(opened).st_mode) else None
+    if file is None or not _HOLDER.fullmatch(file.read(4096)):
+        os.close(opened) if file is None else file.close()
+        raise FileExistsError(errno.EEXIST, f"{path.name} in it is no lock file of ours; move it away")
+    file.seek(0)
+    return file
+
+
+def remove_own_folder(folder: Path, own: re.Pattern[str]) -> None:
+    """Delete what a killed process has left at `folder`, if anything. InputError where something is there that is not `own`:
+    a name beside `folder` that is not fully matched is somebody else's, and so is a link."""
+    if not folder.exists() and not folder.is_symlink():
+        return
+    strange = "" if folder.is_dir() and not folder.is_symlink() else folder.name
+    strange = strange or next((name for name in sorted(os.listdir(folder)) if not own.fullmatch(name)), "")
+    if strange:
+        raise InputError(
+            f"{folder}: stands where a folder for unfinished work is wanted, and {strange} is not ours; move it away"
+        )
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class FileLock:
     """Holds the lock file `path`; a context manager that releases it.
 
     The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
-    wait. Raises OSError where the file cannot be made.
+    wait. Raises OSError where the file cannot be made, or is none of ours: nobody else's file is emptied and removed.
     """
 
     def __init__(self, path: Path, when_held: Callable[[str], object]) -> None:
@@ -69,7 +105,7 @@ class FileLock:
         path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
             while True:
-                self._file = stack.enter_context(open(path, "a+", encoding="utf-8"))  # "w" would erase the holder's name
+                self._file = stack.enter_context(_open_lock(path))
                 try:
                     fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:

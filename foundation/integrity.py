@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import AfterValidator, Field
 
 from foundation.errors import InputError
+from foundation.reading import load_json, open_regular, reason_of
 
 STAMP = ".verified.json"
 ALWAYS_HASHED_BYTES = 128 * 2**20
@@ -28,6 +30,17 @@ THREADS = 8  # hashing and writing release the interpreter lock; more threads th
 _CHUNK_BYTES = 2**20
 
 Digests = dict[str, dict[str, str]]  # file name -> algorithm -> hex digest
+
+
+def _inside(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        raise ValueError(f"{name!r} lies outside its folder")
+    return name
+
+
+InnerName = Annotated[str, AfterValidator(_inside)]  # a file in a manifest, relative to the manifest's folder
+Size = Annotated[int, Field(ge=0, lt=2**63)]  # bytes, or a number of things
 
 
 @dataclass(frozen=True)
@@ -53,12 +66,12 @@ def hash_file(path: Path, algorithms: Iterable[str]) -> dict[str, str]:
     hashers = {algorithm: _new_hash(algorithm, path) for algorithm in algorithms}
     buffer = bytearray(_CHUNK_BYTES)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_regular(path) as file:
             while count := file.readinto(buffer):
                 for hasher in hashers.values():
                     hasher.update(memoryview(buffer)[:count])
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
     return {algorithm: hasher.hexdigest() for algorithm, hasher in hashers.items()}
 
 
@@ -100,9 +113,14 @@ def find_damage(folder: Path, records: Iterable[FileRecord], digests_of: Callabl
 def wrong_sizes(folder: Path, records: Iterable[FileRecord]) -> list[str]:
     """One line for each file that is missing, truncated or too long: what can be told without reading."""
     wrong = []
+    root = Path(os.path.realpath(folder))
+    # The hub's cache keeps files in `blobs`, and links to them in `snapshots`.
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
     for record in records:
         path = folder / record.name
-        if not path.is_file():
+        if not any(Path(os.path.realpath(path)).is_relative_to(home) for home in (root, *blobs)):
+            wrong.append(f"{record.name}: a link that leads outside its folder; copy the file itself to its place")
+        elif not path.is_file():
             wrong.append(f"{record.name}: missing, though its index lists it")
         elif (size := path.stat().st_size) != record.size:
             kind = "truncated" if size < record.size else "overlong"
@@ -146,7 +164,7 @@ def _are_large(states: Iterable[dict[str, int]]) -> bool:
 def _read_stamp(folder: Path) -> dict[str, Any]:
     """The stamp; empty where it is absent or torn, which costs hashing and nothing else."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-        stamp = json.loads((folder / STAMP).read_text(encoding="utf-8"))
+        stamp = load_json(folder / STAMP)
         return {name: {"state": entry["state"], "digests": dict(entry["digests"])} for name, entry in stamp.items()}
     return {}
 

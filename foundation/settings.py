@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import types
 import typing
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError
+from foundation.reading import MOST_YAML_BYTES, parse_yaml, read_regular, reason_of, unusable_text
 
 
 class Settings(BaseModel):
@@ -48,11 +48,19 @@ Seed = Annotated[int, BeforeValidator(_count), Field(ge=0, le=MOST)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
-S = TypeVar("S", bound=BaseModel)
+def _nameable(value: object) -> object:
+    text = str(value)
+    if unusable := unusable_text(text):
+        raise ValueError(f"{unusable} is no path")
+    if len(text.encode()) > 4000 or any(len(part.encode()) > 255 for part in text.split("/")):
+        raise ValueError(f"{len(text):,} characters are too long for a path, or for a name in it")
+    return value
 
-# Pydantic puts the member of a union that it tried into an error's location, as in `literal['auto']`, `constrained-int` or the
-# name of a settings class. These are no keys of the user's.
-_UNION_MEMBER = re.compile(r".*\[.*\].*|(constrained-)?(int|float|str|bool)|none|dict|list|[A-Z]\w*")
+
+PathText = Annotated[str, AfterValidator(_nameable)]  # a path, or something else where the file system can be asked for it
+FilePath = Annotated[Path, AfterValidator(_nameable)]
+
+S = TypeVar("S", bound=BaseModel)
 
 
 def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], str]) -> S:
@@ -73,7 +81,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str | Callable[[str], st
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str]:
     """The dotted key of one pydantic error, what is wrong, and what would be accepted (each member of a union has its own)."""
-    path = [str(part) for part in item["loc"] if isinstance(part, int) or not _UNION_MEMBER.fullmatch(part)]
+    path = _keys(cls, item["loc"])
     key = ".".join(path)
     if item["type"] == "extra_forbidden":
         fields = list(_section(cls, path[:-1]).model_fields)
@@ -82,12 +90,57 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
         return key, f"unknown key `{key}`; {hint}", ""
     if item["type"] == "missing":
         return key, f"`{key}` is required and missing", ""
+    if item["type"] == "invalid_key":
+        return key, f"unknown key `{key}`, which is no text; keys are words", ""
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
     message = message.partition(", unable to parse")[0]
-    got = "a mapping" if isinstance(item["input"], dict) else repr(item["input"])
+    got = "a mapping" if isinstance(item["input"], dict) else shown(item["input"], repr)
     return key, f"`{key}` is {got}; it should be ", message
+
+
+def first_mistake(error: ValidationError) -> str:
+    """What is wrong first in a file that a program has written, in a line: there, nobody corrects keys one by one."""
+    item = error.errors(include_url=False, include_context=False)[0]
+    where = ".".join(str(part) for part in item["loc"])
+    return f"`{shown(where)}`: {shown(item['msg'].removeprefix('Value error, '))}"
+
+
+def _keys(cls: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
+    """The user's keys in the location of a pydantic error, without the members of unions that pydantic puts between them."""
+    keys: list[str] = []
+    annotation: Any = cls
+    for part in location:
+        members = [member for member in _members(annotation) if member is not type(None)]
+        if len(members) > 1:  # `part` says which of them was tried, as in `literal['auto']`, `constrained-int` or a class's name
+            annotation = next((member for member in members if getattr(member, "__name__", None) == part), Any)
+            continue
+        annotation = members[0]
+        if part == "[key]":  # what comes before is a key that is no text
+            continue
+        keys.append(str(part))
+        field = annotation.model_fields.get(part) if _is_section(annotation) else None
+        inside = typing.get_args(annotation)
+        annotation = field.annotation if field else inside[-1] if inside and inside[-1] is not ... else Any
+    return keys
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """What an annotation allows: the members of a union, or itself."""
+    while typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def shown(value: object, write: Callable[[Any], str] = str) -> str:
+    """`value` for a message: its first 200 characters."""
+    text = write(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
@@ -106,48 +159,36 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
-    annotation = field.annotation if field else None
-    members = set(typing.get_args(annotation)) if isinstance(annotation, types.UnionType) else {annotation}
+    members = {_members(member)[0] for member in _members(field.annotation)} if field else set()
     if members & {str, Path} and text != "null":
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
     try:
-        return yaml.safe_load(text)
+        return parse_yaml(text)
     except yaml.YAMLError as error:
-        raise InputError(f"command line: the value of `{key}={text}` is not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(
+            f"command line: the value of `{key}={shown(text)}` is not valid YAML: {' '.join(str(error).split())[:300]}"
+        ) from None
 
 
 def _settings_classes(annotation: object) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if _is_section(annotation):
         return [annotation]
     return [c for part in typing.get_args(annotation) for c in _settings_classes(part)]
-
-
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """Refuses a repeated key, where YAML silently takes the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[object] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` stands twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
 
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping that the YAML file at `path` holds; InputError where there is none."""
     path = Path(path)
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        values = parse_yaml(str(read_regular(path, MOST_YAML_BYTES), "utf-8"))
     except FileNotFoundError:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1, cutoff=0.5)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise InputError(f"{path}: no such file{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
     except yaml.YAMLError as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
     return values

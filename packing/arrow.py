@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
+from pydantic import BaseModel, Field, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, is_disk_full
-from foundation.integrity import FileRecord, check_files, hash_file, stamp_as_verified
+from foundation.files import fsync, fsync_tree, is_disk_full, remove_own_folder
+from foundation.integrity import FileRecord, InnerName, Size, check_files, hash_file, stamp_as_verified
+from foundation.reading import load_object, reason_of
+from foundation.settings import first_mistake
 
 Split = Literal["train", "held_out"]
 
@@ -27,6 +31,48 @@ MANIFEST = "packs.json"
 VERSION = 1
 _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
+_OWN = re.compile(
+    r"train|held_out|tokenizer\.json|lengths\.png|dataset_dict\.json|packs\.json"
+)  # what a writer puts into its folder
+MOST_LENGTH = 2**31 - 1  # tokens of a pack: Arrow counts the values of a fixed list in 32 bits
+
+
+class WrittenFile(BaseModel):
+    name: InnerName
+    bytes: Size
+    sha256: str
+
+
+class WrittenSplit(BaseModel):
+    packs: Size
+    fingerprint: str
+    files: list[WrittenFile]
+
+
+class KnownTokenizer(BaseModel):
+    name: str | None = None
+    fingerprint: str | None = None
+    vocab_size: Size | None = None
+    bos_id: Size | None = None
+    eos_id: Size | None = None
+    pad_id: Size | None = None
+
+
+class Statistics(BaseModel):
+    source_bytes: Size | None = None
+    first_skipped: str | None = None
+
+
+class PackManifest(BaseModel):
+    """What packs.json must hold, as far as it is read; what it holds beyond that is somebody else's."""
+
+    version: int
+    length: Annotated[int, Field(gt=0, le=MOST_LENGTH)]
+    tokenizer: KnownTokenizer | None
+    settings: dict[str, Any]
+    statistics: Statistics
+    splits: Annotated[dict[Split, WrittenSplit], Field(min_length=1)]
+    files: list[WrittenFile]
 
 
 @dataclass(frozen=True)
@@ -82,7 +128,8 @@ class PackWriter:
     Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the
     `with` block without `finish` removes it. Further files in `folder` travel with the packs. One writer a path at a time.
 
-    Raises InputError if `path` exists and is not an empty folder, and on leaving the block if the disk was full.
+    Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours, and on leaving the block if the
+    disk was full.
     """
 
     def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
@@ -91,7 +138,7 @@ class PackWriter:
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise InputError(f"{self.path}: exists already and is never written over; name another folder or move it away")
         self.folder = self.path.absolute().parent / f".{self.path.name}.partial"
-        shutil.rmtree(self.folder, ignore_errors=True)  # what a killed writer left; nothing there was ever complete
+        remove_own_folder(self.folder, _OWN)  # what a killed writer left; nothing there was ever complete
         self.folder.mkdir(parents=True)
         self._shard_bytes = shard_bytes
         self._splits: dict[Split, _SplitWriter] = {}
@@ -264,6 +311,7 @@ class ArrowPacks:
         self._records = _records(part["files"], f"{split}/")
         check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]
+        self._unchecked = set(range(len(self._batches)))
         self._starts = np.concatenate([[0], np.cumsum([len(batch[0]) for batch in self._batches])]).tolist()
         if self._starts[-1] != part["packs"]:
             raise InputError(f"{self.path / split}: holds {len(self)} packs where {MANIFEST} says {part['packs']}; {_REMEDY}")
@@ -284,37 +332,54 @@ class ArrowPacks:
 
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
+        if batch in self._unchecked:
+            self._check_documents(*self._batches[batch][1:])
+            self._unchecked.discard(batch)
         return self._batches[batch], index - self._starts[batch]
+
+    def _check_documents(self, lengths: np.ndarray, offsets: np.ndarray, first_positions: np.ndarray) -> None:
+        """InputError unless every pack of a record batch has documents of 1 token or more that fit into it."""
+        fits = offsets[0] >= 0 and offsets[-1] <= len(lengths) and (np.diff(offsets) > 0).all()
+        if fits:
+            used = lengths[offsets[0] : offsets[-1]]
+            totals = np.add.reduceat(used, offsets[:-1] - offsets[0], dtype=np.int64)
+            fits = used.min() > 0 and totals.max() <= self.length and first_positions.min() >= 0
+        if not fits:
+            raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {_REMEDY}")
 
     def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
         """Ids [rows, length], lengths, offsets [rows + 1] and first positions of each record batch, as views of the file."""
-        with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
-            if stream.schema != _schema(self.length):
-                raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
-            return [
-                (
-                    _view(ids.values, np.uint32).reshape(len(ids), self.length),
-                    _view(lengths.values, np.int32),
-                    _view(lengths.offsets, np.int32),
-                    _view(first_positions, np.int32),
-                )
-                for ids, lengths, first_positions in (batch.columns for batch in stream)
-            ]
+        try:
+            with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
+                if stream.schema != _schema(self.length):
+                    raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
+                return [
+                    (
+                        _view(ids.values, np.uint32).reshape(len(ids), self.length),
+                        _view(lengths.values, np.int32),
+                        _view(lengths.offsets, np.int32),
+                        _view(first_positions, np.int32),
+                    )
+                    for ids, lengths, first_positions in (batch.columns for batch in stream if len(batch))
+                ]
+        except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+            raise InputError(f"{self.path / name}: damaged: {reason_of(error)}; {_REMEDY}") from None
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     """The content of packs.json; InputError where it cannot be used."""
     file = path / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{file}: cannot be read ({error}); {_REMEDY}") from None
-    if not isinstance(manifest, dict) or not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
+    manifest = load_object(file, _REMEDY)
+    if not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
         raise InputError(f"{file}: not a manifest of packs; {_REMEDY}")
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {_REMEDY}")
     if manifest["version"] != VERSION:
         raise InputError(f"{file}: format version {manifest['version']}, this program reads {VERSION}; prepare the packs again")
+    try:
+        PackManifest.model_validate(manifest, strict=True)
+    except ValidationError as error:
+        raise InputError(f"{file}: not a manifest of packs: {first_mistake(error)}; {_REMEDY}") from None
     return manifest
 
 

@@ -131,8 +131,22 @@ def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[Any, ...]]:
             yield path, _file_text, path
     else:
         table = pa.ipc.open_stream(chunk.payload).read_all().select(template.columns)
-        for number, record in enumerate(table.to_pylist(), chunk.first):
-            yield f"{chunk.origin}, row {number}", template.fill, record
+        try:
+            for number, record in enumerate(table.to_pylist(), chunk.first):
+                yield f"{chunk.origin}, row {number}", template.fill, record
+        except UnicodeDecodeError:  # raised for the table before its first row: each row is tried by itself, which takes longer
+            for row in range(len(table)):
+                yield f"{chunk.origin}, row {chunk.first + row}", _row_text, table, row, template
+
+
+def _row_text(table: pa.Table, row: int, template: TextTemplate) -> str:
+    record = {}
+    for name in table.column_names:
+        try:
+            record[name] = table[name][row].as_py()
+        except UnicodeDecodeError as error:
+            raise BadRecord(f"column `{name}` is not UTF-8 ({error.reason} at byte {error.start})") from None
+    return template.fill(record)
 
 
 def _line_text(line: bytes, template: TextTemplate) -> str:
@@ -171,11 +185,14 @@ def _encodable(text: str) -> str:
 def open_stream(path: Path) -> tuple[pa.NativeFile, pa.NativeFile]:
     """`path` open for reading, decompressed by its suffix (.gz, .zst), and the file below it, whose `tell` is the progress.
 
-    Arrow's decompressors, unlike Python's, raise on a truncated stream. Raises InputError where it cannot be opened.
+    Arrow's decompressors, unlike Python's, raise on a truncated stream. Raises InputError where it cannot be opened, OSError for
+    an archive without a byte, which they would take for one without text.
     """
     try:
         raw = pa.OSFile(str(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     compression = _COMPRESSION.get(path.suffix.lower())
+    if compression and not raw.size():
+        raise OSError(f"it is empty, which no {path.suffix} file is: writing or copying it was broken off")
     return (pa.CompressedInputStream(raw, compression), raw) if compression else (raw, raw)

@@ -24,9 +24,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import zstandard
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, check_files, digests, hash_file
+from foundation.integrity import FileRecord, InnerName, Size, check_files, digests, hash_file
+from foundation.reading import load_object
+from foundation.settings import first_mistake, shown
 from packing.arrow import Pack, as_token_ids, checked_index
 
 INDEX = "index.json"
@@ -36,6 +39,7 @@ _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
+_MOST_WINDOW = 2**27  # bytes of memory that a zstd file may ask for; what zstd itself allows by default
 
 
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
@@ -46,6 +50,8 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
         return (lambda data: np.frombuffer(data, dtype)[0]) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
     if name == "ndarray":
         dtype, _, shape = arguments.partition(":")
+        if dtype and dtype not in _VALUE_DTYPES.values():
+            raise ValueError(f"{shown(encoding, repr)} names no dtype of an array")
         return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
     return bytes
 
@@ -61,24 +67,43 @@ def _array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.nd
     return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
 
 
+class ShardFile(BaseModel):
+    basename: InnerName
+    bytes: Size
+    hashes: dict[str, str]
+
+
+class ShardEntry(BaseModel):
+    """What index.json says of a shard; keys beyond these are for other readers."""
+
+    version: int
+    format: str
+    compression: str | None
+    samples: Size
+    raw_data: ShardFile
+    zip_data: ShardFile | None
+    column_names: list[str]
+    column_encodings: list[str]
+    column_sizes: list[Size | None]
+
+
 class Shard:
     """Random access to the samples of one shard file, memory-mapped by `open`."""
 
-    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, entry: ShardEntry) -> None:
         where = folder / INDEX
-        if entry["version"] != 2 or entry["format"] != "mds":
+        if entry.version != 2 or entry.format != "mds":
             raise InputError(
-                f"{where}: lists a shard of format {entry['format']} version {entry['version']}; only mds version 2 is read"
+                f"{where}: lists a shard of format {shown(entry.format)} version {entry.version}; only mds version 2 is read"
             )
-        compression = (entry["compression"] or "").partition(":")[0]
+        compression = (entry.compression or "").partition(":")[0]
         if compression not in ("", "zstd"):
             raise InputError(f"{where}: its shards are compressed with {compression}; write it again with zstd or uncompressed")
         self.folder = folder
-        self.samples: int = entry["samples"]
-        self.raw = _record(where, entry["raw_data"])
-        self.packed = _record(where, entry["zip_data"]) if entry["zip_data"] else None
+        self.samples = entry.samples
+        self.raw, self.packed = _record(entry.raw_data), _record(entry.zip_data) if entry.zip_data else None
         self.path = folder / self.raw.name
-        self.layout = [entry["column_names"], entry["column_encodings"], entry["column_sizes"]]
+        self.layout = [entry.column_names, entry.column_encodings, entry.column_sizes]
         # A column without a size (bytes of every value) has one that each sample states.
         self.columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
         self._variable_columns = sum(not size for _, size, _ in self.columns)
@@ -96,7 +121,9 @@ class Shard:
         temporary = self.path.with_name(f"{self.path.name}.{secrets.token_hex(4)}")  # other ranks do the same
         try:
             with open(packed, "rb") as source, open(temporary, "wb") as target:
-                zstandard.ZstdDecompressor().copy_stream(source, target)
+                unpacked = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).stream_reader(source)
+                while (block := unpacked.read(2**20)) and target.tell() <= self.raw.size:  # a bomb would fill the disk
+                    target.write(block)
                 target.flush()
                 os.fsync(target.fileno())
             if temporary.stat().st_size != self.raw.size or hash_file(temporary, self.raw.hashes) != self.raw.hashes:
@@ -133,30 +160,30 @@ class Shard:
                 if names is None or name in names:
                     result[name] = decode(data[start:end])
                 start = end
-        except (ValueError, KeyError, IndexError) as error:
+        except (ValueError, KeyError, IndexError, StopIteration, OverflowError) as error:
             raise InputError(f"{self.path}: damaged: sample {index} cannot be decoded ({error}); {_REMEDY}") from None
         if start != len(data):
             raise InputError(f"{self.path}: damaged: the columns of sample {index} do not fill it; {_REMEDY}")
         return result
 
 
+_ENTRIES = TypeAdapter(list[ShardEntry])
+
+
 def read_index(folder: Path) -> list[Shard]:
     """The shards that `folder`/index.json lists; InputError where it is no MDS index."""
     path = folder / INDEX
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-        return [Shard(folder, entry) for entry in index["shards"]]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); {_REMEDY}") from None
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path}: not an MDS index: {type(error).__name__} {error}; {_REMEDY}") from None
+        entries = _ENTRIES.validate_python(load_object(path, _REMEDY).get("shards"), strict=True)
+        return [Shard(folder, entry) for entry in entries]
+    except ValidationError as error:
+        raise InputError(f"{path}: not an MDS index: {first_mistake(error)}; {_REMEDY}") from None
+    except ValueError as error:  # a column more than encodings, or an encoding that is none
+        raise InputError(f"{path}: not an MDS index: {error}; {_REMEDY}") from None
 
 
-def _record(where: Path, data: dict[str, Any]) -> FileRecord:
-    name = Path(data["basename"])
-    if name.is_absolute() or ".." in name.parts:
-        raise InputError(f"{where}: lists {name}, which lies outside its folder; {_REMEDY}")
-    return FileRecord(str(name), data["bytes"], data["hashes"])
+def _record(file: ShardFile) -> FileRecord:
+    return FileRecord(str(Path(file.basename)), file.bytes, file.hashes)
 
 
 class MDSReader:
@@ -255,6 +282,8 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
     """
     if positions is not None and (len(positions) != width or positions.min() < 0):
         raise InputError(f"{where}: position_ids holds {len(positions)} positions for {width} tokens; write the packs again")
+    if positions is not None and positions.max() >= 2**31:
+        raise InputError(f"{where}: position_ids holds {positions.max()}, which is no position; write the packs again")
     first_position = 0 if positions is None else int(positions[0])
     real = width
     if mask is not None and len(mask) == width and mask.max() <= 1:
@@ -263,7 +292,7 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
             raise InputError(f"{where}: attention_mask has zeros before its last one; packs are padded at the end only")
     elif mask is not None:
         total = int(mask.sum(dtype=np.int64))
-        if total != width or mask.min() < 0:
+        if total != width or mask.min() < 0 or mask.max() > width:
             raise InputError(
                 f"{where}: attention_mask sums to {total} where the pack has {width} tokens, so it is neither a mask nor the "
                 "lengths of the documents; write the packs again"

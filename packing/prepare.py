@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import FileLock, is_disk_full
+from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chunks import CHUNK_BYTES, TextTemplate
@@ -24,7 +25,7 @@ from packing.pack import Layout, best_fit, materialise, truncate
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
-from packing.token_log import SOURCE_FILES, TokenLog, differences
+from packing.token_log import OWN, SOURCE_FILES, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers
 
@@ -52,7 +53,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
                 return packs
     say(f"{packs}: already prepared with these settings", progress)
     _note_changed_source(settings, progress)
-    shutil.rmtree(partial, ignore_errors=True)  # left by a kill in the last moment
+    with suppress(InputError):  # somebody else's is no reason to refuse packs that are there
+        remove_own_folder(partial, OWN)  # left by a kill in the last moment
     return packs
 
 
@@ -76,7 +78,8 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
         raise InputError(
             f"{settings.packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
         ) from None
-    shutil.rmtree(partial)
+    with suppress(InputError):
+        remove_own_folder(partial, OWN)
     return manifest
 
 
@@ -92,7 +95,7 @@ def _prepared_already(settings: DataSettings) -> bool:
     manifest = read_manifest(packs)
     then, now = dict(manifest["settings"]), _content_settings(settings)
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
-        then["tokenizer fingerprint"] = manifest["tokenizer"]["fingerprint"]
+        then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
     if different := differences(then, now):
         raise InputError(
@@ -163,7 +166,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
             log.counts.complete = True
     finally:
         if not log.counts.documents:
-            shutil.rmtree(partial)  # nothing worth resuming
+            remove_own_folder(partial, OWN)  # nothing worth resuming
     counts = log.counts
     if not counts.documents:
         parts = [f"{counts.empty:,} records hold none"] if counts.empty else []

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from foundation.settings import PositiveCount, Seed, Settings, Share
+from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 
@@ -26,20 +25,21 @@ class DataSettings(Settings):
     on first use. `tokenizer` without `source` names the one that existing packs were made with, to read prompts and to export.
     """
 
-    packs: Path  # folder of packs (Arrow, MDS) or token .bin file; where packs are prepared if `source` is set
+    packs: FilePath  # folder of packs (Arrow, MDS) or token .bin file; where packs are prepared if `source` is set
     length: PositiveCount = 4096  # tokens of a pack
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
-    end_token: int | None = Field(None, ge=0)  # token .bin only: the id that ends a document; null: a pack is one document
+    # token .bin only: the id that ends a document; null: a pack is one document
+    end_token: int | None = Field(None, ge=0, lt=2**32)
 
-    source: str | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
+    source: PathText | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
     format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"  # auto: by the files' suffixes
     subset: str | None = None  # Hugging Face datasets: the config's name
     split: str = "train"  # Hugging Face datasets
     streaming: bool = False  # Hugging Face datasets: read without a download first
     # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
     text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`.
-    tokenizer: str | None = None  # hub name, folder, or tokenizer.json
+    tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
     positions: Literal["restart", "continue"] = "restart"  # of a cut document's rest: from 0, or on from where it was cut

@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from foundation.errors import InputError
+from foundation.reading import parse_json, reason_of
 from packing.chunks import CHUNK_BYTES, Chunk, TextTemplate, open_stream
 from packing.settings import HUB_NAME, DataSettings
 
@@ -42,6 +44,8 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, template)
     if path.exists():
+        if not path.is_file() and not path.is_dir():
+            raise InputError(f"data.source: {path}: is no file or folder but a pipe, socket or device; write the text to a file")
         if path.is_dir():
             source = _open_folder(path, settings, template)
         else:
@@ -97,13 +101,7 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
     """
     wanted, packs = settings.format, settings.packs.absolute()
     made = (packs, packs.with_name(f"{packs.name}.lock"), *packs.parent.glob(f"{glob.escape(packs.name)}.partial*"))
-    files = sorted(
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") or part == "__pycache__" for part in path.relative_to(folder).parts)
-        and not any(map(path.absolute().is_relative_to, made))
-    )
+    files = sorted(path for path in _files_below(folder) if not any(map(path.absolute().is_relative_to, made)))
     by_suffix = {"parquet": _PARQUET, "jsonl": _JSONL, "json": {".json"}, "text": _TEXT}
     found = {kind: paths for kind, known in by_suffix.items() if (paths := [path for path in files if _suffix(path) & known])}
     if wanted == "text":
@@ -121,6 +119,23 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
         raise InputError(f"data.source: {folder}: holds {counts}; set data.format to the kind you mean, or name a file")
     ((kind, paths),) = found.items()
     return FileSource(paths, kind, template, folder)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Every file below `folder` that is not hidden. InputError for what would be left out silently otherwise: dead links, links
+    to folders (which may lead in a circle), pipes, and folders that cannot be read."""
+
+    def refuse(error: OSError) -> None:
+        raise InputError(f"data.source: {error.filename}: cannot be read: {reason_of(error)}") from None
+
+    for parent, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name != "__pycache__"]
+        for path in (Path(parent, name) for name in [*folders, *names] if not name.startswith(".")):
+            if path.is_file():
+                yield path
+            elif path.is_symlink() or not path.is_dir():
+                what = "a link to a folder" if path.is_dir() else "a dead link" if path.is_symlink() else "no file"
+                raise InputError(f"data.source: {path}: is {what}; put the text itself there, or take it away")
 
 
 class FileSource:
@@ -145,8 +160,9 @@ class FileSource:
         for path, size in zip(self.paths, self.sizes, strict=True):
             try:
                 yield from read(path, before)
-            except (OSError, pa.ArrowInvalid) as error:
-                raise InputError(f"{path}: cannot be read: {error}; the file is damaged or not of this format") from None
+            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                reason = reason_of(error)
+                raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
             before += size
 
     def _progress(self, done: int) -> float:
@@ -179,7 +195,7 @@ class FileSource:
             yield from self._jsonl_chunks(path, before)
             return
         try:
-            records = json.loads(content)
+            records = parse_json(content)
         except ValueError as error:
             raise InputError(f"{path}: not valid JSON: {error}") from None
         for first in range(0, len(records), _ROWS):
@@ -190,7 +206,7 @@ class FileSource:
     def _parquet_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(str(path), file.schema_arrow, self.template)
             rows, row, size = max(file.metadata.num_rows, 1), 0, path.stat().st_size
             for batch in file.iter_batches(_ROWS, columns=list(self.template.columns)):
@@ -240,11 +256,14 @@ class DatasetSource:
             data = data.select_columns(list(self.template.columns))
         total = len(data) if isinstance(data, datasets.Dataset) else None
         row = 0
-        for table in data.with_format("arrow").iter(_ROWS):
-            _check_columns(self.name, table.schema, self.template)
-            rows = table.select(list(self.template.columns))
-            yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
-            row += len(rows)
+        try:
+            for table in data.with_format("arrow").iter(_ROWS):
+                _check_columns(self.name, table.schema, self.template)
+                rows = table.select(list(self.template.columns))
+                yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
+                row += len(rows)
+        except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+            raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}") from None
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
@@ -257,7 +276,8 @@ class DatasetSource:
                 data = datasets.load_from_disk(self.name)
             else:
                 data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        # RuntimeError: it has a loading script, whose code is not run.
+        except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "

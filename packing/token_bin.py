@@ -7,8 +7,10 @@ vocabulary. The format carries no checksum; a `train.bin.sha256` (as `sha256sum`
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.integrity import FileRecord, check_files, digests
+from foundation.reading import load_json, read_regular, reason_of
+from foundation.settings import shown
 from packing.arrow import Pack, checked_index
 
 _SAMPLED_TOKENS = 2**20
@@ -40,6 +44,8 @@ class TokenBin:
         size = self.path.stat().st_size
         if size == 0:
             raise InputError(f"{self.path}: is empty; write its tokens again")
+        if length > max(size // self._dtype.itemsize, _SAMPLED_TOKENS):
+            raise InputError(f"{self.path}: holds fewer tokens than one pack of `data.length: {length}`; set a shorter one")
         if size % self._dtype.itemsize:
             raise InputError(
                 f"{self.path}: truncated: {size} bytes are no whole number of {self._dtype.name} tokens; write it again"
@@ -76,7 +82,10 @@ class TokenBin:
         """Compare the file with the .sha256 beside it, where there is one."""
         recorded = self.path.with_name(f"{self.path.name}.sha256")
         if recorded.exists():
-            words = recorded.read_text(encoding="utf-8").split() or [""]
+            try:
+                words = str(read_regular(recorded, 2**20), "utf-8").split() or [""]
+            except (OSError, ValueError) as error:
+                raise InputError(f"{recorded}: cannot be read: {reason_of(error)}; write it again, or remove it") from None
             record = FileRecord(self.path.name, self.path.stat().st_size, {"sha256": words[0].lower()})
             remedy = f"write it again, or remove {recorded.name} if that is out of date"
             check_files(self.path.parent, [record], remedy, trust_stamp=trust_stamp)
@@ -118,18 +127,17 @@ class TokenBin:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The content of meta.json or meta.pkl in `folder`; empty where there is neither, InputError where it cannot be read."""
-    for name, load in (("meta.json", json.load), ("meta.pkl", lambda file: _PlainUnpickler(file).load())):
+    for name, load in (("meta.json", load_json), ("meta.pkl", _load_pickle)):
         path = folder / name
         if path.exists():
             try:
-                with open(path, "rb") as file:
-                    meta = load(file)
-            except (ValueError, EOFError, AttributeError, IndexError, KeyError, TypeError, pickle.UnpicklingError) as error:
+                meta = load(path)
+            except (OSError, ValueError) as error:
                 raise InputError(
-                    f'{path}: cannot be read ({error}); write meta.json: {{"dtype": "uint16", "vocab_size": ...}}'
+                    f'{path}: cannot be read ({reason_of(error)}); write meta.json: {{"dtype": "uint16", "vocab_size": ...}}'
                 ) from None
             vocab_size = meta.get("vocab_size") if isinstance(meta, dict) else 0
-            if vocab_size is not None and (not isinstance(vocab_size, int) or vocab_size < 1):
+            if vocab_size is not None and (type(vocab_size) is not int or not 0 < vocab_size <= 2**32):
                 raise InputError(
                     f'{path}: a mapping with a whole `vocab_size` is wanted: {{"dtype": "uint16", "vocab_size": 50257}}'
                 )
@@ -141,8 +149,35 @@ def _dtype(meta: dict[str, Any], path: Path) -> np.dtype:
     """The dtype that meta names, else the narrowest that holds its vocabulary, else nanoGPT's uint16."""
     name = meta.get("dtype") or ("uint32" if (meta.get("vocab_size") or 0) > 2**16 else "uint16")
     if name not in ("uint16", "uint32"):
-        raise InputError(f"{path.parent}: meta names the dtype {name!r}; token files are uint16 or uint32")
+        raise InputError(f"{path.parent}: meta names the dtype {shown(name, repr)}; token files are uint16 or uint32")
     return np.dtype(name).newbyteorder("<")
+
+
+# Numbers, text, lists and dicts, as every protocol writes them. No tuple: one of tuples of tuples takes for ever to hash.
+_PLAIN_OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET"),
+    *("LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+    *("EMPTY_LIST", "APPEND", "APPENDS", "LIST", "EMPTY_DICT", "SETITEM", "SETITEMS", "DICT"),
+}
+_MOST_PICKLE_BYTES = 2**26
+
+
+def _load_pickle(path: Path) -> Any:
+    """The plain value in a pickle. Raises OSError where it cannot be read, ValueError where it holds anything else.
+
+    Its instructions are looked through first: one flipped bit in the number of a memo's slot would ask for gigabytes.
+    """
+    data = read_regular(path, _MOST_PICKLE_BYTES)
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name not in _PLAIN_OPCODES:
+                raise ValueError(f"it holds {opcode.name}; only plain numbers, text, lists and mappings are read")
+            if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and argument > len(data):
+                raise ValueError("it is damaged")
+        return _PlainUnpickler(io.BytesIO(data)).load()
+    except (EOFError, AttributeError, IndexError, KeyError, TypeError, OverflowError, pickle.UnpicklingError) as error:
+        raise ValueError(str(error) or "it is damaged") from None
 
 
 class _PlainUnpickler(pickle.Unpickler):

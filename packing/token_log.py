@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,26 +18,33 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import remove_own_folder, replace_file
+from foundation.integrity import Size
+from foundation.reading import load_object
+from foundation.settings import first_mistake
 from packing.workers import Tokenized
 
 SOURCE_FILES = "source files"  # the part of a log's key that no setting changes
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
+OWN = re.compile(
+    r"tokens\.bin|lengths\.bin|tokenizer\.json|progress\.json|\.progress\.json\.\d+\.partial"
+)  # all that a log holds
 
 
 @dataclass
 class TokenCounts:
     """What the log holds."""
 
-    chunks: int = 0  # of the source, done from the first on
-    documents: int = 0
-    tokens: int = 0
-    skipped: int = 0
+    chunks: Size = 0  # of the source, done from the first on
+    documents: Size = 0
+    tokens: Size = 0
+    skipped: Size = 0
     first_skipped: str | None = None
-    empty: int = 0
+    empty: Size = 0
     complete: bool = False  # the source's end is reached
 
 
@@ -53,10 +60,17 @@ class TokenLog:
         self.moved_to: Path | None = None
         self.counts, made_with = TokenCounts(), {}
         if (folder / _PROGRESS).is_file():
-            state = json.loads((folder / _PROGRESS).read_text())
-            self.counts, made_with = TokenCounts(**state["counts"]), state["key"]
+            file, remedy = folder / _PROGRESS, f"remove {folder} to start over"
+            state = load_object(file, remedy)
+            try:
+                self.counts = TypeAdapter(TokenCounts).validate_python(state.get("counts"))
+                made_with = TypeAdapter(dict[str, Any]).validate_python(state.get("key"))
+            except ValidationError as error:
+                raise InputError(
+                    f"{folder / _PROGRESS}: damaged: {first_mistake(error)}; remove {folder} to start over"
+                ) from None
         if not self.counts.documents:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_own_folder(folder, OWN)
             self.counts = TokenCounts()
         else:
             self._check(made_with)

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
+from foundation.reading import load_object, parse_json, read_regular, reason_of
 from packing.settings import HUB_NAME
 
 _ROLES = ("bos", "eos", "pad")
@@ -82,10 +83,10 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
             )
         file, config = _from_hub(name, revision)
     try:
-        text = file.read_text(encoding="utf-8")
-        json.loads(text)
+        text = str(read_regular(file), "utf-8")
+        parse_json(text)
     except (OSError, ValueError) as error:
-        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {error}; {_REMEDY}") from None
+        raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {reason_of(error)}; {_REMEDY}") from None
     try:
         tokenizer = Tokenizer.from_str(text)
     except Exception as error:
@@ -122,13 +123,13 @@ def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:
 def _special_ids(tokenizer: Tokenizer, config: Path) -> dict[str, int]:
     """Id by role (bos, eos, pad), for the roles that the tokenizer has a token for."""
     candidates = _USUAL_NAMES
-    if config.is_file():
-        try:
-            values = json.loads(config.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise InputError(f"data.tokenizer: {config}: not valid JSON: {error}") from None
+    if config.exists() or config.is_symlink():
+        values = load_object(config, _REMEDY)
         named = {role: values.get(f"{role}_token") for role in _ROLES}
-        candidates = {role: [value["content"] if isinstance(value, dict) else value] for role, value in named.items() if value}
+        names = {role: value.get("content") if isinstance(value, dict) else value for role, value in named.items() if value}
+        if strange := [role for role, name in names.items() if not isinstance(name, str)]:
+            raise InputError(f"data.tokenizer: {config}: `{strange[0]}_token` is no text; {_REMEDY}")
+        candidates = {role: [name] for role, name in names.items()}
     ids = {role: map(tokenizer.token_to_id, names) for role, names in candidates.items()}
     known = {role: next((number for number in found if number is not None), None) for role, found in ids.items()}
     return {role: number for role, number in known.items() if number is not None}

@@ -35,6 +35,7 @@ from torch import Tensor
 from foundation.errors import InputError
 from foundation.files import fsync, write_file
 from foundation.integrity import THREADS, FileRecord, find_damage, wrong_sizes
+from foundation.reading import load_object
 from foundation.units import memory
 from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
 from pretrain.checkpoint.shards import (
@@ -167,14 +168,16 @@ class Checkpoints:
         newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
         return self._gather([_set_aside(path) for path in newer])[0]
 
-    def newest(self) -> Path | None:
-        """The newest intact checkpoint, every byte verified; None if there is none.
+    def newest(self, *, look_only: bool = False) -> Path | None:
+        """The newest intact checkpoint, every byte verified; None if there is none. With `look_only` nothing on the disk changes,
+        not even the name of what a dead writer has completed.
 
         A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
         found = []
         if self.rank == 0:
-            _finish_renames(self.folder)
+            if not look_only:
+                _finish_renames(self.folder)
             found = step_folders(self.folder)
         for path in self._gather(found)[0]:
             problems = self._verify(path)
@@ -189,10 +192,7 @@ class Checkpoints:
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
         self._require_intact(path)
-        try:
-            return json.loads((path / STATE).read_bytes())
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path / STATE}: cannot be read: {error}") from None
+        return load_object(path / STATE, "resume from another checkpoint")
 
     def load(self, path: Path, model: Tensors, optimizer: Tensors) -> list[str]:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.

@@ -20,10 +20,11 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from foundation.errors import InputError
 from foundation.integrity import FileRecord
 from pretrain.checkpoint.manifest import Piece, TensorEntry
 from pretrain.optimizer.adamw_update import local_part
@@ -199,12 +200,16 @@ def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mappin
     """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
 
     Files are mapped, not loaded: a rank touches only the bytes of its own part. Returns notes about dtypes that were converted.
+    InputError where the files do not hold what `index` says, though their hashes are right: another program wrote them.
     """
     conversions: Counter[tuple[str, str]] = Counter()
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu")))
         for name, target in targets.items():
-            _fill(target, name, index[name], open_file)
+            try:
+                _fill(target, name, index[name], open_file)
+            except (SafetensorError, ValueError, OSError) as error:
+                raise InputError(f"{folder}: {name} cannot be loaded: {error}; resume from another checkpoint") from None
             conversions[index[name].dtype, DTYPE_NAMES[target.dtype]] += 1
     return [
         f"{count} tensors converted from {saved} to {wanted}" for (saved, wanted), count in conversions.items() if saved != wanted
@@ -219,8 +224,11 @@ def _fill(target: Tensor, name: str, entry: TensorEntry, open_file: Callable[[st
     for piece in entry.pieces:
         if overlap := _overlap(piece, mine):
             (where, here), file = overlap, open_file(piece.file)
+            stored = file.get_slice(name)
+            if (stored.get_dtype(), tuple(stored.get_shape())) != (entry.dtype, piece.shape):
+                raise ValueError(f"{piece.file} holds {stored.get_dtype()} {stored.get_shape()}, its manifest says otherwise")
             is_whole = where == tuple(slice(0, size) for size in piece.shape)
-            source = file.get_tensor(name) if is_whole else file.get_slice(name)[where]  # without dimensions there are no slices
+            source = file.get_tensor(name) if is_whole else stored[where]  # without dimensions there are no slices
             local[here].copy_(source)
             copied += source.numel()
     if copied != local.numel():

@@ -6,9 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError
 
 from foundation.errors import InputError
+from foundation.integrity import Size
+from foundation.settings import first_mistake
 
 _MASK = 2**64 - 1
 
@@ -17,11 +21,11 @@ _MASK = 2**64 - 1
 class TrainState:
     """Counters between two optimizer steps. Packs, learning rate and random numbers of a step depend on `step` alone."""
 
-    steps: int  # the horizon: the run is finished when `step` reaches it
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # tokens seen, padding included, over all ranks
-    valid_tokens: int = 0  # of these, the ones with a label
-    skipped_steps: int = 0  # steps without an update, because a loss or gradient was not finite
+    steps: Size  # the horizon: the run is finished when `step` reaches it
+    step: Size = 0  # optimizer steps done
+    tokens: Size = 0  # tokens seen, padding included, over all ranks
+    valid_tokens: Size = 0  # of these, the ones with a label
+    skipped_steps: Size = 0  # steps without an update, because a loss or gradient was not finite
 
     @property
     def finished(self) -> bool:
@@ -48,6 +52,35 @@ class TrainState:
                 f"{source}: its state.json is not a training state of this version (wanted {', '.join(sorted(wanted))})"
             )
         return cls(**{**progress, "steps": steps})
+
+
+class SavedHealth(BaseModel):
+    losses: list[float]
+    in_spike: bool
+    skipped_steps: Size
+    consecutive_skips: Size
+
+
+class SavedIdentity(BaseModel):
+    weights: Literal["fp32", "bf16", "bf16_exact"]
+
+
+class SavedRecord(BaseModel):
+    """What state.json of a checkpoint must hold, as far as it is read by name."""
+
+    progress: TrainState
+    identity: SavedIdentity
+    health: SavedHealth
+    microbatch: Annotated[int, Field(gt=0)]
+    world_size: Annotated[int, Field(gt=0)]
+
+
+def check_record(record: Mapping[str, Any], source: Path) -> None:
+    """InputError naming `source` where `record` is not what a run of this version saves."""
+    try:
+        SavedRecord.model_validate(record)
+    except ValidationError as error:
+        raise InputError(f"{source}: its state.json is not a training state of this version: {first_mistake(error)}") from None
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

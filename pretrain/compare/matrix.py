@@ -28,6 +28,7 @@ import psutil
 
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.reading import load_object
 from foundation.signals import StopRequest
 from foundation.units import duration
 from pretrain.compare import report
@@ -170,7 +171,7 @@ def mark(matrix: Matrix, run: MatrixRun, *, side_by_side: bool) -> None:
     """
     path = run.run_dir / MATRIX_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(path.read_text()) if path.exists() else {}
+    before = load_object(path, "remove it to run the cell again") if path.exists() else {}
     shared = side_by_side or before.get("side_by_side", False)
     content = {"matrix": matrix.settings.name, "cell": run.values, "side_by_side": shared}
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")

@@ -17,9 +17,9 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.settings import PositiveCount, Settings, load_yaml, parse, value_from_text
+from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
 from pretrain.precision.registry import PRECISIONS
-from pretrain.settings.config import flatten, identity_of, load_recipe, resolved
+from pretrain.settings.config import filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -38,7 +38,7 @@ class MatrixSettings(Settings):
     leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted: those with all of an entry's values
     cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
     baseline: Values | None = None  # the cell that the report compares the others to; none: the first
-    run_dir: str = "runs/{matrix}/{cell}"
+    run_dir: PathText = "runs/{matrix}/{cell}"
     at_once: PositiveCount = 1  # runs side by side. Runs that share a device are for losses, never for speeds
     gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one GPU a run; none: each sees all
 
@@ -138,10 +138,9 @@ def _make_run(
     if "run_dir" in values:
         raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
     try:
-        run_dir = settings.run_dir.format(matrix=settings.name, cell=name)
-    except (KeyError, IndexError, ValueError) as error:
-        text = f"{settings.run_dir!r} cannot be filled in ({error}); known fields: matrix, cell"
-        raise InputError(f"{path}: `run_dir`: {text}") from None
+        run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
     overrides = (*common, *_as_overrides(values), f"run_dir={run_dir}")
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
@@ -158,7 +157,10 @@ def _launch_environment(accelerate: Path) -> dict[str, str]:
     """The variables through which `accelerate launch` passes the file's precision on, as far as the file sets them."""
     file = load_yaml(accelerate)
     environment = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}
-    return environment | {f"ACCELERATE_FP8_{key.upper()}": str(value) for key, value in (file.get("fp8_config") or {}).items()}
+    fp8_config = file.get("fp8_config") or {}
+    if not isinstance(fp8_config, dict):
+        raise InputError(f"{accelerate}: `fp8_config` is {shown(fp8_config, repr)}; a mapping of keys to values is wanted")
+    return environment | {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()}
 
 
 def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[str]) -> None:

@@ -17,8 +17,14 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.files import PARTIAL, FileLock, replace_file
+from foundation.reading import reason_of
+from foundation.settings import load_yaml
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
+MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
+_WRITTEN_WHOLE = ("config.yaml", "environment.json", "audit.json", "metrics.jsonl", "summary.json", "loss.png", MATRIX_FILE)
+_LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, _WRITTEN_WHOLE))})\.\d+{re.escape(PARTIAL)}")
+_OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
 
 
@@ -45,9 +51,10 @@ class RunFolder(ExitStack):
         try:
             self.enter_context(FileLock(path / ".lock", self._refuse))
             for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
-                leftover.unlink()
+                if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
+                    leftover.unlink()
         except OSError as error:
-            raise InputError(f"{path}: cannot be used as the run folder: {error.strerror}; set another `run_dir`") from None
+            raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
@@ -68,9 +75,35 @@ class RunFolder(ExitStack):
 
 
 def check_free(path: Path) -> None:
-    """InputError as RunFolder(path) would raise it now; creates nothing and keeps no lock."""
+    """InputError as RunFolder(path) would raise it now, and for somebody else's folder; creates nothing and keeps no lock."""
     if path.exists():
+        check_ours(path)
         RunFolder(path).close()
+
+
+def check_ours(path: Path) -> None:
+    """InputError where `path` is a folder that no run has made, so that nothing of somebody else's is written over.
+
+    A run's is empty, or holds the run's config.yaml, or a checkpoint. The mark of a matrix is there before the run.
+    """
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise InputError(f"{path}: cannot be used as the run folder: it is no folder; set another `run_dir`")
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
+    strange = [name for name in names if name not in (".lock", MATRIX_FILE) and not _LEFTOVER.fullmatch(name)]
+    if not strange or any(path.glob("checkpoints/step-*/manifest.json")):
+        return
+    try:
+        if load_yaml(path / "config.yaml").keys() >= _OF_EVERY_RECIPE:
+            return
+        why = "its config.yaml is not a run's"
+    except InputError as error:
+        why = str(error).removeprefix(f"{path}/") if "config.yaml" in names else "it has no config.yaml of a run"
+    raise InputError(f"{path}: holds {strange[0]} and is no run folder: {why}; set another `run_dir`, or move what is there away")
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:

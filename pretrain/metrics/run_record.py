@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
@@ -13,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent
-from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
-MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
@@ -120,8 +119,13 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     path = run_dir / "metrics.jsonl"
     *lines, _unfinished = _read(path).split("\n")
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
-    if (first := next((i for i, record in enumerate(records, start=1) if "step" not in record), None)) is not None:
-        raise InputError(f"{path}, line {first}: has no `step`; this is not a file of metrics")
+    for number, record in enumerate(records, start=1):
+        wanted = ("step",) if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
+        if lacking := [key for key in wanted if key not in record]:
+            raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
+        strange = [key for key in record if "event" not in record and not isinstance(record[key], (int, float, type(None)))]
+        if strange := strange or [key for key in ("step", "tokens") if type(record.get(key, 0)) is not int]:
+            raise InputError(f"{path}, line {number}: `{strange[0]}` is no number; resuming the run mends its metrics")
     return records
 
 
@@ -132,16 +136,16 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return str(read_regular(path), "utf-8")
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file; {path.parent} is not a run folder, or its run has not begun") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         raise InputError(f"{origin}: not valid JSON: {error}; resuming the run mends its metrics") from None
     if not isinstance(value, dict):

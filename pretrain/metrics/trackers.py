@@ -21,6 +21,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.reading import parse_json, read_regular, reason_of
 from pretrain.settings.config import flatten
 
 METRICS_FILE = "metrics.jsonl"
@@ -42,9 +43,12 @@ class JsonlTracker:
 
     def start(self) -> None:
         """Remove the steps after the resumed checkpoint's from the file, and open it to append."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        cut_back(self.path, self.resumed_step)
-        self._file = self.path.open("a", encoding="utf-8")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            cut_back(self.path, self.resumed_step)
+            self._file = self.path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written: {reason_of(error)}; move it away") from None
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
@@ -118,7 +122,7 @@ def cut_back(path: Path, last_step: int) -> None:
     """Rewrite the metrics file at `path` without the steps after `last_step` and without lines that were not written whole."""
     if not path.exists():
         return
-    old = path.read_bytes()
+    old = read_regular(path)
     new = b"".join(line for line in old.splitlines(keepends=True) if _step_of(line) <= last_step)
     if new != old:
         replace_file(path, new)
@@ -129,9 +133,10 @@ def _step_of(line: bytes) -> float:
     if not line.endswith(b"}\n"):
         return math.inf
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError):
+        step = parse_json(line).get("step")
+    except ValueError:
         return math.inf
+    return step if type(step) is int else math.inf
 
 
 def _check(name: str) -> None:

@@ -26,8 +26,18 @@ def make_accelerator() -> Accelerator:
     """The Accelerator of this process, in no precision of its own. InputError where several processes were launched but do not
     form a group (accelerate would train that many copies), and where the launch asks for what is done here or not at all."""
     # Views into the communication buckets spare a copy of all gradients.
-    accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    try:
+        launched = int(os.environ.get("WORLD_SIZE", "1"))
+        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[views])
+    except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
+        raise InputError(f"accelerate configuration: accelerate does not take it: {' '.join(str(error).split())[:300]}") from None
+    # What `accelerate launch` sets for several processes, even where it then starts only one of them.
+    if {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise InputError(
+            "accelerate configuration: `num_processes` is more than 1 and `distributed_type: NO` starts one; set "
+            "`distributed_type: MULTI_GPU`, or `num_processes: 1` and leave MASTER_ADDR out of the environment"
+        )
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "

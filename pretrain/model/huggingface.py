@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +22,22 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree
+from foundation.reading import load_object
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
+MOST_LAYERS = 4096  # a plan looks at each: 100,000 of them, a mistyped number, would keep it busy for half a minute
+# What transformers and torch raise for values that they did not expect, in a config or in a file of weights: an architecture
+# checks its numbers in its own way, or not at all and fails where it first uses them.
+_OF_WRONG_VALUES = (
+    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, MemoryError),
+    *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
+)
+
+# What an export writes beside what every export writes: names that may come and go between two.
+_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
@@ -32,6 +46,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
     source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
     changes = dict(settings.config or {})
+    _check_layers(changes, "`model.config`")
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
     for key in changes:
@@ -42,8 +57,18 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     try:
         return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
-    except (StrictDataclassError, ValueError, TypeError) as error:
+    except _OF_WRONG_VALUES as error:
         raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {_reason(error)}") from None
+
+
+def _check_layers(config: Mapping[str, Any], where: str) -> None:
+    for key, value in config.items():
+        if (
+            re.fullmatch(r"(n|num|encoder|decoder)_(\w+_)?layers?", key)
+            and isinstance(value, (int, float))
+            and value > MOST_LAYERS
+        ):
+            raise InputError(f"{where}: `{key}: {value}`: a model of more than {MOST_LAYERS} layers is not planned; name fewer")
 
 
 def _config_of_type(model_type: str) -> PretrainedConfig:
@@ -60,9 +85,12 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
         raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
     if not folder.exists() and not HUB_NAME.fullmatch(source):
         raise InputError(f"`model.source`: {source}: no such folder; name a folder that holds a model, or a model on the hub")
+    if folder.exists():
+        content = load_object(folder / "config.json", "name a folder that holds a model")
+        _check_layers(content, f"{folder / 'config.json'}")
     try:
         return AutoConfig.from_pretrained(source, revision=settings.revision, trust_remote_code=settings.trust_remote_code)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except _OF_WRONG_VALUES as error:
         if "trust_remote_code" in str(error):
             raise InputError(
                 f"`model.source`: {source} brings code of its own; set `model.trust_remote_code: true` if you trust it"
@@ -72,7 +100,8 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
 
 def _reason(error: Exception) -> str:
     """A library's error in a line, without the lists of everything it knows."""
-    return " ".join(str(error).split())[:300].rstrip(". ")
+    text = " ".join(str(error).split())[:300].rstrip(". ")
+    return f"{type(error).__name__} {text}" if isinstance(error, (LookupError, AttributeError, AssertionError)) else text
 
 
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, device_type: str) -> None:
@@ -99,7 +128,7 @@ def build_on_meta(config: PretrainedConfig, trust_remote_code: bool = False) -> 
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:  # each architecture checks its shapes in its own way
+    except _OF_WRONG_VALUES as error:
         kind = type(config).__name__
         raise InputError(f"`model`: {kind} makes no causal language model with these settings: {_reason(error)}") from None
 
@@ -129,7 +158,7 @@ def build(
             attn_implementation=backend,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except _OF_WRONG_VALUES as error:
         raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {_reason(error)}") from None
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
@@ -159,7 +188,10 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any | None, folder: Path) -> None:
-    """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all."""
+    """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
+
+    What was exported to `folder` before is replaced; where more lies in it, it is kept whole as `<name>.replaced-<n>`.
+    """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     bar_enabled = transformers_logging.is_progress_bar_enabled()
@@ -168,8 +200,9 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
         hf.save_pretrained(writing, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
+        mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
         for file in writing.iterdir():
-            file.chmod(0o644)  # safetensors keeps its files from everybody else, who may be meant to use the model
+            file.chmod(mode)
         fsync_tree(writing)
     except (OSError, SafetensorError, ValueError) as error:  # ValueError: a generation config that transformers will not write
         shutil.rmtree(writing, ignore_errors=True)
@@ -179,10 +212,17 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     finally:
         if bar_enabled:
             transformers_logging.enable_progress_bar()
-    previous = folder.with_name(f".{folder.name}.previous")
+    previous, kept = folder.with_name(f".{folder.name}.previous"), False
     shutil.rmtree(previous, ignore_errors=True)
-    if folder.exists():
+    exported = {file.name for file in writing.iterdir()}
+    if folder.exists() or folder.is_symlink():
+        lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
+        if any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
+            taken = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
+            previous = next(path for path in taken if not path.exists() and not path.is_symlink())
+            kept = True
         os.replace(folder, previous)
     os.replace(writing, folder)
     fsync(folder.parent)
-    shutil.rmtree(previous, ignore_errors=True)
+    if not kept:
+        shutil.rmtree(previous, ignore_errors=True)

@@ -15,6 +15,7 @@ from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.order import PackOrder
 from pretrain.metrics.flops import ModelFlops, Shape
+from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
@@ -110,6 +111,7 @@ def prepare_job(
     """
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
+    check_ours(run_dir)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)

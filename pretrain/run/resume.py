@@ -13,7 +13,7 @@ from torch import Tensor
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.manifest import read_manifest
-from pretrain.checkpoint.state import TrainState, check_same_training
+from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -32,13 +32,16 @@ class ResumePoint:
     notes: list[str]  # what differs between its recipe and the present one
 
 
-def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
-    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet.
+def find_resume_point(
+    checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool, *, look_only: bool = False
+) -> ResumePoint | None:
+    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet. `look_only`: for a plan, which
+    changes nothing on the disk.
 
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
-    path = checkpoints.newest() if wanted == "auto" else Path(wanted)
+    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
     if path is not None and not path.exists():
         there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
         raise InputError(
@@ -49,6 +52,7 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     if path is None:
         return None
     record = checkpoints.read_state(path)
+    check_record(record, path)
     changes = check_same_training(record, job.identity, path, accept_changes)
     return ResumePoint(path, record, [f"the recipe has changed: {change}" for change in changes])
 

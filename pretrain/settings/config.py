@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import load_yaml, parse, value_from_text
+from foundation.settings import load_yaml, parse, shown, value_from_text
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
@@ -55,12 +55,17 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def run_dir_of(recipe: Recipe) -> Path:
     """The run folder, with {name}, {precision}, {weights} and {seed} filled in."""
     fields = {"name": recipe.name, "precision": recipe.precision, "weights": recipe.weights, "seed": recipe.seed}
-    unknown = [field for field in re.findall(r"{(.*?)}|[{}]", recipe.run_dir) if field not in fields]
-    if unknown:
-        raise InputError(
-            f"`run_dir`: {recipe.run_dir!r} cannot be filled in; known fields: {', '.join(f'{{{f}}}' for f in fields)}"
-        )
-    return Path(recipe.run_dir.format(**fields))
+    return Path(filled_in(recipe.run_dir, fields))
+
+
+def filled_in(run_dir: str, fields: Mapping[str, object]) -> str:
+    """`run_dir` with its {fields}, which are words and nothing more. InputError for any other brace, and where it is empty."""
+    if not run_dir.strip():
+        raise InputError("`run_dir` is empty; name a folder, which the run makes")
+    if [field for field in re.findall(r"{(.*?)}|[{}]", run_dir) if field not in fields]:
+        known = ", ".join(f"{{{field}}}" for field in fields)
+        raise InputError(f"`run_dir`: {shown(run_dir, repr)} cannot be filled in; known fields: {known}")
+    return run_dir.format(**fields)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
@@ -104,7 +109,8 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for group in _ALTERNATIVES:
         if key in group and value is not None:
             for section, _, name in (other.rpartition(".") for other in group):
-                (values.get(section) or {}).pop(name, None)
+                if isinstance(there := values.get(section), dict):
+                    there.pop(name, None)
     *parents, last = key.split(".")
     for part in parents:
         below = values.setdefault(part, {})

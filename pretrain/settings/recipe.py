@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from foundation.settings import Count, PositiveCount, Seed, Settings, Share
+from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
 
@@ -26,10 +26,10 @@ class EveryNthLayer(Settings):
 
 
 class ModelSettings(Settings):
-    source: str | None = None  # hub name or folder; null: from scratch, by `config`
+    source: PathText | None = None  # hub name or folder; null: from scratch, by `config`
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
-    revision: str | None = None  # branch, tag or commit of a hub model; null: its main branch
+    revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: cudnn on Hopper and Blackwell with Transformer Engine, else varlen on a GPU, sdpa elsewhere.
     attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
@@ -171,7 +171,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    run_dir: str = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
+    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
 
     def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.

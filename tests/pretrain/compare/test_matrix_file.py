@@ -134,7 +134,7 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
         ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),
         ({"run_dir": "runs/all"}, r"cells bf16-fp32 and bf16-bf16 would share a run folder; put \{cell\}"),
-        ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in.*known fields: matrix, cell"),
+        ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in.*known fields: {matrix}, {cell}"),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir` is set for all cells at once"),
         ({"overrides": {"run_dir": "x"}}, r"m\.yaml: `overrides`: every cell has a run folder of its own"),
         ({"overrides": {"weights": "bf16"}}, r"`weights` is an axis, and an override too.*--only weights=VALUE"),
