@@ -146,17 +146,22 @@ def test_results_are_operands_of_the_librarys_products(recipe: str) -> None:
         return general_gemm(left, right, out_dtype=torch.float32, layout=layout, use_split_accumulator=True)[0]
 
     exact: Callable[[Any], Tensor] = lambda operand: operand.dequantize(dtype=torch.float32).double()  # noqa: E731
+
+    def exact_columns(operand: Any) -> Tensor:
+        """What a weight's gradient multiplies: in blocks along the tokens, rounded by scales of its own."""
+        if recipe in BLOCKED:
+            operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+        return exact(operand)
+
     for name, product, expected in (
         ("forward", multiply(above, activated, "TN"), exact(activated) @ exact(above).t()),
-        ("weight gradient above", multiply(again, dy, "NT"), exact(dy).t() @ exact(again)),
+        ("weight gradient above", multiply(again, dy, "NT"), exact_columns(dy).t() @ exact_columns(again)),
         ("input gradient below", multiply(below, d_hidden, "NN"), exact(d_hidden) @ exact(below)),
-        ("weight gradient below", multiply(x, d_hidden, "NT"), exact(d_hidden).t() @ exact(x)),
+        ("weight gradient below", multiply(x, d_hidden, "NT"), exact_columns(d_hidden).t() @ exact_columns(x)),
     ):
         error = ((product.double() - expected).norm() / expected.norm()).item()
         print(f"{name}: relative error {error:.1e}")
-        # On an H200 this one is 0.036 off, though its operands are the library's own to the bit (test above): not explained yet.
-        unexplained = recipe == "block_fp32_scale" and name == "weight gradient above"
-        assert error < (0.05 if unexplained else 5e-3), f"{name}: {error}"
+        assert error < 5e-3, f"{name}: {error}"
 
 
 def test_the_gradient_is_written_as_its_usages_say(recipe: str) -> None:
