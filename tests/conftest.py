@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,10 @@ from packing.arrow import Pack, PackWriter
 # Two cores shared by several workers: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+# Whoever starts the tests in the background lets them ignore Ctrl-C, and what they start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACK_LENGTH = 32
