@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import signal
 import subprocess
@@ -21,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.compare.report import UNKNOWN, markdown
@@ -40,7 +41,7 @@ from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from pretrain.verify.kernels import choose, failures, relative_error
+from pretrain.verify.kernels import Verdict, choose, failures, relative_error
 from pretrain.verify.one_layer import Situation, loss_and_gradients, microbatch_of, one_layer
 from pretrain.verify.operands import compare_operands
 
@@ -88,17 +89,21 @@ class Patient:
     def of(cls, arguments: argparse.Namespace) -> Patient:
         """InputError for a recipe that cannot be read."""
         gpu = torch.cuda.is_available() and not arguments.cpu
-        device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
         recipe = load_recipe(arguments.recipe) if arguments.recipe else None
         length = recipe.data.length if recipe else 4096 if gpu else 128
         tokens = arguments.tokens or max(length, 8192 if gpu else 256)
         return cls(device, QWEN3_1_7B if gpu else SMALL, arguments.recipe, length, tokens)
 
+    @cached_property
+    def hf(self) -> PreTrainedModel:
+        """On the meta device."""
+        settings = load_recipe(self.recipe).model if self.recipe else ModelSettings(config=self.config)
+        return model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
+
     def situation(self, active: ActivePrecision) -> tuple[Situation, attention.Choice]:
         """As a run with the defaults of its settings would be, before its kernels are tried."""
-        settings = load_recipe(self.recipe).model if self.recipe else ModelSettings(config=self.config)
-        config = model.load_config(settings)
-        hf = model.build_on_meta(config, settings.trust_remote_code)
+        hf = self.hf
         shape, dtype = Shape.of(hf), getattr(torch, active.precision.compute_dtype)
         heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
         check_shapes(hf, active)
@@ -127,19 +132,34 @@ def examine(patient: Patient, name: str, backend: str, *, full: bool) -> Iterato
     active = ActivePrecision(name, precision, backend, LowPrecisionSettings().resolved(name))
     if full and backend == "transformer_engine":
         yield from each_operand(active, patient.device)
+    verdicts: list[Verdict] = []
+    chosen, failure = None, None
     try:
         run, choice = patient.situation(active)
-        chosen = choose(run, choice, "auto", "auto")
-        for verdict in chosen.verdicts:
-            status = PASSED if verdict.agrees or verdict.instead else FAILED
-            instead = f"; {verdict.instead} in its place" if verdict.instead else ""
-            yield {"part": verdict.kernel, "status": status, "said": f"{verdict}{instead}", "errors": dict(verdict.errors)}
-        yield agreement(chosen.situation)
-        yield speed(chosen.situation, patient.tokens)
+        chosen = choose(run, choice, "auto", "auto", verdicts=verdicts)
     except InputError as error:
-        yield {"part": "layer", "status": FAILED, "said": str(error)}
+        failure = str(error)
     except failures() as error:
-        yield {"part": "layer", "status": FAILED, "said": in_a_line(error)}
+        failure = in_a_line(error)
+    for verdict in verdicts:
+        status = PASSED if verdict.agrees or verdict.instead else FAILED
+        instead = f"; {verdict.instead} in its place" if verdict.instead else ""
+        yield {"part": verdict.kernel, "status": status, "said": f"{verdict}{instead}", "errors": dict(verdict.errors)}
+    if chosen is None:
+        yield {"part": "kernels", "status": FAILED, "said": failure}
+        return
+    yield tried("against FP32", lambda: agreement(chosen.situation))
+    yield tried("speed of a layer", lambda: speed(chosen.situation, patient.tokens))
+
+
+def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
+    """The finding, or that of its failure."""
+    try:
+        return examine_part()
+    except InputError as error:
+        return {"part": part, "status": FAILED, "said": str(error)}
+    except failures() as error:
+        return {"part": part, "status": FAILED, "said": in_a_line(error)}
 
 
 def each_operand(active: ActivePrecision, device: torch.device) -> Iterator[Finding]:
@@ -215,10 +235,9 @@ def in_a_line(error: BaseException) -> str:
 # ── All precisions ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def machine() -> Finding:
+def machine(device_type: str) -> Finding:
     """Versions and devices, and for each precision what the device lacks (None: nothing more, if the library is right)."""
-    gpu = torch.cuda.is_available()
-    missing = missing_on("cuda" if gpu else "cpu")
+    missing = missing_on(device_type)
     quantized = [precision for precision in PRECISIONS.values() if precision.quantized]
     return {"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}}
 
@@ -245,7 +264,7 @@ def in_process(arguments: Sequence[str], timeout: float, found: Callable[[Findin
     timer.start()
     try:
         for line in process.stdout:
-            if line.startswith(_MARK):
+            if line.startswith(_MARK) and line.endswith("\n"):
                 found(json.loads(line.removeprefix(_MARK)))
         status = process.wait()
     finally:
@@ -341,7 +360,7 @@ def main(arguments: list[str]) -> int:
     """Print the table; the status is 1 where something fails that should work."""
     parsed = parse(arguments)
     if parsed.machine:
-        print(_MARK + json.dumps(machine()), flush=True)
+        print(_MARK + json.dumps(machine("cuda")), flush=True)
         return 0
     patient = Patient.of(parsed)
     if parsed.only:
@@ -353,9 +372,7 @@ def main(arguments: list[str]) -> int:
         if ended := in_process(["--machine"], TIMEOUT, found.append):
             raise InputError(f"this machine cannot even be described: its process {ended}")
     else:
-        missing = missing_on("cpu")
-        quantized = [precision for precision in PRECISIONS.values() if precision.quantized]
-        found.append({"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}})
+        found.append(machine("cpu"))
     precisions = parsed.precisions or list(PRECISIONS)
     passed_on = [*(["--recipe", str(parsed.recipe.resolve())] if parsed.recipe else []), *(["--cpu"] if parsed.cpu else [])]
     passed_on += ["--tokens", str(patient.tokens)]
@@ -383,19 +400,12 @@ def describe(patient: Patient, found: Finding) -> list[str]:
     library = f", Transformer Engine {packages['transformer_engine']}" if "transformer_engine" in packages else ""
     device = ", ".join(dict.fromkeys(environment["gpus"])) if patient.device.type == "cuda" else "CPU"
     versions = f"torch {packages.get('torch')}, CUDA {environment['cuda']}{library}"
-    run, _ = patient.situation(ActivePrecision("fp32", PRECISIONS["fp32"], "torch", LowPrecisionSettings().resolved("fp32")))
-    shape = Shape.of(run.hf)
+    shape = Shape.of(patient.hf)
     heads = f"{shape.heads} query and {shape.kv_heads} KV heads of {shape.head_dim}"
-    layer = f"{type(run.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
+    layer = f"{type(patient.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
     return [f"{device}; {versions}", f"one layer of {layer}; {patient.tokens:,} tokens in packs of {patient.length:,}"]
 
 
 def plain(finding: Finding) -> Finding:
-    """With what JSON has no number for as text."""
-    return json.loads(json.dumps(finding, default=str), parse_constant=str) if not _finite(finding) else finding
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_finite, value.values()))
-    return not isinstance(value, float) or math.isfinite(value)
+    """With numbers that JSON does not have as text."""
+    return json.loads(json.dumps(finding), parse_constant=str)

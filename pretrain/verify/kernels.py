@@ -484,14 +484,19 @@ def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
 
 
 def choose(
-    run: Situation, choice: attention.Choice, asked: str, fused: Setting, accelerator: Accelerator | None = None
+    run: Situation,
+    choice: attention.Choice,
+    asked: str,
+    fused: Setting,
+    accelerator: Accelerator | None = None,
+    verdicts: list[Verdict] | None = None,
 ) -> Chosen:
     """Try every kernel that `run` would take, attention by `choice`, and find what to take where one is wrong.
 
-    `asked`, `fused`: the settings `model.attention` and `model.fused`. Raises InputError where a wrong one was asked for by name,
-    or nothing else computes the same.
+    `asked`, `fused`: the settings `model.attention` and `model.fused`. `verdicts`: a list that takes those that come. Raises
+    InputError where a wrong one was asked for by name, or nothing else computes the same.
     """
-    verdicts: list[Verdict] = []
+    verdicts = [] if verdicts is None else verdicts
 
     def tried(name: str) -> Verdict | None:
         """The verdict, if it speaks against the kernel."""

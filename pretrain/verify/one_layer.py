@@ -71,9 +71,9 @@ class Situation:
         return self.device.type == "cuda"
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        """Normal values, the same on every device."""
-        generator = torch.Generator().manual_seed(seed + sum(shape))
-        return torch.randn(shape, generator=generator).to(self.device, dtype or self.dtype)
+        """Normal values, the same every time."""
+        generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
+        return torch.randn(shape, generator=generator, device=self.device).to(dtype or self.dtype)
 
 
 def one_layer(
