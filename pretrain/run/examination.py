@@ -33,7 +33,7 @@ from packing.arrow import Pack, PackWriter
 from pretrain.compare.report import markdown
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.registry import PRECISIONS
-from pretrain.run.doctor import (
+from pretrain.run.trial import (
     FAILED,
     NOT_HERE,
     PASSED,
@@ -139,8 +139,11 @@ def examine_fully(
         folder = Path(kept)
         write_packs(folder / "small", SMALL_LENGTH, SMALL["vocab_size"], packs=8 * SMALL_STEPS)
         trained = partial(train_small, folder=folder, launch=launch, found=examination.add)
-        with ThreadPoolExecutor(AT_ONCE if gpu else 1) as pool:
-            list(pool.map(trained, works))
+        if gpu:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(trained, works))
+        else:
+            list(map(trained, works))
         timed = [name for name in works if PRECISIONS[name].compute_dtype == "bfloat16"]
         if gpu:
             write_packs(folder / "packs", LENGTH, QWEN3_1_7B["vocab_size"], packs=16 * TIMED_STEPS)
