@@ -282,7 +282,8 @@ def collect(
         for finding in examine(patient, name, backend, full=full):
             found(finding)
         return
-    ended = in_process([*arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found)
+    seconds = 2 * TIMEOUT if backend == "emulation" else TIMEOUT  # it compiles what it quantizes, shape by shape
+    ended = in_process([*arguments, "--try", name, backend, *(["--full"] if full else [])], seconds, found)
     if ended:
         found({"part": "process", "status": FAILED, "said": ended})
 

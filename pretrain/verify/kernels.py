@@ -292,9 +292,9 @@ def _multiplies_by_library(run: Situation) -> bool:
 
 
 def _products(run: Situation) -> Compared:
-    """Each shape of linear in a layer, on the same operands: its output, and the gradients of input and weight."""
-    layer = next(iter(model.decoder_layers(run.hf).values()))
-    linears = [module for module in layer.modules() if isinstance(module, LINEARS)]
+    """Each shape of linear but the head, on the same operands: its output, and the gradients of input and weight."""
+    head = run.hf.get_output_embeddings()
+    linears = [module for module in run.hf.modules() if isinstance(module, LINEARS) and module is not head]
     for in_features, out_features in dict.fromkeys(map(features_of, linears)):
         if {in_features % run.active.precision.multiple_of, out_features % run.active.precision.multiple_of} != {0}:
             continue  # the run leaves it in BF16
@@ -531,6 +531,8 @@ def choose(
         raise _nothing_else(against)
     if against := tried("optimizer"):
         verdicts[-1] = replace(against, instead="the update in torch")
+    if verdicts and run.device.type == "cuda":
+        torch.cuda.empty_cache()
     return Chosen(run, choice, not_fused, optimizer=against is None, verdicts=tuple(verdicts))
 
 
