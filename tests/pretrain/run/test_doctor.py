@@ -18,7 +18,7 @@ from pretrain import __main__ as commands
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.run import examination, trial
 from pretrain.run.doctor import parse
-from pretrain.run.examination import Examination, audit_finding, examine_fully, resume_finding
+from pretrain.run.examination import Examination, audit_finding, examine_fully, parity_finding, resume_finding
 from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Finding, Patient, in_process, machine
 
 SOME = ["--cpu", "--tokens", "128"]
@@ -227,6 +227,15 @@ def test_an_audit_passes_only_where_all_computed_as_asked_and_the_first_step_agr
     assert judge(audit)["status"] == PASSED
     assert judge({key: value for key, value in audit.items() if key != "confirmed_in_step"})["status"] == FAILED
     assert judge(audit | {"products": [{"name": "a", "requested": "current", "effective": "bf16"}]})["status"] == FAILED
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parity_fails_where_the_audit_says_so(nested: bool) -> None:
+    figures = {"loss": 2.0, "plain_loss": 2.5, "least_cosine": 0.25}
+    parity = {"plain": figures} if nested else figures
+    assert parity_finding(parity | {"failures": []})["status"] == PASSED
+    found = parity_finding(parity | {"failures": ["the loss is off"]})
+    assert found["status"] == FAILED and found["said"].startswith("the loss is off; ") and "least cosine 0.2500" in found["said"]
 
 
 def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:
