@@ -292,9 +292,9 @@ def _multiplies_by_library(run: Situation) -> bool:
 
 
 def _products(run: Situation) -> Compared:
-    """Each shape of linear in a layer, on the same operands: its output, and the gradients of input and weight."""
-    layer = next(iter(model.decoder_layers(run.hf).values()))
-    linears = [module for module in layer.modules() if isinstance(module, LINEARS)]
+    """Each shape of linear but the head, on the same operands: its output, and the gradients of input and weight."""
+    head = run.hf.get_output_embeddings()
+    linears = [module for module in run.hf.modules() if isinstance(module, LINEARS) and module is not head]
     for in_features, out_features in dict.fromkeys(map(features_of, linears)):
         if {in_features % run.active.precision.multiple_of, out_features % run.active.precision.multiple_of} != {0}:
             continue  # the run leaves it in BF16
@@ -484,14 +484,19 @@ def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
 
 
 def choose(
-    run: Situation, choice: attention.Choice, asked: str, fused: Setting, accelerator: Accelerator | None = None
+    run: Situation,
+    choice: attention.Choice,
+    asked: str,
+    fused: Setting,
+    accelerator: Accelerator | None = None,
+    verdicts: list[Verdict] | None = None,
 ) -> Chosen:
     """Try every kernel that `run` would take, attention by `choice`, and find what to take where one is wrong.
 
-    `asked`, `fused`: the settings `model.attention` and `model.fused`. Raises InputError where a wrong one was asked for by name,
-    or nothing else computes the same.
+    `asked`, `fused`: the settings `model.attention` and `model.fused`. `verdicts`: a list that takes those that come. Raises
+    InputError where a wrong one was asked for by name, or nothing else computes the same.
     """
-    verdicts: list[Verdict] = []
+    verdicts = [] if verdicts is None else verdicts
 
     def tried(name: str) -> Verdict | None:
         """The verdict, if it speaks against the kernel."""
@@ -526,6 +531,8 @@ def choose(
         raise _nothing_else(against)
     if against := tried("optimizer"):
         verdicts[-1] = replace(against, instead="the update in torch")
+    if verdicts and run.device.type == "cuda":
+        torch.cuda.empty_cache()
     return Chosen(run, choice, not_fused, optimizer=against is None, verdicts=tuple(verdicts))
 
 

@@ -27,7 +27,7 @@ from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 TOKENS = 256  # of a pack, at most
@@ -62,8 +62,9 @@ class Situation:
     @property
     def parts(self) -> Parts | None:
         """Of the first layer, where layers like it are fused."""
-        name, layer = next(iter(model.decoder_layers(self.hf).items()))
-        return parts_of(layer) if self.fused and assess_layer(name, layer, {})[0] is None else None
+        name, layer = next(iter(model.decoder_layers(self.hf).items()), ("", None))
+        fused = self.fused and layer is not None and assess_layer(name, layer, {})[0] is None
+        return parts_of(layer) if fused else None
 
     @property
     def on_transformer_engine(self) -> bool:
@@ -71,9 +72,9 @@ class Situation:
         return self.device.type == "cuda"
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:
-        """Normal values, the same on every device."""
-        generator = torch.Generator().manual_seed(seed + sum(shape))
-        return torch.randn(shape, generator=generator).to(self.device, dtype or self.dtype)
+        """Normal values, the same every time."""
+        generator = torch.Generator(self.device).manual_seed(seed + sum(shape))
+        return torch.randn(shape, generator=generator, device=self.device).to(dtype or self.dtype)
 
 
 def one_layer(
@@ -89,6 +90,8 @@ def one_layer(
 
     `in_fp32`: the same values computed in FP32. Norms and biases are drawn too: at one and zero, much would not show.
     """
+    everything = {"keep_bf16_layers": LowPrecisionSettings().keep_bf16_layers}  # the one layer is not to be left out
+    active = replace(active, settings=active.settings.model_copy(update=everything))
     attention.register()
     config = cut_to_one_layer(run.hf.config)
     torch.manual_seed(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -10,9 +11,16 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn
 from pretrain.model.attention.heads import Heads
+from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.verify.kernels import TABLE, Verdict, choose, try_kernel
+from pretrain.verify.one_layer import Situation
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -55,23 +63,75 @@ def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> t
     return output, *torch.autograd.grad(output, states, torch.randn(output.shape, device="cuda").to(output.dtype))
 
 
-def assert_agrees(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> None:
+def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
+    """Relative, by tensor."""
+    found = {}
     for name, mine, theirs in zip(("output", "dq", "dk", "dv"), ours, exact, strict=True):
-        error = ((mine.float() - theirs).norm() / theirs.norm()).item()
-        assert mine.shape == theirs.shape and mine.dtype == torch.bfloat16 and error < 2**-7, f"{name}: {error}"
+        assert mine.shape == theirs.shape and mine.dtype == torch.bfloat16, name
+        found[name] = ((mine.float() - theirs).norm() / theirs.norm()).item()
+    return found
+
+
+def situation(kind: str, heads: Heads) -> Situation:
+    """Of a BF16 run that attends by `kind`."""
+    sizes = {"num_attention_heads": heads.query, "num_key_value_heads": heads.kv, "head_dim": heads.dim}
+    config = {"model_type": "qwen3", "vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1}
+    return Situation(
+        device=torch.device("cuda"),
+        hf=build_on_meta(load_config(ModelSettings(config=config | sizes))),
+        length=LENGTH,
+        active=ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings()),
+        attention=f"packed_{kind}",
+        fused=False,
+        loss=LossSettings(kind="reference"),
+        weights="fp32",
+        gradients=torch.float32,
+        moments=torch.float32,
+    )
+
+
+@cache
+def verdict_of(kind: str, heads: Heads) -> Verdict:
+    """What a run would find at its start."""
+    return try_kernel(TABLE["attention"], situation(kind, heads))
 
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_a_kernel_agrees_with_fp32_attention_whatever_heads_documents_and_spare_offsets(
+def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents_or_is_found_at_the_start(
     kind: str, heads: Heads, documents: str, spare: int
 ) -> None:
+    """cuDNN's dq for heads of 256 is 0.29 to 0.35 off on an H200."""
     kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
     states = random_states(heads)
-    expected = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
-    assert_agrees(attend(kernel, states, sizes, spare), expected)
+    exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
+    errors = errors_of(attend(kernel, states, sizes, spare), exact)
+    wrong = {name: error for name, error in errors.items() if error >= 2**-7}
+    if verdict_of(kind, heads).agrees:
+        assert not wrong
+    else:
+        assert wrong and heads.dim == 256, f"{kind} is refused for what it can: {verdict_of(kind, heads)}"
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_a_kernel_that_is_wrong_is_not_taken_by_auto_and_refused_by_name(kind: str, heads: Heads) -> None:
+    kernel_of(kind, heads)
+    verdict = verdict_of(kind, heads)
+    print(f"{kind}, {heads}: {verdict} in {verdict.seconds:.2f} s")
+    run = situation(kind, heads)
+    by_name = lambda: choose(run, attention.Choice(run.attention, "requested"), kind, "off")  # noqa: E731
+    if verdict.agrees:
+        assert by_name().attention.name == run.attention
+        return
+    with pytest.raises(InputError, match=f"model.attention: {kind} disagrees with its formula.*set model.attention: auto"):
+        by_name()
+    chosen = choose(run, attention.Choice(run.attention, "fastest that runs here"), "auto", "off")
+    assert chosen.attention.name != run.attention and f"{kind} disagrees with" in chosen.attention.reason
+    first, *_, last = [each for each in chosen.verdicts if each.kernel.startswith("attention ")]
+    assert first.instead == chosen.attention.name and last.agrees
 
 
 def test_cudnns_two_calls_give_what_its_operator_gives() -> None:

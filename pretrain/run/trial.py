@@ -1,0 +1,306 @@
+"""One precision tried on this machine, alone: its operands, its kernels, one layer's agreement and speed.
+
+On a GPU that happens in a process of its own, because an error of CUDA's takes its whole process with it. Whatever fails becomes
+a finding. `pretrain.run.doctor` makes a table of them, and `pretrain.run.examination` a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.metrics.flops import Shape
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model import huggingface as model
+from pretrain.model.attention import backends as attention
+from pretrain.model.attention.heads import Heads
+from pretrain.model.fused.layers import not_fused_because
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import check_shapes
+from pretrain.precision.selection import missing_on
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.verify.kernels import Verdict, choose, failures, relative_error
+from pretrain.verify.one_layer import Situation, loss_and_gradients, microbatch_of, one_layer
+from pretrain.verify.operands import compare_operands
+
+ROOT = Path(__file__).resolve().parents[2]
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000,
+    "tie_word_embeddings": True,
+}
+SMALL = QWEN3_1_7B | {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+TIMEOUT = 150  # seconds for one precision
+MARK = "DOCTOR "  # begins a line of what a process of ours has found
+PASSED, FAILED, NOT_HERE = "passed", "failed", "not here"
+
+Finding = dict[str, Any]  # part, status (passed, failed, not here), said, and figures
+
+
+@dataclass(frozen=True)
+class Patient:
+    """What is examined: layers of this shape, on this device."""
+
+    device: torch.device
+    config: dict[str, Any]  # of the model
+    recipe: Path | None  # whose model it is
+    length: int  # tokens of a pack
+    tokens: int  # of a timed forward and backward
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Patient:
+        """InputError for a recipe that cannot be read."""
+        gpu = torch.cuda.is_available() and not arguments.cpu
+        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        recipe = load_recipe(arguments.recipe) if arguments.recipe else None
+        length = recipe.data.length if recipe else 4096 if gpu else 128
+        tokens = arguments.tokens or max(length, 8192 if gpu else 256)
+        return cls(device, QWEN3_1_7B if gpu else SMALL, arguments.recipe, length, tokens)
+
+    @cached_property
+    def hf(self) -> PreTrainedModel:
+        """On the meta device."""
+        settings = load_recipe(self.recipe).model if self.recipe else ModelSettings(config=self.config)
+        return model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
+
+    def situation(self, active: ActivePrecision) -> tuple[Situation, attention.Choice]:
+        """As a run with the defaults of its settings would be, before its kernels are tried."""
+        hf = self.hf
+        shape, dtype = Shape.of(hf), getattr(torch, active.precision.compute_dtype)
+        heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+        check_shapes(hf, active)
+        choice = attention.choose("auto", self.device.type, heads, dtype, self.length)
+        run = Situation(
+            device=self.device,
+            hf=hf,
+            length=self.length,
+            active=active,
+            attention=choice.name,
+            fused=not_fused_because("auto", active, self.device.type, dtype) is None,
+            loss=LossSettings(),
+            weights="bf16_exact" if active.precision.compute_dtype == "bfloat16" else "fp32",
+            gradients=torch.float32,
+            moments=torch.float32,
+        )
+        return run, choice
+
+
+# ── In the process that tries it ───────────────────────────────────────────────────────────────────────────────
+
+
+def examine(patient: Patient, name: str, backend: str, *, full: bool) -> Iterator[Finding]:
+    """What works of precision `name` on `backend` (torch, transformer_engine, emulation); every failure is a finding."""
+    precision = PRECISIONS[name]
+    active = ActivePrecision(name, precision, backend, LowPrecisionSettings().resolved(name))
+    if full and backend == "transformer_engine":
+        yield from each_operand(active, patient.device)
+    verdicts: list[Verdict] = []
+    chosen, failure = None, None
+    try:
+        run, choice = patient.situation(active)
+        chosen = choose(run, choice, "auto", "auto", verdicts=verdicts)
+    except InputError as error:
+        failure = str(error)
+    except failures() as error:
+        failure = in_a_line(error)
+    for verdict in verdicts:
+        status = PASSED if verdict.agrees or verdict.instead else FAILED
+        instead = f"; {verdict.instead} in its place" if verdict.instead else ""
+        yield {"part": verdict.kernel, "status": status, "said": f"{verdict}{instead}", "errors": dict(verdict.errors)}
+    if chosen is None:
+        yield {"part": "kernels", "status": FAILED, "said": failure}
+        return
+    yield tried("against FP32", lambda: agreement(chosen.situation))
+    yield tried("speed of a layer", lambda: speed(chosen.situation, patient.tokens))
+
+
+def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
+    """The finding, or that of its failure."""
+    try:
+        return examine_part()
+    except InputError as error:
+        return {"part": part, "status": FAILED, "said": str(error)}
+    except failures() as error:
+        return {"part": part, "status": FAILED, "said": in_a_line(error)}
+
+
+def each_operand(active: ActivePrecision, device: torch.device) -> Iterator[Finding]:
+    """What hardware quantizes, bit for bit."""
+    try:
+        for operand, differs in compare_operands(active, device):
+            said = differs or "the emulation's, bit for bit"
+            yield {"part": f"operand: {operand}", "status": FAILED if differs else PASSED, "said": said}
+    except InputError as error:
+        yield {"part": "operands", "status": FAILED, "said": str(error)}
+    except failures() as error:
+        yield {"part": "operands", "status": FAILED, "said": in_a_line(error)}
+
+
+def agreement(run: Situation) -> Finding:
+    """The layer as it would train beside the same one in FP32: what is quantized is off by what quantization costs."""
+    fp32 = ActivePrecision("fp32", PRECISIONS["fp32"], "torch", LowPrecisionSettings().resolved("fp32"))
+    rounds = 4 if getattr(run.active.precision, "keeps_history", False) else 1
+    plain = loss_and_gradients(one_layer(run, fp32, fused=False, backend="packed_sdpa", in_fp32=True), run)
+    ours = loss_and_gradients(one_layer(run, run.active, fused=run.fused, backend=run.attention), run, rounds)
+    whole, theirs = (torch.cat([found[name].flatten() for name in plain if name != "loss"]) for found in (ours, plain))
+    off = relative_error(whole, theirs)
+    finding = {"part": "against FP32", "gradient_error": off, "loss_error": (ours["loss"] - plain["loss"]).abs().item()}
+    said = f"loss {finding['loss_error']:.2g} nats off, gradient {off:.1%} of its norm"
+    return finding | {"status": PASSED if off < 0.75 else FAILED, "said": said}
+
+
+def speed(run: Situation, tokens: int) -> Finding:
+    """Forward and backward of one layer, without the optimizer; weights are quantized every time."""
+    gpu = run.device.type == "cuda"
+    compiled = gpu and not run.fused and run.active.backend != "emulation"  # which compiles what it quantizes by itself
+    packed = one_layer(run, run.active, fused=run.fused, backend=run.attention, compiled=compiled)
+    inputs = microbatch_of(run, tokens)
+    count = inputs["input_ids"].numel()
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+
+    def pass_through() -> None:
+        packed.zero_grad(set_to_none=True)
+        (packed(**inputs) / count).backward()
+
+    def wait() -> None:
+        if gpu:
+            torch.cuda.synchronize()
+
+    for _ in range(3 if gpu else 1):
+        pass_through()
+    times = []
+    for _ in range(7 if gpu else 2):
+        wait()
+        began = time.perf_counter()
+        pass_through()
+        wait()
+        times.append(time.perf_counter() - began)
+    seconds = sorted(times)[len(times) // 2]
+    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
+    finding = {
+        "part": "speed of a layer",
+        "status": PASSED,
+        "ms": 1e3 * seconds,
+        "tokens": count,
+        "tokens_per_second": count / seconds,
+    }
+    peak = f", {memory:.2f} GiB at most" if memory else ""
+    said = f"{1e3 * seconds:.2f} ms for {count:,} tokens, {count / seconds:,.0f} tokens/s{peak}"
+    return finding | {"said": said}
+
+
+def in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+# ── In the process that asks for it ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def machine(device_type: str) -> Finding:
+    """Versions and devices, and for each precision what the device lacks (None: nothing more, if the library is right)."""
+    missing = missing_on(device_type)
+    quantized = [precision for precision in PRECISIONS.values() if precision.quantized]
+    return {"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}}
+
+
+def in_process(arguments: Sequence[str], timeout: float, found: Callable[[Finding], None]) -> str | None:
+    """Run `python -m pretrain doctor` with `arguments` in a process of its own; `found` gets each finding as it comes.
+
+    Returns how the process ended before its time, None if it came to its end. After `timeout` seconds it is killed.
+    """
+    command = [sys.executable, "-m", "pretrain", "doctor", *arguments]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    said: list[str] = []
+    reader = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
+    reader.start()
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(timeout, end)
+    timer.start()
+    try:
+        for line in process.stdout:
+            if line.startswith(MARK) and line.endswith("\n"):
+                found(json.loads(line.removeprefix(MARK)))
+        status = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    reader.join(timeout=5)
+    if late.is_set():
+        return f"took longer than {timeout:.0f} s"
+    last = next((line.strip() for line in reversed(said) if line.strip()), "")
+    return f"ended with status {status}: {last[:300]}" if status else None
+
+
+def collect(
+    patient: Patient, name: str, backend: str, arguments: Sequence[str], *, full: bool, found: Callable[[Finding], None]
+) -> None:
+    """Findings of one precision: on a GPU from a process of its own, on a CPU from this one."""
+    if patient.device.type != "cuda":
+        for finding in examine(patient, name, backend, full=full):
+            found(finding)
+        return
+    seconds = 2 * TIMEOUT if backend == "emulation" else TIMEOUT  # it compiles what it quantizes, shape by shape
+    ended = in_process([*arguments, "--try", name, backend, *(["--full"] if full else [])], seconds, found)
+    if ended:
+        found({"part": "process", "status": FAILED, "said": ended})
+
+
+def describe(patient: Patient, found: Finding) -> list[str]:
+    """The machine and the layer, in two lines."""
+    environment = found["environment"]
+    packages = environment["packages"]
+    library = f", Transformer Engine {packages['transformer_engine']}" if "transformer_engine" in packages else ""
+    device = ", ".join(dict.fromkeys(environment["gpus"])) if patient.device.type == "cuda" else "CPU"
+    versions = f"torch {packages.get('torch')}, CUDA {environment['cuda']}{library}"
+    shape = Shape.of(patient.hf)
+    heads = f"{shape.heads} query and {shape.kv_heads} KV heads of {shape.head_dim}"
+    layer = f"{type(patient.hf).__name__}, hidden {shape.hidden}, feed-forward {shape.feed_forward}, {heads}"
+    return [f"{device}; {versions}", f"one layer of {layer}; {patient.tokens:,} tokens in packs of {patient.length:,}"]
+
+
+def plain(finding: Finding) -> Finding:
+    """With numbers that JSON does not have as text."""
+    return json.loads(json.dumps(finding), parse_constant=str)

@@ -1,0 +1,223 @@
+"""Kernels that check themselves, and the doctor, on a GPU: real kernels agree, broken ones are found, and each takes its time.
+
+The Triton kernels' cases run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from pretrain import __main__ as commands
+from pretrain.model import huggingface as model
+from pretrain.model.attention import backends as attention
+from pretrain.model.fused import activation_kernel, rotary, rotary_kernel
+from pretrain.model.fused.layers import not_fused_because
+from pretrain.optimizer.adamw import ExactAdamW
+from pretrain.optimizer.adamw_kernel import FusedUpdate
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.precision.transformer_engine import unavailable_because
+from pretrain.run.trial import QWEN3_1_7B
+from pretrain.settings.recipe import LossSettings, ModelSettings
+from pretrain.verify.kernels import TABLE, choose, try_kernel
+from pretrain.verify.one_layer import Situation
+from pretrain.verify.operands import compare_operands
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.usefixtures("conversions_that_round"),
+]
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+SMALLER = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@cache
+def situation(precision: str, small: bool = False) -> Situation:
+    """Of a run with defaults, Qwen3-1.7B's shape or a smaller one."""
+    backend = "transformer_engine" if PRECISIONS[precision].quantized else "torch"
+    active = ActivePrecision(precision, PRECISIONS[precision], backend, LowPrecisionSettings().resolved(precision))
+    config = QWEN3_1_7B | (SMALLER | {"head_dim": 64} if small else {})
+    fused = INTERPRETED or not_fused_because("auto", active, DEVICE.type, torch.bfloat16) is None
+    return Situation(
+        device=DEVICE,
+        hf=model.build_on_meta(model.load_config(ModelSettings(config=config))),
+        length=4096,
+        active=active,
+        attention="packed_sdpa",
+        fused=fused,
+        loss=LossSettings(),
+        weights="bf16_exact",
+        gradients=torch.float32,
+        moments=torch.float32,
+    )
+
+
+def hardware(name: str) -> str:
+    """`name`, or the test is skipped where this machine does not compute it."""
+    if missing := unavailable_because(PRECISIONS[name]):
+        pytest.skip(f"{name} needs {missing}")
+    return name
+
+
+# ── Triton's kernels: right, and broken ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def rotated_by_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rotary, "has_kernel", lambda rows, heads: True)
+
+
+@pytest.mark.usefixtures("rotated_by_kernel")
+def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation("bf16", small=True)
+    verdict = try_kernel(TABLE["rotation"], run)
+    assert verdict.agrees and len(verdict.errors) == 6, verdict
+    right = rotary_kernel.rotate_backward
+
+    def wrong(*arguments: Any) -> tuple[Tensor, ...]:
+        gradient, *norms = right(*arguments)
+        return 1.1 * gradient, *norms
+
+    monkeypatch.setattr(rotary_kernel, "rotate_backward", wrong)
+    assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])
+def test_the_activations_kernels_agree_and_broken_ones_are_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation(precision, small=True)
+    verdict = try_kernel(TABLE["activation"], run)
+    assert verdict.agrees, verdict
+    name = {"bf16": "backward_bf16", "block": "backward_blocks"}.get(precision, "backward")
+    right = getattr(activation_kernel, name)
+    monkeypatch.setattr(activation_kernel, name, lambda d, hidden, *into: right(-d, hidden, *into))
+    assert try_kernel(TABLE["activation"], run).errors["gradient"] == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("fp32", torch.float32), ("bf16_exact", torch.float32), ("bf16", torch.bfloat16)])
+def test_the_optimizers_kernel_agrees_and_a_broken_one_is_found(
+    weights: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if INTERPRETED and weights == "bf16":
+        pytest.skip("the interpreter truncates where BF16 is rounded")
+    run = replace(situation("bf16", small=True), weights=weights, gradients=dtype, moments=dtype)
+    verdict = try_kernel(TABLE["optimizer"], run)
+    assert verdict.agrees, verdict
+    right = FusedUpdate.__call__
+    monkeypatch.setattr(
+        FusedUpdate, "__call__", lambda self, each, hyper, clip: right(self, each, replace(hyper, beta2=0.5), clip)
+    )
+    assert not try_kernel(TABLE["optimizer"], run).agrees
+
+
+@cuda_only
+def test_the_softmax_agrees_and_a_broken_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretrain.model.loss import softmax_kernel
+
+    verdict = try_kernel(TABLE["loss"], situation("bf16"))
+    assert verdict.agrees, verdict
+    right = softmax_kernel.softmax_gradient_
+    monkeypatch.setattr(softmax_kernel, "softmax_gradient_", lambda logits, labels, ignore: right(logits, labels.roll(1), ignore))
+    assert not try_kernel(TABLE["loss"], situation("bf16")).agrees
+
+
+@cuda_only
+def test_an_optimizer_whose_kernel_is_wrong_updates_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.ones(64, device=DEVICE))
+    parameter.grad = torch.ones_like(parameter)
+    adamw = ExactAdamW([parameter], lr=0.1)
+    adamw.by_kernel = False
+    monkeypatch.setattr(FusedUpdate, "__call__", lambda *_: pytest.fail("the kernel was called"))
+    adamw.step()
+    assert not torch.equal(parameter.detach(), torch.ones_like(parameter))
+
+
+# ── Transformer Engine's ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cuda_only
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(precision: str) -> None:
+    found = dict(compare_operands(situation(hardware(precision)).active, DEVICE))
+    assert len(found) >= 3 and {name: differs for name, differs in found.items() if differs} == {}
+
+
+@cuda_only
+@pytest.mark.parametrize("precision", ["bf16", *QUANTIZED])
+def test_every_kernel_of_a_run_agrees_and_the_time_it_takes_is_shown(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The second time: the first compiles what the run would compile."""
+    if precision != "bf16":
+        hardware(precision)
+    run = situation(precision)
+    choice = attention.choose("auto", "cuda", run.heads, torch.bfloat16, run.length)
+    run = replace(run, attention=choice.name)
+    first = choose(run, choice, "auto", "auto")
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    chosen = choose(run, choice, "auto", "auto")
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    with capsys.disabled():
+        print(f"\n{precision}: {seconds:.2f} s, first {sum(each.seconds for each in first.verdicts):.2f} s")
+        for verdict in first.verdicts:
+            print(f"  {verdict.kernel} {verdict} in {verdict.seconds:.2f} s")
+    assert all(verdict.agrees for verdict in chosen.verdicts) and chosen.not_fused is None
+    assert chosen.attention == choice
+    names = {verdict.kernel.split()[0] for verdict in chosen.verdicts}
+    assert names >= {"attention", "loss", "optimizer"} and (precision == "bf16" or names >= {"products", "layer"})
+
+
+@cuda_only
+def test_a_broken_librarys_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformer_engine.pytorch.module.linear as te_linear
+
+    run = situation(hardware("current"), small=True)
+    right = te_linear.general_gemm
+
+    def wrong(*operands: Any, **options: Any) -> Any:
+        product, *rest = right(*operands, **options)
+        return product * 1.25, *rest
+
+    monkeypatch.setattr(te_linear, "general_gemm", wrong)
+    verdict = try_kernel(TABLE["products"], run)
+    assert not verdict.agrees and min(verdict.errors.values()) > 0.2, verdict
+
+
+# ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@cuda_only
+def test_the_doctor_makes_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    precisions = ["bf16", *(name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))]
+    assert commands.main(["doctor", "--precisions", ",".join(precisions)]) == 0
+    said = capsys.readouterr().out
+    with capsys.disabled():
+        print(f"\n{said}")
+    assert all(f"| {name} " in said for name in precisions) and "Traceback" not in said
+
+
+@cuda_only
+def test_the_full_examination_of_a_precision_passes_on_this_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name, out = hardware("current"), tmp_path / "doctor.md"
+    status = commands.main(["doctor", "--full", "--precisions", name, "--out", str(out)])
+    text = out.read_text()
+    with capsys.disabled():
+        print(f"\n{text.partition('## Figures')[0]}")
+    found = json.loads(text.partition("```json\n")[2].partition("```")[0])["findings"][name]
+    assert status == 0 and {each["status"] for each in found} == {"passed"}, text
+    assert {"speed of a layer", "parity at step 0", "audit", "resuming", "ten steps"} <= {each["part"] for each in found}

@@ -1,0 +1,246 @@
+"""`python -m pretrain doctor` on a machine without a GPU: its table, its file, and what fails while it looks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from foundation.errors import InputError
+from pretrain import __main__ as commands
+from pretrain.precision.emulation import EmulatedProduct
+from pretrain.run import examination, trial
+from pretrain.run.doctor import parse
+from pretrain.run.examination import Examination, audit_finding, examine_fully, parity_finding, resume_finding
+from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Finding, Patient, in_process, machine
+
+SOME = ["--cpu", "--tokens", "128"]
+
+
+def row_of(table: str, precision: str) -> list[str]:
+    (line,) = [line for line in table.splitlines() if line.startswith(f"| {precision} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_every_precision_asked_for_has_a_row_with_its_speed_and_what_the_device_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["doctor", *SOME, "--precisions", "bf16,nvfp4"]) == 0
+    table = capsys.readouterr().out
+    bf16, nvfp4 = row_of(table, "bf16"), row_of(table, "nvfp4")
+    assert bf16[1] == f"torch {torch.__version__}" and nvfp4[1] == "emulation"
+    assert bf16[-1] == "" and "compute capability 10.0 or higher" in nvfp4[-1] and "this run is on cpu" in nvfp4[-1]
+    assert all(float(row[2]) > 0 and int(row[3].replace(",", "")) > 0 for row in (bf16, nvfp4))
+    assert float(bf16[5].rstrip("%")) < 3 < float(nvfp4[5].rstrip("%"))
+
+
+def test_a_recipes_layers_are_those_that_are_tried(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small_recipe))
+    assert commands.main(["doctor", *SOME, "--recipe", str(path), "--precisions", "fp32"]) == 0
+    assert "hidden 32, feed-forward 64, 4 query and 2 KV heads of 8; 128 tokens in packs of 32" in capsys.readouterr().out
+
+
+def test_a_model_that_a_precision_cannot_take_is_a_row_with_the_reason(
+    small_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small_recipe))
+    assert commands.main(["doctor", *SOME, "--recipe", str(path), "--precisions", "block"]) == 1
+    assert "takes linears whose features are multiples of 128" in row_of(capsys.readouterr().out, "block")[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--precisions", "bf16,fp9"], "--precisions: no fp9 among fp32, bf16"), (["--tokens", "0"], "--tokens: a number")],
+)
+def test_a_mistyped_option_is_one_message(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert commands.main(["doctor", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_says_that_it_is_available_and_fails_is_a_line_and_emulation_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in TransformerEngine#2956. The library that cannot even be imported here stands for a GEMM that fails."""
+    monkeypatch.setattr(trial, "missing_on", lambda device: lambda precision: None)
+    assert commands.main(["doctor", *SOME, "--precisions", "mxfp8"]) == 0
+    row = row_of(capsys.readouterr().out, "mxfp8")
+    assert row[1] == "emulation" and row[-1].startswith("transformer_engine fails: ")
+
+
+def test_a_product_that_fails_takes_nothing_else_along(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: Any, **options: Any) -> None:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nwhen calling")
+
+    monkeypatch.setattr(EmulatedProduct, "multiply", fails)
+    assert commands.main(["doctor", *SOME, "--precisions", "current,fp32"]) == 1
+    said = capsys.readouterr()
+    assert row_of(said.out, "current")[1] == "nothing" and "CUBLAS_STATUS_NOT_SUPPORTED when calling" in said.out
+    assert row_of(said.out, "fp32")[1].startswith("torch") and "Traceback" not in said.out + said.err
+
+
+# ── Processes of its own ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def processes_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """Let this shell script run in the place of Python."""
+
+    def run(script: str) -> None:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return run
+
+
+FOUND = 'echo noise; echo \'DOCTOR {"part": "first"}\''
+
+
+@pytest.mark.parametrize(
+    ("then", "ended"),
+    [
+        ("exit 0", None),
+        ("echo CUDA error: an illegal memory access >&2; exit 1", "ended with status 1: CUDA error: an illegal memory access"),
+        ("printf 'DOCTOR {\"half'; kill -9 $$", "ended with status -9: "),
+    ],
+)
+def test_what_a_process_found_before_it_ended_is_kept(then: str, ended: str | None, processes_run: Callable) -> None:
+    processes_run(f"{FOUND}; {then}")
+    found: list[Finding] = []
+    assert in_process([], 60, found.append) == ended and found == [{"part": "first"}]
+
+
+def test_a_process_that_hangs_is_ended(processes_run: Callable) -> None:
+    processes_run(f"{FOUND}; exec sleep 600")
+    found: list[Finding] = []
+    assert in_process([], 0.3, found.append) == "took longer than 0 s"
+
+
+# ── The whole examination ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def examine(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, list[Finding]]]]:
+    """Examine on this CPU: the status, the file, and its findings by precision."""
+
+    def run(launch: Callable[..., Any], *precisions: str) -> tuple[int, str, dict[str, list[Finding]]]:
+        out = tmp_path / "doctor.md"
+        status = examine_fully(Patient.of(parse(SOME)), precisions, machine("cpu"), SOME, out, launch)
+        text = out.read_text()
+        return status, text, figures_of(text)["findings"]
+
+    return run
+
+
+def figures_of(text: str) -> dict[str, Any]:
+    return json.loads(text.partition("```json\n")[2].partition("```")[0])
+
+
+def verdicts(found: Sequence[Finding]) -> dict[str, str]:
+    return {finding["part"]: finding["status"] for finding in found}
+
+
+def test_on_a_cpu_it_does_what_can_be_done_in_small(examine: Callable, launcher_here: Callable) -> None:
+    def launch(arguments: Sequence[str], timeout: float) -> tuple[int, str]:
+        status, out, err = launcher_here(*arguments)
+        return status, out + err
+
+    status, text, found = examine(launch, "bf16")
+    assert status == 0, text
+    expected = dict.fromkeys(("against FP32", "speed of a layer", "parity at step 0", "audit", "resuming"), PASSED)
+    assert verdicts(found["bf16"]) == expected | {"ten steps": NOT_HERE}
+    assert "steps 4 to 6 repeat bit for bit" in text and "Finished: 5 passed, 0 failed, 1 not here." in text
+    figures = figures_of(text)
+    assert (
+        figures["finished"]
+        and figures["environment"]["packages"]["torch"]
+        and figures["command"]
+        and "git" in figures["environment"]
+    )
+
+
+def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable, tmp_path: Path) -> None:
+    seen = []
+
+    def launch(arguments: Sequence[str], timeout: float) -> tuple[int | None, str]:
+        seen.append((tmp_path / "doctor.md").read_text())
+        return (None, "") if "current" in arguments[0] else (3, "halted: parity")
+
+    status, text, found = examine(launch, "fp32", "current")
+    assert (
+        status == 1
+        and "**Not finished" in seen[0]
+        and verdicts(figures_of(seen[0])["findings"]["fp32"])["against FP32"] == PASSED
+    )
+    assert {each["said"] for each in found["fp32"] if each["status"] == FAILED} == {"status 3: halted: parity"}
+    assert {each["said"] for each in found["current"] if each["status"] == FAILED} == {"took longer than 120 s"}
+    assert verdicts(found["current"])["hardware"] == NOT_HERE and "| resuming " in text
+
+
+def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--out .*: there is no folder"):
+        examine_fully(
+            Patient.of(parse(SOME)), ["fp32"], machine("cpu"), SOME, tmp_path / "none" / "doctor.md", lambda *_: (0, "")
+        )
+
+
+def metrics(folder: Path, losses: dict[int, float]) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "loss": loss, "gradient_norm": 1.0}) for step, loss in losses.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("again", "status", "said"),
+    [
+        ({4: 2.0, 5: 1.5, 6: 1.0}, PASSED, "repeat bit for bit"),
+        ({4: 2.0, 5: 1.5, 6: 1.001}, PASSED, "differ by 1.0e-03 at most"),
+        ({4: 2.0, 5: 1.5, 6: 1.1}, FAILED, "differ by 1.0e-01 at most"),
+        ({4: 2.0, 5: 1.5}, FAILED, "the runs did steps"),
+    ],
+)
+def test_a_resumed_run_is_held_against_the_one_that_went_on(
+    again: dict[int, float], status: str, said: str, tmp_path: Path
+) -> None:
+    alone = metrics(tmp_path / "alone", {3: 3.0, 4: 2.0, 5: 1.5, 6: 1.0})
+    finding = resume_finding(alone, metrics(tmp_path / "again", again))
+    assert finding["status"] == status and said in finding["said"]
+
+
+def test_an_audit_passes_only_where_all_computed_as_asked_and_the_first_step_agreed() -> None:
+    audit = dict.fromkeys(("backend", "computed_by", "fused", "loss"), "x") | {"attention": {"kind": "packed_sdpa"}}
+    audit |= {"products": [{"name": "a", "requested": "current", "effective": "current"}], "confirmed_in_step": 1}
+    judge = partial(audit_finding, quantized=True)
+    assert judge(audit)["status"] == PASSED
+    assert judge({key: value for key, value in audit.items() if key != "confirmed_in_step"})["status"] == FAILED
+    assert judge(audit | {"products": [{"name": "a", "requested": "current", "effective": "bf16"}]})["status"] == FAILED
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_parity_fails_where_the_audit_says_so(nested: bool) -> None:
+    figures = {"loss": 2.0, "plain_loss": 2.5, "least_cosine": 0.25}
+    parity = {"plain": figures} if nested else figures
+    assert parity_finding(parity | {"failures": []})["status"] == PASSED
+    found = parity_finding(parity | {"failures": ["the loss is off"]})
+    assert found["status"] == FAILED and found["said"].startswith("the loss is off; ") and "least cosine 0.2500" in found["said"]
+
+
+def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:
+    examination_ = Examination(tmp_path / "doctor.md", {}, [])
+    examination_.add("bf16", {"part": "a | b", "status": FAILED, "said": "one\ntwo | three", "errors": {"dq": float("nan")}})
+    text = examination_.out.read_text()
+    assert figures_of(text)["findings"]["bf16"][0]["errors"] == {"dq": "NaN"} and "one two / three" in text
+    assert examination.AT_ONCE > 1
