@@ -154,7 +154,7 @@ def test_a_config_json_of_a_hundred_thousand_layers_or_brackets_is_refused(small
     config = small_recipe["model"]["config"]
     small_recipe["model"] = {"source": str(folder)}
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 100_000}))
-    assert re.search(r"config.json: `num_hidden_layers: 100000`: a model of more than 4096 layers", refusal("--plan"))
+    assert re.search(r"config.json: `num_hidden_layers: 100000`: a model of more than 1024 layers", refusal("--plan"))
     (folder / "config.json").write_text("[" * 100_000)
     assert re.search(r"config.json: cannot be read: nested deeper than 64", refusal("--plan"))
 
