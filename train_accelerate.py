@@ -90,9 +90,8 @@ def launch(arguments: argparse.Namespace) -> int:
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:
-        console.notice(render(job.plan))
-        if source := planned_resume(job, arguments):
-            console.notice(source)
+        resumed = planned_resume(job, arguments)
+        console.notice("\n".join(filter(None, [render(job.plan), resumed])))
         return 0
 
     with RunFolder(job.run_dir, owner=main_process) as folder:

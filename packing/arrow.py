@@ -58,9 +58,26 @@ class KnownTokenizer(BaseModel):
     pad_id: Size | None = None
 
 
+class LengthStatistics(BaseModel):
+    median: float
+    longest: Size
+
+
 class Statistics(BaseModel):
-    source_bytes: Size | None = None
+    """Of packs that `prepare` made; whoever imports packs knows only some of it."""
+
+    documents: Size = 0
+    tokens: Size = 0
+    packs: Size = 0
+    fill: float = 0.0
+    cut_documents: Size = 0
+    held_out_documents: Size = 0
+    held_out_packs: Size = 0
+    skipped_lines: Size = 0
     first_skipped: str | None = None
+    empty_documents: Size = 0
+    lengths: LengthStatistics = LengthStatistics(median=0.0, longest=0)
+    source_bytes: Size | None = None
 
 
 class PackManifest(BaseModel):

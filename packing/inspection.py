@@ -11,7 +11,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.progress import Progress
 from foundation.settings import parse
-from packing.arrow import MANIFEST, ArrowPacks, Packs, PackWriter, Split
+from packing.arrow import MANIFEST, ArrowPacks, Packs, PackWriter, Split, Statistics
 from packing.mds import MDSReader
 from packing.prepare import summary
 from packing.settings import DataSettings
@@ -63,7 +63,8 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         numbers = length_statistics(lengths)
         spread = ", ".join(f"{name.replace('_', ' ')} {numbers[name]:,.0f}" for name in list(numbers)[:6])
         yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
-    if isinstance(first, ArrowPacks) and "documents" in first.manifest["statistics"]:
+    whole = isinstance(first, ArrowPacks) and first.manifest["statistics"].keys() >= Statistics.model_fields.keys()
+    if whole and all((first.tokenizer or {}).get(key) for key in ("name", "vocab_size", "fingerprint")):
         yield "  as prepared"
         yield from summary(first.manifest).splitlines()
 

@@ -39,6 +39,8 @@ class TokenBin:
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
+        if not self.path.is_file():
+            raise InputError(f"{self.path}: is no file; name a .bin file of tokens in `data.packs`, or a folder that holds one")
         meta = read_meta(self.path.parent)
         self._dtype = _dtype(meta, self.path)
         size = self.path.stat().st_size

@@ -23,6 +23,7 @@ from foundation.settings import load_yaml
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 _WRITTEN_WHOLE = ("config.yaml", "environment.json", "audit.json", "metrics.jsonl", "summary.json", "loss.png", MATRIX_FILE)
+_FOLDERS = ("checkpoints", "final")
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, _WRITTEN_WHOLE))})\.\d+{re.escape(PARTIAL)}")
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
@@ -94,6 +95,12 @@ def check_ours(path: Path) -> None:
         names = sorted(os.listdir(path))
     except OSError as error:
         raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
+    for name in names:
+        if (name in _WRITTEN_WHOLE and not (path / name).is_file()) or (name in _FOLDERS and not (path / name).is_dir()):
+            wanted = "folder" if name in _FOLDERS else "file"
+            raise InputError(
+                f"{path / name}: is no {wanted}, which a run would write there; move it away, or set another `run_dir`"
+            )
     strange = [name for name in names if name not in (".lock", MATRIX_FILE) and not _LEFTOVER.fullmatch(name)]
     if not strange or any(path.glob("checkpoints/step-*/manifest.json")):
         return

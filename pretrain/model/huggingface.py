@@ -28,7 +28,7 @@ from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-MOST_LAYERS = 4096  # a plan looks at each: 100,000 of them, a mistyped number, would keep it busy for half a minute
+MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
 # What transformers and torch raise for values that they did not expect, in a config or in a file of weights: an architecture
 # checks its numbers in its own way, or not at all and fails where it first uses them.
 _OF_WRONG_VALUES = (

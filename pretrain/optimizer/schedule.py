@@ -13,6 +13,8 @@ from pathlib import Path
 from foundation.errors import InputError
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
+_MOST_POINTS = 10_000  # that a drawing has; it is 1,200 pixels wide
+
 
 def learning_rate(
     step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int
@@ -64,22 +66,30 @@ def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) ->
 def preview(
     settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int, path_png: Path
 ) -> str:
-    """Draw the rate of every step to `path_png`; returns the schedule in a line, and its rate where phases begin and end.
+    """Draw the rate of every step (of 10,000 where there are more) to `path_png`; returns the schedule in a line, and its rate
+    where phases begin and end.
 
     Raises InputError as `check` does, and where the PNG cannot be written.
     """
     if path_png.suffix.lower() != ".png":
         raise InputError(f"{path_png}: the schedule is drawn as a PNG; give the file a name that ends in .png")
     check(settings, total_steps, tokens_per_step)
-    rates = [learning_rate(step, settings, optimizer, total_steps, tokens_per_step) for step in range(total_steps)]
+    points = min(total_steps, _MOST_POINTS)
+    steps = [1 + point * (total_steps - 1) // max(points - 1, 1) for point in range(points)]
+    rates = [learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step) for step in steps]
     title = describe(settings, optimizer, total_steps, tokens_per_step)
     try:
-        _draw(rates, title, tokens_per_step, path_png)
+        _draw(steps, rates, title, tokens_per_step, path_png)
     except OSError as error:
         raise InputError(f"{path_png}: cannot be written: {error.strerror}; name another place") from None
     warmup, decay = warmup_steps(settings, tokens_per_step), decay_steps(settings, total_steps)
     marks = {"first": 1, "end of warmup": warmup, "start of decay": decay and total_steps - decay + 1, "last": total_steps}
-    return "\n".join([title, *(f"  step {step:>9,}  {rates[step - 1]:.3e}  {name}" for name, step in marks.items() if step)])
+    lines = []
+    for name, step in marks.items():
+        if step:
+            rate = learning_rate(step - 1, settings, optimizer, total_steps, tokens_per_step)
+            lines.append(f"  step {step:>9,}  {rate:.3e}  {name}")
+    return "\n".join([title, *lines])
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int, tokens_per_step: int) -> str:
@@ -95,13 +105,13 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     return f"{settings.kind}: {' + '.join(phases)} = {total_steps:,} steps, peak {peak:g}{end}"
 
 
-def _draw(rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
+def _draw(steps: list[int], rates: list[float], title: str, tokens_per_step: int, path: Path) -> None:
     from matplotlib.figure import Figure  # not pyplot, which would pick a display and keep state for the whole process
     from matplotlib.ticker import EngFormatter
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel="learning rate", ylim=(0, max(rates) * 1.08))
-    axes.plot(range(1, len(rates) + 1), rates, linewidth=1.8)
+    axes.plot(steps, rates, linewidth=1.8)
     axes.margins(x=0)
     axes.yaxis.set_major_formatter("{x:.3g}")
     axes.xaxis.set_major_formatter("{x:,.0f}")

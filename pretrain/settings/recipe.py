@@ -16,6 +16,7 @@ from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, 
 from packing.settings import DataSettings
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
 
+MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -62,20 +63,20 @@ class ModelSettings(Settings):
 
 
 class BatchSettings(Settings):
-    tokens: PositiveCount = 131_072  # tokens of one optimizer step, over all devices
+    tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072  # tokens of one optimizer step, over all devices
     microbatch: Literal["auto"] | PositiveCount = "auto"  # packs a device takes at once
 
 
 class OptimizerSettings(Settings):
-    learning_rate: float = Field(3.0e-4, gt=0)  # the largest, which the schedule reaches after its warmup
+    learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)  # the largest, which the schedule reaches after its warmup
     betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's
-    eps: float = Field(1.0e-8, gt=0)  # AdamW's
-    weight_decay: float = Field(0.1, ge=0)  # AdamW's, times the learning rate
+    eps: float = Field(1.0e-8, gt=0, le=MOST_FP32)  # AdamW's
+    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate
     decay: Literal["matrices", "all"] = "matrices"  # what decays: matrices and embeddings; all: norms and biases too, as in torch
     moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Several processes sum in the weights' dtype.
     gradients: Literal["fp32", "bf16"] | None = None
-    clip: float | None = Field(1.0, gt=0)  # the largest gradient norm; null: gradients are not clipped
+    clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
 
     @field_validator("clip", mode="before")
     @classmethod

@@ -12,6 +12,20 @@ import yaml
 SETTINGS = {
     "optimizer.learnin_rate=1": r"command line, over .*recipe.yaml: unknown key `optimizer.learnin_rate`; did you mean `opt",
     "weigths=bf16": r"unknown key `weigths`; did you mean `weights`\?",
+    "Seed=3 --plan": r"unknown key `Seed`; did you mean `seed`\?",
+    "data.Seed=1": r"unknown key `data.Seed`; did you mean `data.seed`\?",
+    "int=3": r"unknown key `int`; did you mean ",
+    "a[0]=3": r"unknown key `a\[0\]`; known keys here: batch, ",
+    "model.gradient_checkpointing={Every: 2}": r"unknown key `model.gradient_checkpointing.Every`; did you mean ",
+    "optimizer={2: 3}": r"unknown key `optimizer.2`, which is no text; keys are words",
+    "train.steps.x=3": r"`train.steps.x` cannot be set: `steps` holds 12, not keys of its own",
+    "seed=[[[": r"the value of `seed=\[\[\[` is not valid YAML",
+    "seed=99999999999999999999": r"`seed`: too large; the most that a count can be is",
+    "run_dir=": r"`run_dir` is empty; name a folder",
+    "run_dir=runs/{name!r}": r"`run_dir`: 'runs/{name!r}' cannot be filled in",
+    "data.end_token=99999999999": r"`data.end_token` is 99999999999; it should be less than 4294967296",
+    "--plan optimizer.learning_rate=1e39": r"`optimizer.learning_rate` is '1e39'; it should be less than or equal to 100",
+    "--plan batch.tokens=9223372036854775776": r"`batch.tokens` is 9223372036854775776; it should be less than or equal to 1099",
     "weights": r"command line: 'weights' is not of the form key=value",
     "train.steps=many": r"`train.steps` is 'many'; it should be a valid integer$",
     "optimizer.learning_rate=-1": r"`optimizer.learning_rate` is -1; it should be greater than 0",
@@ -52,6 +66,11 @@ SETTINGS = {
 MODELS = {
     "model.config.hiden_size=32": r"`model.config.hiden_size`: Qwen3Config has no such key; did you mean `hidden_size`\?",
     "model.config.hidden_size=wide": r"`model.config`: Qwen3Config does not take .*'hidden_size' expected int, got str",
+    "--plan model.config.hidden_act=swiglu": r"`model`: Qwen3Config makes no causal language model .*: KeyError 'swiglu'",
+    "--plan model.config.dtype=bf16": r"`model.config`: Qwen3Config does not take these values: .* no attribute 'bf16'",
+    "--plan model.config.pad_token_id=200": r"`model.config.pad_token_id: 200` is beyond the model's vocabulary of 61 tokens",
+    "--plan model.config.num_hidden_layers=100000": r"`model.config`: `num_hidden_layers: 100000`: a model of more than 1024",
+    "model.config={model_type: gpt2, n_layer: 100000}": r"`model.config`: `n_layer: 100000`: a model of more than 1024",
     "model.config.model_type=qwen33": r"`model.config.model_type`: transformers has no .* 'qwen33'; did you mean `qwen3`\?",
     "--plan model.config.hidden_size=0": r"`model.config.hidden_size: 0`: a model needs at least 1",
     "--plan model.config.num_hidden_layers=0": r"`model.config.num_hidden_layers: 0`: a model needs at least 1",
@@ -132,6 +151,20 @@ def test_a_recipe_that_does_not_exist_is_refused_with_the_nearest_that_does(trai
 def test_a_precision_of_the_launch_environment_that_no_recipe_stands_for_is_refused(mixed_precision, says, refusal, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", mixed_precision)
     assert re.search(says, refusal())
+
+
+def test_several_processes_of_which_accelerate_starts_one_are_refused(refusal, launch, monkeypatch):
+    """`num_processes: 2` with `distributed_type: NO`: accelerate then sets the address to meet at, and no WORLD_SIZE."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert launch("--plan").status == 0, "started without accelerate, as in a job that sets the variable for others"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    assert re.search(r"`num_processes` is more than 1 and `distributed_type: NO` starts one; set .*MULTI_GPU", refusal("--plan"))
+
+
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_DYNAMO_BACKEND"])
+def test_a_variable_that_accelerate_does_not_take_is_one_message(variable, refusal, monkeypatch):
+    monkeypatch.setenv(variable, "many")
+    assert re.search(r"^accelerate configuration: accelerate does not take it: (?i:.*many)", refusal("--plan"))
 
 
 def test_a_mistake_in_an_fp8_config_names_the_accelerate_configuration(refusal, monkeypatch):

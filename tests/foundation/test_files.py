@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,10 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.files import FileLock, replace_file
-from foundation.integrity import STAMP, FileRecord, check_files, find_damage, hash_file
+from foundation.files import FileLock, remove_own_folder, replace_file
+from foundation.integrity import STAMP, FileRecord, InnerName, check_files, find_damage, hash_file
 
 HOLD = """
 import sys
@@ -111,3 +113,60 @@ def test_every_missing_file_is_named(tmp_path, records) -> None:
 def test_a_file_that_cannot_be_read_is_one_message_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"gone: cannot be read"):
         hash_file(tmp_path / "gone", ["sha256"])
+
+
+@pytest.mark.parametrize("kind", ["a link", "a file", "a pipe", "a folder"])
+def test_a_lock_that_is_somebody_elses_file_is_refused_and_kept(kind: str, tmp_path: Path) -> None:
+    thesis, lock = tmp_path / "thesis.tex", tmp_path / ".lock"
+    thesis.write_text("years of work")
+    if kind == "a link":
+        lock.symlink_to(thesis)
+    elif kind == "a file":
+        lock.write_text("years of work")
+    elif kind == "a pipe":
+        os.mkfifo(lock)
+    else:
+        lock.mkdir()
+    with pytest.raises(OSError):
+        FileLock(lock, refuse)
+    assert thesis.read_text() == "years of work" and (kind != "a file" or lock.read_text() == "years of work")
+    assert lock.exists()
+
+
+def test_only_a_folder_of_nothing_but_our_own_files_is_removed(tmp_path: Path) -> None:
+    folder, own = tmp_path / ".packs.partial", re.compile("tokens|train")
+    remove_own_folder(folder, own)  # nothing there
+    folder.mkdir()
+    (folder / "tokens").touch()
+    (folder / "thesis.tex").touch()
+    with pytest.raises(InputError, match=r"\.packs\.partial: .*thesis\.tex is not ours; move it away"):
+        remove_own_folder(folder, own)
+    assert sorted(os.listdir(folder)) == ["thesis.tex", "tokens"]
+    (folder / "thesis.tex").unlink()
+    remove_own_folder(folder, own)
+    assert not folder.exists()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(InputError, match="is not ours"):
+        remove_own_folder(folder, own)
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "x/../../a", "", "a\0b"])
+def test_a_name_in_a_manifest_that_leads_out_of_its_folder_is_refused(name: str) -> None:
+    with pytest.raises(ValidationError):
+        TypeAdapter(InnerName).validate_python(name)
+
+
+def test_a_recorded_file_that_is_a_link_out_of_its_folder_is_refused_but_for_the_hubs_cache(tmp_path: Path) -> None:
+    snapshot, outside = tmp_path / "snapshots" / "abc", tmp_path / "elsewhere"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "blobs").mkdir()
+    for path in (tmp_path / "blobs" / "1", outside, snapshot / "plain"):
+        path.write_bytes(b"x")
+    (snapshot / "cached").symlink_to("../../blobs/1")
+    (snapshot / "inside").symlink_to("plain")
+    records = [FileRecord(name, 1) for name in ("plain", "cached", "inside")]
+    assert find_damage(snapshot, records) == []
+    (snapshot / "out").symlink_to(outside)
+    assert find_damage(snapshot, [FileRecord("out", 1)]) == [
+        "out: a link that leads outside its folder; copy the file itself to its place"
+    ]

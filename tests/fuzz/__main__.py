@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz --cases 10000 --seed 1`: more cases than CI takes. Prints a table, and writes what was wrong to a file."""
+"""`python -m tests.fuzz --cases 10000 --seed 1`: more cases than CI takes. Prints a table and what was wrong."""
 
 from __future__ import annotations
 

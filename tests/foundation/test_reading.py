@@ -1,0 +1,86 @@
+"""What others wrote is read within limits: hostile YAML and JSON, and what is no file, are refused at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from foundation.reading import MOST_DEPTH, load_json, load_object, parse_json, parse_yaml, read_regular
+from foundation.settings import load_yaml
+from tests.fuzz.damage import STAND_INS, stand_in
+
+BOMB = "l0: &l0 [x]\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 20))
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        (BOMB, "its aliases stand for more than 100,000 values"),
+        ("x: &x [*x]", r"`\*x` stands inside of what it names"),
+        ("? [a]\n: b", "a list or mapping cannot be a key"),
+        ("x: " + "[" * 20_000, "nested deeper than 64"),
+        ("x: " + "9" * 5000, "a number of 5,000 digits"),
+        ("x: " + ":".join(["59"] * 300), "a number of 899 digits"),
+        ("x: !!python/object/apply:os.system [x]", "tags are not read"),
+        ("x: !!int word", "tags are not read"),
+        ("x: 2001-99-99", "a value cannot be read: month must be in 1..12"),
+        ('x: "a\\0b"', "text with a NUL character"),
+        ('x: "\\ud800"', "text that is not UTF-8"),
+        ("x: 1\nx: 2", "key `x` stands twice"),
+    ],
+)
+def test_hostile_yaml_is_refused_with_what_is_wrong(text: str, says: str):
+    with pytest.raises(yaml.YAMLError, match=says):
+        parse_yaml(text)
+
+
+def test_yaml_with_aliases_that_stand_for_little_is_read():
+    assert parse_yaml("a: &a [1, 2]\nb: {c: *a, d: *a}\n") == {"a": [1, 2], "b": {"c": [1, 2], "d": [1, 2]}}
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_plain_values_come_back_from_yaml_and_json_as_they_were_written(value):
+    assert parse_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
+    assert parse_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("depth, read", [(MOST_DEPTH - 1, True), (MOST_DEPTH + 1, False), (100_000, False)])
+def test_json_is_read_down_to_a_depth_that_nothing_of_ours_has(depth: int, read: bool):
+    text = "[" * depth + "]" * depth
+    if read:
+        assert json.dumps(parse_json(text)) == text
+    else:
+        with pytest.raises(ValueError, match="nested deeper than 64"):
+            parse_json(text)
+
+
+@pytest.mark.parametrize("kind", STAND_INS)
+def test_what_is_no_file_is_refused_without_waiting_and_without_reading_it(kind: str, tmp_path: Path):
+    stand_in(tmp_path / "x.yaml", kind)
+    for read in (load_yaml, lambda path: load_object(path, "write it again")):
+        with pytest.raises(InputError, match=r"x\.yaml: (cannot be read|no such file)"):
+            read(tmp_path / "x.yaml")
+    with pytest.raises(OSError):
+        load_json(tmp_path / "x.yaml")
+
+
+def test_a_file_beyond_its_limit_is_not_read(tmp_path: Path):
+    with open(tmp_path / "sparse", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(InputError, match="sparse: cannot be read: it is longer than the 1 MiB that are read"):
+        load_yaml(tmp_path / "sparse")
+    assert read_regular(Path(__file__)) == Path(__file__).read_bytes()
