@@ -24,6 +24,7 @@ SAMPLED_BLOCKS, SAMPLED_VALUES = 4096, 2**19  # of an operand, at most
 SLICE = 128  # values that are looked at together where the whole tensor has one scale
 SMALLEST_SCALE = 2.0**-100
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
+LARGEST_CODE = 6  # the place of it in what `examine` returns
 SMALLEST_NORMAL_E4M3 = 2.0**E4M3.min_exponent
 
 
