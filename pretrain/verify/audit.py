@@ -111,7 +111,7 @@ def observing(packed: PackedLanguageModel, active: ActivePrecision, seed: int = 
 
 
 @contextmanager
-def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int = 0) -> Iterator[None]:
+def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int) -> Iterator[None]:
     """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
     under `observe`, which returned `products`; else InputError. `step` picks the blocks of operands that are looked at. Inside of
     another one it leaves all to that."""
@@ -128,7 +128,7 @@ def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: S
         outside = context.calls_outside[name]
         effective = _effective(observer.products.get(name, ()), "not run", outside, active, faults.get(name, ()))
         checked.append(entry | {"effective": effective})
-    _refuse(checked, active)
+    _refuse(checked, active, f" in step {step}")
     if active.precision.keeps_history:
         _refuse_empty_histories(packed, active, observer)
 
@@ -242,13 +242,13 @@ def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     )
 
 
-def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
+def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
-            f"{listed}"
+            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should"
+            f"{where}: {listed}"
         )
 
 

@@ -170,11 +170,11 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
     trained = converted()
     products = trained.audit()
-    with audit.confirming(trained.packed, trained.active, products):
+    with audit.confirming(trained.packed, trained.active, products, 1):
         trained.packed(**trained.inputs).backward()
     with (
-        pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
-        audit.confirming(trained.packed, trained.active, products),
+        pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should in step 1: .*\(not run\)"),
+        audit.confirming(trained.packed, trained.active, products, 1),
     ):
         trained.context.forward = lambda **_: nullcontext()
         trained.packed(**trained.inputs).backward()
@@ -190,7 +190,7 @@ def test_a_history_that_nothing_is_entered_into_is_found(
     monkeypatch.setattr(DelayedState, "record", lambda *_: None)
     with (
         pytest.raises(InputError, match=r"no amax of .*'s grad_output was ever noted"),
-        audit.confirming(trained.packed, trained.active, products),
+        audit.confirming(trained.packed, trained.active, products, 1),
     ):
         trained.packed(**trained.inputs).backward()
 
