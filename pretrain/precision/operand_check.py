@@ -20,7 +20,7 @@ from pretrain.precision.formats.definition import Scaling
 from pretrain.precision.quantizers.grid import E4M3, Grid
 from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
 
-SAMPLED_BLOCKS, SAMPLED_VALUES = 4096, 2**19  # of an operand, at most
+SAMPLED_BLOCKS, SAMPLED_VALUES = 4096, 2**16  # of an operand, at most
 SLICE = 128  # values that are looked at together where the whole tensor has one scale
 SMALLEST_SCALE = 2.0**-100
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again

@@ -130,8 +130,8 @@ def exact(operand: Any) -> Tensor:
 
 
 def by_columns(operand: Any) -> Tensor:
-    """What the codes stand for that weight gradients read. In blocks they are quantized apart from those of the rows: both stand for
-    the same numbers under powers of two, and under FP32 scales for others, 0.036 apart."""
+    """What the codes stand for that weight gradients read. In blocks they are quantized apart from those of the rows. Powers of
+    two make the same numbers of both; FP32 scales make others, 0.036 apart."""
     if isinstance(operand, te.Float8BlockwiseQTensorStorage):
         columns = operand.get_metadata() | {"rowwise_data": None, "rowwise_scale_inv": None}
         operand = te.Float8BlockwiseQTensorStorage(**columns)
