@@ -182,8 +182,8 @@ class ProductObserver:
         if scaling.block is None:
             scale = scales.tensor if scales.tensor is not None else torch.zeros((), device=matrix.device)  # 0: there is none
             blocks = sample(matrix, None, scaling, self._generator(matrix.device))
-            largest = torch.linalg.vector_norm(matrix, torch.inf)
-            self._find(call, role, grid, scaling, _with_scale(blocks, scale), largest.float())
+            least, most = torch.aminmax(matrix)
+            self._find(call, role, grid, scaling, _with_scale(blocks, scale), torch.maximum(-least, most).float())
             return
         self._find(call, role, grid, scaling, sample(matrix, scales.blocks, scaling, self._generator(matrix.device)))
         if self._active.precision.tensor_scaled and scales.blocks is not None:
@@ -224,8 +224,9 @@ class ProductObserver:
         dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
         scaling = self._active.precision.scaling(self._active.settings, role)
         if per_tensor:
-            data = operand._data if by_rows else getattr(operand, "_transpose", None)
-            data = operand._data if data is None else data  # on GPUs whose products read them either way
+            # On GPUs whose products read operands either way there are no transposes.
+            transposed = None if by_rows or operand._transpose_invalid else operand._transpose
+            data = operand._data if transposed is None else transposed
             if data is None or scaling.block is not None:
                 return
             codes = data.reshape(-1, data.shape[-1]).view(dtype)
