@@ -123,7 +123,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch's CPU and CUDA generators for one step of one rank; call it before the step's first forward.
 
     As they depend on (seed, step, rank) alone, a checkpoint holds no generator states, and what an evaluation or a sample draws
-    between two steps does not change the training. A run resumed with the same world size repeats its dropout masks bit for bit.
+    between two steps does not change the training. A run resumed with the same world size repeats its dropout masks and its
+    stochastic rounding bit for bit.
     """
     import torch  # here, so that the rest of this module does without torch
 

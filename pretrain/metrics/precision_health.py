@@ -9,8 +9,8 @@ State stays in the process. A resumed run says again what is still so: whoever r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +90,11 @@ class PrecisionWatch:
         *,
         resumed_step: int,
         main_process: bool,
+        confirming: Callable[[int], AbstractContextManager[None]],
     ) -> None:
+        """`confirming`: entered around what is measured of a step, to audit it once more."""
         self.every = every
+        self._confirming = confirming
         self._context = context
         self._statistics = OperandStatistics(active, context.backend)
         self._health = PrecisionHealth(active)
@@ -103,9 +106,14 @@ class PrecisionWatch:
         """The first step, which shows how the run begins, and every n-th."""
         return step == 1 or step % self.every == 0
 
-    def watching(self, step: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
         """Around a microbatch of `step`, forward and backward."""
-        return self._statistics.watching(self._context) if self.due(step) else nullcontext()
+        if not self.due(step):
+            yield
+            return
+        with self._confirming(step), self._statistics.watching(self._context):
+            yield
 
     def report(self, step: int) -> tuple[dict[str, float], str | None]:
         """What `step` adds to its line of metrics, and a warning if something has begun; nothing where it was not due."""

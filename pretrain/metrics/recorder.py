@@ -52,7 +52,8 @@ class Recorder:
 
         In the object, step_ms and tokens_per_second (of all devices) are of the whole step, with data. tflops is per device,
         mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
-        have taken, each at the peak of the precision it ran in. recompiles does not count the process's first two steps.
+        have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied like any token,
+        and so do tokens_per_second. recompiles does not count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,

@@ -2,7 +2,7 @@
 
 Steps count from 0 here and from 1 wherever a user sees them. No step has a rate of zero, which would waste its work: warm-up
 begins at 1 / warmup of the peak, and decay would reach its end at step `total_steps`, which is never run. From the end of warm-up
-on, this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
+on, this is what `transformers.get_wsd_schedule` with decay_type="linear" and torch's CosineAnnealingLR and LinearLR compute.
 """
 
 from __future__ import annotations

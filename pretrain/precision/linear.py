@@ -104,7 +104,7 @@ class PrecisionContext:
     `evaluates_low`: forwards of evaluation enter it too. `compute_dtype`: of activations. `observers` are called with each
     operand of each low-precision product, as it stands before it is quantized: (module name, role, tensor [tokens or out,
     features], product). `calls_outside` counts, by module name, the calls of low-precision linears outside of a low-precision
-    forward: in evaluation all of them, in training none.
+    forward: in evaluation all of them, in training none. `observed`: somebody looks at the products already.
     """
 
     backend: Backend | None
@@ -114,6 +114,7 @@ class PrecisionContext:
     first_microbatch: bool = True
     observers: list[Observer] = field(default_factory=list)
     calls_outside: Counter[str] = field(default_factory=Counter)
+    observed: bool = False
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -157,9 +158,11 @@ class PrecisionContext:
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
 
-    def observed_by(self, observer: ProductObserver) -> AbstractContextManager[Any]:
+    @contextmanager
+    def observed_by(self, observer: ProductObserver) -> Iterator[None]:
         """While entered, `observer` sees the products of the backend. Fused layers have theirs (`FusedLayers.observed_by`)."""
-        return self.backend.observing(observer) if self.backend else nullcontext()
+        with holding(self, observed=True), self.backend.observing(observer) if self.backend else nullcontext():
+            yield
 
     def state(self) -> dict[str, Tensor]:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""

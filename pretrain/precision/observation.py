@@ -12,7 +12,7 @@ around a call which product it is (`ProductObserver.during`); what is multiplied
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.precision.formats.definition import Role, Scaling
-from pretrain.precision.operand_check import Sample, describe, examine, examine_tensor_scale, sample
+from pretrain.precision.operand_check import LARGEST_CODE, Sample, describe, examine, examine_tensor_scale, sample
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.settings import ActivePrecision
 
@@ -82,7 +82,8 @@ class _Call:
 @dataclass(frozen=True)
 class _Finding:
     names: Sequence[str]
-    operand: str
+    gemm: str
+    role: Role
     grid: Grid
     scaling: Scaling
     figures: Tensor
@@ -144,18 +145,23 @@ class ProductObserver:
 
     # ── What is found ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def faults(self) -> Mapping[str, list[str]]:
+    def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         found: dict[str, list[str]] = {}
-        if not self._findings:
-            return found
-        devices = {finding.figures.device for finding in self._findings}
-        tables = {d: iter(torch.stack([f.figures for f in self._findings if f.figures.device == d]).tolist()) for d in devices}
-        for finding in self._findings:
-            fault = describe(next(tables[finding.figures.device]), finding.grid, finding.scaling)
+        for finding, figures in self._read():
+            fault = describe(figures, finding.grid, finding.scaling)
             for name in finding.names if fault else ():
-                found.setdefault(name, []).append(f"{finding.operand}: {fault}")
+                found.setdefault(name, []).append(f"{finding.gemm} {finding.role}: {fault}")
         return found
+
+    def scaled(self) -> set[tuple[str, Role]]:
+        """Linear and role of each operand of one scale that was not all zeros."""
+        whole = ((finding, figures) for finding, figures in self._read() if finding.scaling.block is None)
+        return {(name, finding.role) for finding, figures in whole if figures[LARGEST_CODE] > 0 for name in finding.names}
+
+    def _read(self) -> Iterator[tuple[_Finding, list[float]]]:
+        if self._findings:
+            yield from zip(self._findings, torch.stack([finding.figures for finding in self._findings]).tolist(), strict=True)
 
     # ── A product of torch ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,8 +182,8 @@ class ProductObserver:
         if scaling.block is None:
             scale = scales.tensor if scales.tensor is not None else torch.zeros((), device=matrix.device)  # 0: there is none
             blocks = sample(matrix, None, scaling, self._generator(matrix.device))
-            largest = torch.linalg.vector_norm(matrix, torch.inf)
-            self._find(call, role, grid, scaling, _with_scale(blocks, scale), largest.float())
+            least, most = torch.aminmax(matrix)
+            self._find(call, role, grid, scaling, _with_scale(blocks, scale), torch.maximum(-least, most).float())
             return
         self._find(call, role, grid, scaling, sample(matrix, scales.blocks, scaling, self._generator(matrix.device)))
         if self._active.precision.tensor_scaled and scales.blocks is not None:
@@ -218,8 +224,9 @@ class ProductObserver:
         dtype, grid = _FP8[_format(te, operand._fp8_dtype)]
         scaling = self._active.precision.scaling(self._active.settings, role)
         if per_tensor:
-            data = operand._data if by_rows else getattr(operand, "_transpose", None)
-            data = operand._data if data is None else data  # on GPUs whose products read them either way
+            # On GPUs whose products read operands either way there are no transposes.
+            transposed = None if by_rows or operand._transpose_invalid else operand._transpose
+            data = operand._data if transposed is None else transposed
             if data is None or scaling.block is not None:
                 return
             codes = data.reshape(-1, data.shape[-1]).view(dtype)
@@ -251,7 +258,7 @@ class ProductObserver:
         self._keep(call, role, grid, scaling, examine(blocks, grid, scaling, largest))
 
     def _keep(self, call: _Call, role: Role, grid: Grid, scaling: Scaling, figures: Tensor) -> None:
-        self._findings.append(_Finding(call.names, f"{call.gemm} {role}", grid, scaling, figures))
+        self._findings.append(_Finding(call.names, call.gemm, role, grid, scaling, figures))
 
     def _format(self, role: Role) -> tuple[Grid, Scaling]:
         precision, settings = self._active.precision, self._active.settings

@@ -20,10 +20,11 @@ from pretrain.precision.formats.definition import Scaling
 from pretrain.precision.quantizers.grid import E4M3, Grid
 from pretrain.precision.quantizers.rounding import FP32_MANTISSA_BITS, round_to_grid
 
-SAMPLED_BLOCKS, SAMPLED_VALUES = 4096, 2**19  # of an operand, at most
+SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
 SLICE = 128  # values that are looked at together where the whole tensor has one scale
 SMALLEST_SCALE = 2.0**-100
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
+LARGEST_CODE = 6  # the place of it in what `examine` returns
 SMALLEST_NORMAL_E4M3 = 2.0**E4M3.min_exponent
 
 
@@ -49,7 +50,7 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
     matrix = F.pad(matrix, missing) if any(missing) else matrix
     blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)  # [down, across, high, size]
     down, across = blocks.shape[:2]
-    most = min(SAMPLED_BLOCKS, max(SAMPLED_VALUES // (high * size), 1))
+    most = max(SAMPLED_VALUES // (high * size), 1)
     if down * across > most:
         chosen = torch.randint(down * across, (most,), generator=generator, device=matrix.device)
     else:

@@ -101,7 +101,8 @@ class Assembly:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if self.precision.backend is None or every is None:
             return None
-        return PrecisionWatch(self.precision, self.active, every, folder, resumed_step=step, main_process=main_process)
+        options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
+        return PrecisionWatch(self.precision, self.active, every, folder, **options)
 
     def check_parity(self, batches: StepBatches, accelerator: Accelerator) -> Parity:
         """Step 0 beside plain FP32 transformers on the same text. The comparison goes into the audit, whatever it says."""
@@ -116,9 +117,19 @@ class Assembly:
         if self.precision.backend is None:
             yield
             return
-        with audit.confirming(unwrapped(self.model), self.active, self.audit["products"]):
+        with audit.confirming(unwrapped(self.model), self.active, self.audit["products"], step):
             yield
         self.audit["confirmed_in_step"] = step
+
+    @contextmanager
+    def confirming_again(self, step: int) -> Iterator[None]:
+        """Around the first microbatch of a later `step`: InputError, before the step's update, where its low-precision products
+        are not those of the audit any more, or a history of delayed scaling was not kept."""
+        with (
+            audit.confirming(unwrapped(self.model), self.active, self.audit["products"], step),
+            audit.confirming_histories(self.precision, self.active),
+        ):
+            yield
 
 
 @dataclass

@@ -111,10 +111,14 @@ def observing(packed: PackedLanguageModel, active: ActivePrecision, seed: int = 
 
 
 @contextmanager
-def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int = 0) -> Iterator[None]:
+def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int) -> Iterator[None]:
     """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
-    under `observe`, which returned `products`; else InputError. `step` picks the blocks of operands that are looked at."""
+    under `observe`, which returned `products`; else InputError. `step` picks the blocks of operands that are looked at. Inside of
+    another one it leaves all to that."""
     context = packed.context
+    if context.observed:
+        yield
+        return
     context.calls_outside.clear()
     with observing(packed, active, step) as observer:
         yield
@@ -124,7 +128,23 @@ def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: S
         outside = context.calls_outside[name]
         effective = _effective(observer.products.get(name, ()), "not run", outside, active, faults.get(name, ()))
         checked.append(entry | {"effective": effective})
-    _refuse(checked, active)
+    _refuse(checked, active, f" in step {step}")
+    if active.precision.keeps_history:
+        _refuse_empty_histories(packed, active, observer)
+
+
+def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision, observer: ProductObserver) -> None:
+    """InputError where an operand was scaled by a history that nothing was ever entered into: its scale would stay one."""
+    state, stacks = packed.context.state(), packed.fused.members if packed.fused else {}
+    if active.settings.amax_history_len == 1:  # whose one entry is always cleared for the next microbatch
+        return
+    for name, role in sorted(observer.scaled()):
+        direction, slot = PLACES[role]
+        product = stacks[name].name if name in stacks else name
+        if not state[f"{PREFIX}{product}/{direction}/amax_history"][:, slot].any():
+            raise InputError(
+                f"precision {active.precision.name!r}: no amax of {product}'s {role} was ever noted, and its scale follows none"
+            )
 
 
 @contextmanager
@@ -149,7 +169,8 @@ def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> 
         same = (history == new[0]).all(0) & torch.isclose(scale, new[1], rtol=2**-20, atol=0)
         # A microbatch whose amax is zero, infinite or NaN leaves a history as it is, or in the hands of the health check.
         moved = (new[0][-1] > 0) & new[0].isfinite().all(0)
-        for name in (name for name, wrong in zip(histories, (moved & ~same).tolist(), strict=True) if wrong):
+        pending = new[0][0] != 0  # noted, and never moved on
+        for name in (name for name, wrong in zip(histories, ((moved & ~same) | pending).tolist(), strict=True) if wrong):
             stale.append(f"{name.removeprefix(PREFIX).rpartition('/')[0]} ({role})")
     if stale:
         raise InputError(
@@ -221,13 +242,13 @@ def _is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     )
 
 
-def _refuse(entries: Sequence[Entry], active: ActivePrecision) -> None:
+def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should: "
-            f"{listed}"
+            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should"
+            f"{where}: {listed}"
         )
 
 

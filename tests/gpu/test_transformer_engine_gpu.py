@@ -106,7 +106,15 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(recipe: str, bias: bool) -> None:
-    options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
+    compare_with_emulation(recipe, bias, {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {})
+
+
+@pytest.mark.parametrize(("name", "option"), [("block", "use_f32_scales"), ("current", "use_power_2_scales")])
+def test_under_the_other_kind_of_scales_too(name: str, option: str) -> None:
+    compare_with_emulation(needs(name), False, {option: True})
+
+
+def compare_with_emulation(recipe: str, bias: bool, options: dict[str, Any]) -> None:
     weight, *rest = parameters(bias)
     measured: dict[str, list[float]] = {}
     backends = [make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)]

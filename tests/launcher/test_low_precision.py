@@ -14,7 +14,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+import train_accelerate
 from pretrain.metrics.run_record import read_metrics
+from pretrain.precision.emulation import EmulatedProduct, Operand
 from pretrain.precision.registry import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,6 +120,30 @@ def test_evaluation_is_in_bf16_unless_it_is_asked_for(
         losses[low] = (run.losses(), json_of(run.run_dir / "summary.json")["held_out_loss"])
     assert losses[False][0] == losses[True][0], "how a run is evaluated does not touch its training"
     assert losses[False][1] != losses[True][1] and abs(losses[False][1] - losses[True][1]) < 0.1
+
+
+@pytest.mark.parametrize("precision", ["delayed", "nvfp4"])
+def test_what_goes_wrong_in_a_later_step_stops_the_run_before_its_update(
+    precision: str, train_here: Callable, low_precision_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From its fourth step on nothing rounds the inputs of one linear any more: the next step with statistics finds it."""
+    steps, honest, seed = [], EmulatedProduct.operand, train_accelerate.seed_step
+    monkeypatch.setattr(train_accelerate, "seed_step", lambda seeds, step, rank: (steps.append(step), seed(seeds, step, rank)))
+
+    def broken(product: EmulatedProduct, role: str, x: torch.Tensor, along: str, scale: torch.Tensor | None) -> Operand:
+        operand = honest(product, role, x, along, scale)
+        if len(steps) < 4 or role != "input" or "1.mlp.up_proj" not in product.name:
+            return operand
+        return Operand(1.01 * operand.values, operand.scale, operand.block_scale)
+
+    monkeypatch.setattr(EmulatedProduct, "operand", broken)
+    stopped = train_here(recipe=low_precision_recipe | {"precision": precision})
+    assert stopped.status == 2
+    assert "1 of 14 modules did not run in it as they should in step 5: model.layers.1.mlp.up_proj" in stopped.output
+    assert "forward input: of " in stopped.output and "wgrad input: of " in stopped.output
+    assert "at row" in stopped.output
+    assert [record["step"] for record in steps_of(stopped.run_dir)] == [1, 2, 3, 4]
+    assert [path.name for path in (stopped.run_dir / "checkpoints").iterdir()] == ["step-00000004"]
 
 
 def test_a_fallback_is_said_and_written_down(train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
 
-TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 24
+TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 DETERMINISTIC = {"disable_stochastic_rounding": True}
 

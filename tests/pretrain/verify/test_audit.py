@@ -1,8 +1,13 @@
-"""The audit, on models that keep their promise and on models that break it without a word."""
+"""The audit, on models that keep their promise and on models that break it without a word.
+
+What is broken on purpose here, for every precision: operands of another format, values that nobody rounded, scales that are not
+those of the values, that lose a bit, or that no history makes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +17,18 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 from packing.batch import build_microbatch
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.wrapping import fuse
+from pretrain.precision import delayed_state
+from pretrain.precision.emulation import EmulationBackend, Operand
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.observation import OPERANDS, ProductObserver
+from pretrain.precision.operand_check import sample
+from pretrain.precision.quantizers.grid import Grid
+from pretrain.precision.quantizers.rounding import round_to_grid
+from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.verify import audit
@@ -133,3 +149,223 @@ def test_people_read_a_row_a_kind_of_linear(build_model: Callable, inputs: dict)
     assert rows["lm_head"] == "1 x LossHead, weights float32, products bf16"
     assert rows["q_proj"] == "1 x Linear, weights bfloat16, products bf16; 1 x Linear, weights float32, products bf16"
     assert (rows["attention"], rows["loss"]) == ("kind packed_sdpa, reason requested", "kind chunked, chunk 4096")
+
+
+# ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────
+
+
+def fused(build_model: Callable, dtype: torch.dtype = torch.bfloat16) -> PackedLanguageModel:
+    packed = build_model(cast_to=torch.bfloat16) if dtype == torch.bfloat16 else build_model()
+    packed.context = PrecisionContext(None, dtype)
+    packed.fused = fuse(decoder_layers(packed.hf), {}, Arithmetic(packed.context))
+    assert not packed.fused.left_out
+    return packed.train()
+
+
+@pytest.mark.parametrize("gemm", ["forward", "input_gradient", "weight_gradients"])
+@pytest.mark.parametrize("honest_too", [False, True])
+def test_a_fused_product_that_multiplies_in_fp32_is_found_whatever_else_it_multiplies(
+    gemm: str, honest_too: bool, build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = fused(build_model)
+    honest = getattr(StackedProduct, gemm)
+    assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
+
+    def in_fp32(product: StackedProduct, *operands: torch.Tensor) -> Any:
+        if honest_too:
+            honest(product, *operands)
+        weight = product.weights.matrix(torch.float32)
+        wide = [operand.float() for operand in operands]
+        if gemm == "weight_gradients":
+            return product.weights.weight_gradients((wide[0].t() @ wide[1]).bfloat16())
+        return (F.linear(*wide, weight) if gemm == "forward" else wide[0] @ weight).bfloat16()
+
+    monkeypatch.setattr(StackedProduct, gemm, in_fp32)
+    message = refusal(packed, inputs, BF16)
+    assert "14 of 15 modules" in message and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
+
+
+def test_a_fused_product_that_never_multiplies_is_found(
+    build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = fused(build_model)
+    monkeypatch.setattr(StackedProduct, "input_gradient", lambda product, dy: dy.new_zeros(len(dy), product.weights.in_features))
+    assert "q_proj (bf16, dgrad not run)" in refusal(packed, inputs, BF16)
+
+
+# ── Operands that are not what they are called ─────────────────────────────────────────────────────────────────────────────────
+
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+CASES = {name: (name, {}) for name in QUANTIZED} | {
+    "block f32": ("block", {"use_f32_scales": True}),
+    "current powers": ("current", {"use_power_2_scales": True}),
+    "mxfp8 floor squares": ("mxfp8", {"scale_rounding": "floor", "enable_2d_quantization": True}),
+    "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
+    "mxfp4 floor": ("mxfp4", {"scale_rounding": "floor"}),
+    "nvfp4 plain": ("nvfp4", {"disable_2d_quantization": True, "disable_rht": True, "disable_stochastic_rounding": True}),
+}
+Change = Callable[[Operand], Operand]
+
+
+def emulated(case: str) -> ActivePrecision:
+    name, options = CASES[case]
+    return ActivePrecision(name, PRECISIONS[name], "emulation", LowPrecisionSettings(**options).resolved(name))
+
+
+class Layer(nn.Module):
+    """One emulated linear that computes as `real` says, and whatever `changed` makes of its operands."""
+
+    SIZES = 256, 128, 384  # tokens, in, out
+
+    def __init__(self, real: ActivePrecision) -> None:
+        super().__init__()
+        _, into, out = self.SIZES
+        self.backend = EmulationBackend(real, torch.device("cpu"))
+        self.context = PrecisionContext(self.backend, torch.bfloat16)
+        self.product = self.backend.product("layer", into, out, bias=False)
+        generator = torch.Generator().manual_seed(0)
+        spread = torch.exp(torch.randn(out, into, generator=generator))
+        self.weight = nn.Parameter((spread * torch.randn(out, into, generator=generator)).bfloat16())
+        self._generator = generator
+
+    def changed(self, change: Change, role: str) -> Layer:
+        honest = self.product.operand
+
+        def operand(its: str, x: torch.Tensor, along: str, scale: torch.Tensor | None) -> Operand:
+            made = honest(its, x, along, scale)
+            return change(made) if its == role else made
+
+        self.product.operand = operand
+        return self
+
+    def microbatch(self) -> None:
+        tokens, into, out = self.SIZES
+        x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
+        x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
+        with self.context.forward(training=True):
+            y = self.context.multiply("layer", self.product, x.bfloat16().requires_grad_(), self.weight, None)
+        y.backward((1e-3 * gradient).bfloat16())
+
+    def faults(self, claimed: ActivePrecision) -> list[str]:
+        """After a microbatch that teaches delayed scaling its scales."""
+        self.microbatch()
+        observer = ProductObserver(claimed)
+        with self.context.observed_by(observer):
+            self.microbatch()
+        assert [product.gemm for product in observer.products["layer"]] == ["forward", "dgrad", "wgrad"]
+        return observer.faults().get("layer", [])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_every_precision_makes_passes(case: str) -> None:
+    assert Layer(emulated(case)).faults(emulated(case)) == []
+
+
+@pytest.mark.parametrize("claimed", CASES)
+def test_operands_of_every_other_format_are_found(claimed: str) -> None:
+    """Of as many bits, of fewer and of more."""
+    formats = {"delayed", "current", "block", "mxfp8", "mxfp4", "nvfp4"} - {CASES[claimed][0]}
+    if claimed == "delayed":
+        formats -= {"current"}  # its operands are delayed scaling's, by a scale that the history does not make
+    for real in sorted(formats):
+        faults = Layer(emulated(real)).faults(emulated(claimed))
+        # A delayed scale can be the one that the tensor itself would have: that of a weight that did not change.
+        wrong = {fault.split(":")[0] for fault in faults}
+        assert wrong if real == "delayed" else len(wrong) == 6, f"{real} passes as {claimed}: {faults}"
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("case", CASES)
+def test_values_that_nobody_rounded_are_found_under_scales_that_are_right(case: str, role: str) -> None:
+    def unrounded(operand: Operand) -> Operand:
+        return Operand(operand.values * (1 + 2**-5 * torch.rand_like(operand.values)), operand.scale, operand.block_scale)
+
+    faults = Layer(emulated(case)).changed(unrounded, role).faults(emulated(case))
+    assert [fault.split(": ")[0] for fault in faults] == [f"{gemm} {role}" for gemm, roles in OPERANDS.items() if role in roles]
+    assert all("hold values that are no E" in fault for fault in faults)
+
+
+def halved(operand: Operand, grid: Grid) -> Operand:
+    """By a scale of twice the size: one bit of every value is lost."""
+    if operand.block_scale is None:
+        return Operand(round_to_grid(operand.values / 2, grid), 2 * operand.scale)
+    rows, across = operand.block_scale.shape
+    high, wide = operand.values.shape[0] // rows, operand.values.shape[1] // across
+    scale = 2 * operand.block_scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+    codes = torch.where(scale > 0, operand.values / scale, 0.0)
+    return Operand(round_to_grid(codes, grid) * scale, operand.scale, 2 * operand.block_scale)
+
+
+@pytest.mark.parametrize("role", ["input", "weight", "grad_output"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "delayed"])
+def test_scales_twice_too_large_are_found(case: str, role: str) -> None:
+    active = emulated(case)
+    grid = active.precision.grid(active.settings, role)
+    faults = Layer(active).changed(lambda operand: halved(operand, grid), role).faults(active)
+    assert [fault.split(": ")[0] for fault in faults] == [f"{gemm} {role}" for gemm, roles in OPERANDS.items() if role in roles]
+    assert all("too large for their values" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if PRECISIONS[CASES[case][0]].block_scaled])
+def test_scales_of_the_neighbouring_block_are_found(case: str) -> None:
+    def shifted(operand: Operand) -> Operand:
+        return Operand(operand.values, operand.scale, operand.block_scale.roll(1, 0))
+
+    for role in ("input", "weight", "grad_output"):
+        faults = Layer(emulated(case)).changed(shifted, role).faults(emulated(case))
+        assert any(fault.startswith(f"forward {role}" if role != "grad_output" else "dgrad") for fault in faults), role
+
+
+def test_a_tensor_scale_above_those_of_blocks_that_is_too_large_is_found() -> None:
+    def coarser(operand: Operand) -> Operand:
+        return Operand(operand.values / 2, 2 * operand.scale, operand.block_scale / 2)
+
+    faults = Layer(emulated("nvfp4")).changed(coarser, "weight").faults(emulated("nvfp4"))
+    assert {fault.split(": ")[0] for fault in faults} == {"forward weight", "dgrad weight"}
+
+
+@pytest.mark.parametrize("values", [0.0, float("nan"), float("inf"), 1e-38])
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_empty_tiny_or_no_number_is_left_to_the_health_check(case: str, values: float) -> None:
+    layer = Layer(emulated(case))
+    with torch.no_grad():
+        layer.weight[:200] = values
+    assert layer.faults(emulated(case)) == []
+
+
+def test_more_blocks_than_are_sampled_are_found_and_the_sample_moves_with_the_seed() -> None:
+    scaling, seen = PRECISIONS["mxfp8"].scaling(emulated("mxfp8").settings, "input"), []
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = sample(torch.ones(1024, 512), torch.ones(1024, 16), scaling, generator)
+        assert drawn.values.shape == (1024, 32) and int(drawn.column.max()) <= 480 and set((drawn.column % 32).tolist()) == {0}
+        seen.append(drawn.row)
+    assert not torch.equal(*seen)
+
+
+# ── Delayed scaling's histories ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def microbatch(layer: Layer) -> None:
+    with audit.confirming_histories(layer.context, emulated("delayed")):
+        layer.microbatch()
+
+
+def test_histories_that_are_kept_pass_from_the_first_microbatch_on() -> None:
+    layer = Layer(emulated("delayed"))
+    for _ in range(3):
+        microbatch(layer)
+
+
+def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(emulated("delayed"))
+    monkeypatch.setattr(delayed_state, "update_scale", lambda history, scale, *_: (update_scale(history, scale, *_)[0], scale))
+    with pytest.raises(InputError, match=r"3 delayed scales are not the ones that their histories make: layer \(input\)"):
+        microbatch(layer)
+
+
+def test_a_history_that_never_moves_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer(emulated("delayed"))
+    monkeypatch.setattr(delayed_state.AmaxHistory, "update", lambda history: None)
+    with pytest.raises(InputError, match="3 delayed scales are not the ones that their histories make"):
+        microbatch(layer)

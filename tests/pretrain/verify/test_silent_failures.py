@@ -18,6 +18,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import attach_main_gradients, convert, wrap_layers
+from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observation import ObservedProduct
@@ -169,13 +170,28 @@ def test_operands_with_more_bits_than_the_format_has_are_found(converted: Callab
 def test_the_first_step_is_held_against_the_audit(converted: Callable[..., Converted]) -> None:
     trained = converted()
     products = trained.audit()
-    with audit.confirming(trained.packed, trained.active, products):
+    with audit.confirming(trained.packed, trained.active, products, 1):
         trained.packed(**trained.inputs).backward()
     with (
-        pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should: .*\(not run\)"),
-        audit.confirming(trained.packed, trained.active, products),
+        pytest.raises(InputError, match=r"15 of 15 modules did not run in it as they should in step 1: .*\(not run\)"),
+        audit.confirming(trained.packed, trained.active, products, 1),
     ):
         trained.context.forward = lambda **_: nullcontext()
+        trained.packed(**trained.inputs).backward()
+
+
+def test_a_history_that_nothing_is_entered_into_is_found(
+    converted: Callable[..., Converted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its scale stays one, at which gradients of a mean over many tokens become zero."""
+    trained = converted("delayed")
+    products = trained.audit()
+    trained.context.backend.reset()
+    monkeypatch.setattr(DelayedState, "record", lambda *_: None)
+    with (
+        pytest.raises(InputError, match=r"no amax of .*'s grad_output was ever noted"),
+        audit.confirming(trained.packed, trained.active, products, 1),
+    ):
         trained.packed(**trained.inputs).backward()
 
 
