@@ -23,18 +23,17 @@ from typing import Any
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration
-from packing.batch import StepBatches
+from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
-from pretrain.metrics.health import Health, TrainingHalted
+from pretrain.metrics.health import Health, StepDecision, TrainingHalted
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
@@ -42,7 +41,13 @@ from pretrain.metrics.run_folder import RunFolder, check_free, describe_environm
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
+from pretrain.model.distributed import (
+    describe_topology,
+    full_state_dict,
+    largest_over_ranks,
+    make_accelerator,
+    same_on_all_ranks,
+)
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
@@ -52,6 +57,7 @@ from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
+from pretrain.run.rollback import halted, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit
@@ -107,7 +113,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
-    recipe, health = job.recipe, Health(job.recipe.health)
+    recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
@@ -179,56 +185,71 @@ def run_to_its_end(run: Run) -> int | None:
 
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
-    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     run.assembly.model.train()
-    with StopRequest() as stop, run.job.batches(accelerator).steps(state.step, state.steps) as steps:
-        while not state.finished:
-            with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
-                figures = train_step(run, next(steps))
-            log(run, figures, data_wait_ms=steps.data_wait_ms)
-            if run.profile and run.profile.step == state.step:
-                work = run.assembly.work_of(figures, run.recorder)
-                run.console.notice(run.profile.table(work, steps.data_wait_ms))
-            if state.step == run.resumed_step + 1 and accelerator.is_main_process:
-                run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
-
-            # Between steps.
-            if due(state.step, recipe.evaluate.every) and not state.finished:
-                evaluate(run)
-            if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
-                save(run)
-                name = signal.Signals(stopped_by).name
-                run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
-                return stopped_by
-            if due(state.step, recipe.checkpoint.every) and not state.finished:
-                save(run)
+    with StopRequest() as stop:
+        while not run.state.finished:  # once, and again after each rollback
+            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
+                if stopped_by := train_on(run, steps, stop):
+                    return stopped_by
     return None
 
 
-def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
-    """One optimizer step; returns its part of the metrics."""
-    recipe, state, optimizer = run.job.recipe, run.state, run.assembly.optimizer
+def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | None:
+    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
+    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
+    while not state.finished:
+        with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
+            figures, decision = train_step(run, next(steps))
+        log(run, figures, data_wait_ms=steps.data_wait_ms)
+        if decision.action == "stop":
+            raise halted(run, decision)
+        if decision.action == "rollback":
+            return roll_back(run, decision.reason)
+        if run.profile and run.profile.step == state.step:
+            work = run.assembly.work_of(figures, run.recorder)
+            run.console.notice(run.profile.table(work, steps.data_wait_ms))
+        if state.step == run.resumed_step + 1 and accelerator.is_main_process:
+            run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
+
+        # Between steps.
+        if due(state.step, recipe.evaluate.every) and not state.finished:
+            evaluate(run)
+        if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
+            save(run)
+            name = signal.Signals(stopped_by).name
+            run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
+            return stopped_by
+        if due(state.step, recipe.checkpoint.every) and not state.finished:
+            save(run)
+    return None
+
+
+def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
+    """One optimizer step; returns its part of the metrics, and what its health has decided."""
+    recipe, state, optimizer, precision = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.precision
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
+    if run.health.may_skip:
+        precision.keep_state()
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
+    loss, gradient_norm = same_on_all_ranks(run.accelerator, mean_loss, norm)  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm)
-    for warning in filter(None, (decision.warning, precision_warning)):
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.current)
+    for warning in filter(None, (decision.reason if decision.action in ("update", "skip") else None, precision_warning)):
         run.console.warning(warning)
     if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
-    else:
-        run.assembly.precision.forget_overflow()  # what overflowed in this step holds back no later scale
+    elif decision.action == "skip":
+        precision.go_back()
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
     adamw.clear_gradients(optimizer, run.assembly.model)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
@@ -243,8 +264,9 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
         "skipped": not decision.proceed,
+        **({"halted": decision.reason} if decision.action == "stop" else {}),
         **precision_figures,
-    }
+    }, decision
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:

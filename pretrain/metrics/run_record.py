@@ -22,7 +22,7 @@ WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
 
-Record = Mapping[str, Any]  # a line of metrics.jsonl: a step or an evaluation
+Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RunRecord:
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
-        return _curve([record for record in self.metrics if not is_evaluation(record)], key)
+        return _curve([record for record in self.metrics if is_step(record)], key)
 
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, held-out losses float64) of the evaluations."""
@@ -81,8 +81,17 @@ class RunRecord:
         return bool(self.matrix.get("side_by_side", False))
 
 
+def is_step(record: Record) -> bool:
+    return "event" not in record
+
+
 def is_evaluation(record: Record) -> bool:
     return record.get("event") == "evaluation"
+
+
+def is_rollback(record: Record) -> bool:
+    """The steps that it gave up are inside of it, under `abandoned`: as lines of the file every step stands once."""
+    return record.get("event") == "rollback"
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +165,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
-    steps = [record for record in records if not is_evaluation(record)]
+    steps = [record for record in records if is_step(record)]
     evaluations = [record for record in records if is_evaluation(record)]
     if not steps:
         return {"steps": 0}
@@ -177,6 +186,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(record.get("skipped", False) for record in steps),
+        "rollbacks": sum(map(is_rollback, records)) or None,
+        "halted": last.get("halted"),
     }
     return {key: value for key, value in result.items() if value is not None}
 

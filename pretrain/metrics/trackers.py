@@ -67,6 +67,12 @@ class JsonlTracker:
     def finish(self) -> None:
         self._file.close()
 
+    def go_back(self, step: int) -> None:
+        """Take the steps after `step` out of the file, and go on after it."""
+        self.finish()
+        self.resumed_step = step
+        self.start()
+
 
 @dataclass(frozen=True)
 class Trackers:
@@ -93,6 +99,12 @@ class Trackers:
                 tracker.log(record)
             else:
                 tracker.log(dict(numbers), step=record["step"])
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Give `event`, which is neither a step nor an evaluation, to the file alone: the others draw curves."""
+        for tracker in self.trackers:
+            if isinstance(tracker, JsonlTracker):
+                tracker.log(event)
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""

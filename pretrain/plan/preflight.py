@@ -74,6 +74,11 @@ class Job:
     def weight_dtype(self) -> torch.dtype:
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
+    @property
+    def precision_remedy(self) -> str | None:
+        """What to change in the precision where values overflow; None where nothing is quantized."""
+        return self.precision.against_overflow(self.active.settings) if self.precision.quantized else None
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""

@@ -226,6 +226,14 @@ class QuantizedPrecision(Precision):
             found += (Condition("saturation", forward + backward, limit, "is cut to the format's maximum", remedy),)
         return found
 
+    def against_overflow(self, settings: OptionValues) -> str:
+        """What to change where the loss or a gradient is not a number, or jumps."""
+        kept = settings.keep_bf16_layers
+        return (
+            f"`fp8_config.keep_bf16_layers` (now first: {kept.first}, last: {kept.last}) takes the first and last layers out of "
+            "it; `precision=bf16` from the same checkpoint, with --accept-changes, tells whether it is the cause"
+        )
+
     def against_underflow(self, settings: OptionValues) -> str:
         """What to change where small values become zero."""
         return "`fp8_config.keep_bf16_layers` takes the first or last layers out of low precision"
