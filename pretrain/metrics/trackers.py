@@ -12,10 +12,12 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
@@ -24,6 +26,7 @@ from foundation.files import replace_file
 from pretrain.settings.config import flatten
 
 METRICS_FILE = "metrics.jsonl"
+REACHED_WITHIN = 5  # seconds in which a hosted service must answer at the start
 
 # For trackers whose name is not that of their module and package: the modules, of which one is enough, and the package.
 _PACKAGES = {
@@ -34,6 +37,8 @@ _PACKAGES = {
 
 class JsonlTracker:
     """One JSON object a line, flushed at each: a killed run loses at most the line it was writing, which `start` removes."""
+
+    name = "jsonl"
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
@@ -87,7 +92,8 @@ class Trackers:
         """
         scalars = {k: v if isinstance(v, (int, float, str)) else json.dumps(v, default=str) for k, v in flatten(config).items()}
         for tracker in self.trackers:
-            tracker.start()
+            with _refusals_of(tracker):
+                tracker.start()
             if not isinstance(tracker, JsonlTracker):
                 tracker.store_init_configuration(dict(scalars))
 
@@ -124,6 +130,47 @@ def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: 
     if not main_process:
         return Trackers(())
     return Trackers(tuple(_build(name, run_dir, project, resumed_step) for name in dict.fromkeys(names)))
+
+
+def check_services(names: Sequence[str]) -> None:
+    """InputError where W&B is wanted and has no key here, or cannot be reached: before the model is built, and without asking.
+
+    wandb itself tries to reach its server for half a minute, and then raises.
+    """
+    if "wandb" not in names:
+        return
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode not in ("online", "shared"):
+        return
+    offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
+    try:  # first: with a key, wandb's own check waits for the server
+        with contextlib.suppress(HTTPError):  # an answer all the same
+            urlopen(settings.base_url, timeout=REACHED_WITHIN).close()
+    except OSError as error:
+        what = f"cannot be reached within {REACHED_WITHIN} s ({getattr(error, 'reason', error)})"
+        raise InputError(f"`log.trackers`: wandb's server {settings.base_url} {what}. {offline}") from None
+    try:
+        known = wandb.login(prompt=False)
+    except wandb.Error as error:
+        raise InputError(f"`log.trackers`: wandb does not take the key that it finds: {error}; `wandb login` again") from None
+    if not known:
+        raise InputError(
+            f"`log.trackers`: wandb has no key for {settings.base_url}; run `wandb login` or set WANDB_API_KEY. {offline}"
+        )
+
+
+@contextlib.contextmanager
+def _refusals_of(tracker: GeneralTracker | JsonlTracker) -> Iterator[None]:
+    """One message for what a hosted service refuses after all: a key that it does not know, a project that is not the user's."""
+    try:
+        yield
+    except Exception as error:
+        if tracker.name != "wandb":
+            raise
+        what = " ".join(str(error).split())
+        raise InputError(f"`log.trackers`: wandb does not start: {what}; `wandb login` again, or WANDB_MODE=offline") from None
 
 
 def cut_back(path: Path, last_step: int) -> None:

@@ -16,7 +16,7 @@ from packing.batch import BatchStream
 from packing.order import PackOrder
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_record import read_metrics, summary
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import check_services, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
@@ -116,6 +116,8 @@ def prepare_job(
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
+    if accelerator.is_main_process:
+        check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 

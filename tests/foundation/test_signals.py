@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from foundation.signals import REPEAT_SECONDS, StopRequest
+from foundation.signals import IF_NOT_IGNORED, REPEAT_SECONDS, SIGNALS, StopRequest
 
 LOOP = """
 import time
@@ -25,14 +25,14 @@ with StopRequest() as stop:
 """
 
 
-def start(save_seconds: float) -> subprocess.Popen:
+def start(save_seconds: float, *before: str) -> subprocess.Popen:
     code = LOOP.format(save_seconds=save_seconds)
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*before, sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
     process = start(save_seconds=0)
     process.send_signal(number)
@@ -40,6 +40,16 @@ def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
     assert output == f"saving\nsaved after {number.name}\n"
     assert process.returncode == 0
     assert f"{number.name}: finishing this step" in errors
+
+
+def test_under_nohup_a_lost_terminal_changes_nothing():
+    process = start(0, "nohup")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=0.3)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=20)
+    assert output == "saving\nsaved after SIGTERM\n" and "SIGHUP" not in errors
 
 
 def test_a_second_ctrl_c_exits_at_once():
@@ -64,9 +74,9 @@ def test_the_same_ctrl_c_delivered_twice_and_repeated_sigterm_do_not_cut_the_sav
 
 
 def test_the_handlers_from_before_come_back_after_the_block():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)]
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
         assert stop.requested == signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)] == before
