@@ -163,12 +163,15 @@ def check_services(names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _refusals_of(tracker: GeneralTracker | JsonlTracker) -> Iterator[None]:
-    """One message for what a hosted service refuses after all: a key that it does not know, a project that is not the user's."""
+    """One message for what W&B refuses after all: a key that it does not know, a project that is not the user's."""
+    if tracker.name != "wandb":
+        yield
+        return
+    import wandb
+
     try:
         yield
-    except Exception as error:
-        if tracker.name != "wandb":
-            raise
+    except wandb.Error as error:
         what = " ".join(str(error).split())
         raise InputError(f"`log.trackers`: wandb does not start: {what}; `wandb login` again, or WANDB_MODE=offline") from None
 
