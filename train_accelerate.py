@@ -55,6 +55,7 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, prepare_rescue, vanished
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
 from pretrain.run.rollback import halted, roll_back
@@ -100,13 +101,23 @@ def launch(arguments: argparse.Namespace) -> int:
         return 0
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
-        stopped_by = run_to_its_end(build(job, accelerator, folder, console, arguments))
+        stopped_by = carry_out(job, accelerator, folder, console, arguments)
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
     # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+
+
+def carry_out(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace
+) -> int | None:
+    """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
+    with explaining_memory(job):
+        run = build(job, accelerator, folder, console, arguments)
+    with explaining_memory(run.job, run):
+        return run_to_its_end(run)
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
@@ -214,7 +225,12 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
             evaluate(run)
-        if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
+        stopped_by = largest_over_ranks(accelerator, vanished(run) or stop.requested or 0)
+        if stopped_by in (FOLDER_GONE, METRICS_GONE):
+            refusal = prepare_rescue(run, stopped_by)
+            save(run)
+            raise refusal
+        if stopped_by:
             save(run)
             name = signal.Signals(stopped_by).name
             run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")

@@ -167,15 +167,16 @@ class Checkpoints:
         newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
         return self._gather([_set_aside(path) for path in newer])[0]
 
-    def newest(self) -> Path | None:
-        """The newest intact checkpoint, every byte verified; None if there is none.
+    def newest(self, *, before: int | None = None) -> Path | None:
+        """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
+        none.
 
         A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
         found = []
         if self.rank == 0:
             _finish_renames(self.folder)
-            found = step_folders(self.folder)
+            found = [path for path in step_folders(self.folder) if before is None or step_of(path) < before]
         for path in self._gather(found)[0]:
             problems = self._verify(path)
             if not problems:

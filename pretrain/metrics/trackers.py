@@ -72,6 +72,14 @@ class JsonlTracker:
     def finish(self) -> None:
         self._file.close()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what is written still goes into the file of that name: nobody has deleted, moved or replaced it."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError:
+            return False
+
     def go_back(self, step: int) -> None:
         """Take the steps after `step` out of the file, and go on after it."""
         self.finish()
@@ -105,6 +113,10 @@ class Trackers:
                 tracker.log(record)
             else:
                 tracker.log(dict(numbers), step=record["step"])
+
+    @property
+    def in_place(self) -> bool:
+        return all(tracker.in_place for tracker in self.trackers if isinstance(tracker, JsonlTracker))
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Give `event`, which is neither a step nor an evaluation, to the file alone: the others draw curves."""

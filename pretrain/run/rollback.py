@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
@@ -15,15 +16,19 @@ from pretrain.settings import config
 
 
 def roll_back(run: Run, reason: str) -> None:
-    """Put the run back to its newest intact checkpoint, to go on with the packs after those of the step just judged.
+    """Put the run back to its newest good checkpoint, to go on with the packs after those of the step just judged.
 
-    All ranks call it after that step. The steps given up leave metrics.jsonl as lines and stand in one line of event `rollback`,
+    All ranks call it after that step. A checkpoint that the run has gone back to already, and from which other packs led no
+    further than to here, is not taken for good: it is the turn of the one before, if that is still kept. The steps given up leave metrics.jsonl as lines and stand in one line of event `rollback`,
     which counts as a part of the step to come: whoever resumes from the checkpoint itself does not find it there, and goes back
     by itself.
     """
     judged, rollbacks, checkpoints = run.state, run.health.rollbacks + 1, run.checkpoints
     path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from
     record = checkpoints.read_state(path)
+    if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
+        path = checkpoints.newest(before=record["progress"]["step"]) or path
+        record = checkpoints.read_state(path)
     run.assembly.precision.forget()
     run.state, notes = restore(ResumePoint(path, record, []), checkpoints, run.job, run.assembly, run.health)
     run.health.rollbacks = rollbacks

@@ -134,20 +134,23 @@ def test_a_rollback_is_as_if_the_data_since_the_checkpoint_had_never_come_and_re
 def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
     train_here: Callable, delayed: dict[str, Any], giants: Callable
 ) -> None:
-    giants(5, 7)
-    run = train_here("health.on_nan=rollback", "health.max_rollbacks=1", recipe=delayed)
+    giants(5, 6, 7)
+    run = train_here("health.on_nan=rollback", "health.max_rollbacks=2", "checkpoint.every=2", recipe=delayed)
     assert run.status == 3 and run.err.count("halted: ") == 1, run.output
     said = run.err.partition("halted: ")[2]
-    assert said.startswith("step 6: the gradient norm is inf, and the run has gone back 1 times already")
+    assert said.startswith("step 3: the gradient norm is inf, and the run has gone back 2 times already")
     for remedy in ("optimizer.learning_rate", "fp8_config.margin", "precision=current", "keep_bf16_layers"):
         assert remedy in said
+    events = [record for record in read_metrics(run.run_dir) if record.get("event") == "rollback"]
+    assert [(e["resumed_from"], e["left_out"]) for e in events] == [(2, 5)], "step 4's weights failed twice, with other data"
+    assert [(e["resumed_from"], e["left_out"]) for e in events[0]["abandoned"] if "resumed_from" in e] == [(4, 2)]
+
     last = trained(run.run_dir)[-1]
-    assert (last["step"], last["gradient_norm"]) == (6, None) and "gradient norm is inf" in last["halted"]
-    assert [step["step"] for step in trained(run.run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert (last["step"], last["gradient_norm"]) == (3, None) and "gradient norm is inf" in last["halted"]
+    assert [step["step"] for step in trained(run.run_dir)] == [1, 2, 3]
     assert "gradient norm" in read_run(run.run_dir).summary["halted"]
-    assert not (run.run_dir / "summary.json").exists() and sorted(p.name for p in (run.run_dir / "checkpoints").iterdir()) == [
-        "step-00000004"
-    ]
+    assert not (run.run_dir / "summary.json").exists(), "which says of a run that it is finished"
+    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000004.replaced-1"]
 
 
 def test_a_source_whose_weights_are_not_finite_is_named(train_here: Callable, small_recipe: dict[str, Any]) -> None:

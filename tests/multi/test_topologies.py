@@ -99,6 +99,7 @@ def test_processes_that_would_train_separate_copies_are_refused(train: Callable,
     finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
     assert "2 processes" in finished.output and "ACCELERATE_USE_CPU" in finished.output
+    assert "traceback : error: accelerate configuration: 2 processes" in finished.output, "torchrun's table has our words"
 
 
 @pytest.mark.parametrize("key", ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"])
@@ -108,3 +109,16 @@ def test_sharding_options_that_would_train_another_model_are_refused(train: Call
     finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"], **CPU)
     assert finished.status != 0
     assert key in finished.output and "set it" in finished.output
+
+
+def test_sharded_processes_go_back_together_and_stop_together(train: Callable, small_recipe: dict[str, Any]) -> None:
+    """A rate that makes giants of the weights in the first step: from then on no data is good."""
+    blown = ["optimizer.learning_rate=1e36", "schedule.kind=constant", "schedule.warmup=0", "evaluate.every=null"]
+    run = train(
+        *blown, "checkpoint.every=1", "health.on_nan=rollback", "health.max_rollbacks=2", launch=TOPOLOGIES["fsdp2"], **CPU
+    )
+    assert run.status != 0 and run.err.count("halted: step 2: the gradient norm is nan") == 2, (
+        run.output
+    )  # ours, and in torchrun's table
+    assert [line["rollbacks"] for line in run.records() if line.get("event") == "rollback"] == [1, 2]
+    assert [line["step"] for line in run.records() if "loss" in line] == [1, 2]
