@@ -90,7 +90,7 @@ def is_evaluation(record: Record) -> bool:
 
 
 def is_rollback(record: Record) -> bool:
-    """The steps that it gave up are inside of it, under `abandoned`: as lines of the file every step stands once."""
+    """What it gave up, steps and events, is inside of it under `abandoned`: as a line of the file every step stands once."""
     return record.get("event") == "rollback"
 
 
@@ -186,7 +186,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(record.get("skipped", False) for record in steps),
-        "rollbacks": sum(map(is_rollback, records)) or None,
+        "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": last.get("halted"),
     }
     return {key: value for key, value in result.items() if value is not None}
