@@ -33,7 +33,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_spac
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
-from pretrain.metrics.health import Health, StepDecision, TrainingHalted
+from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
@@ -260,14 +260,19 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Update, unless the figures say that it would do harm.
     decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.current)
-    for warning in filter(None, (decision.reason if decision.action in ("update", "skip") else None, precision_warning)):
-        run.console.warning(warning)
     if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     elif decision.action == "skip":
         precision.go_back()
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
+    most_frozen = {}
+    if frozen_names_due(state.step + 1, state.steps, frozen_updates):
+        most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
     adamw.clear_gradients(optimizer, run.assembly.model)
+    told = decision.reason if decision.action in ("update", "skip") else None
+    frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
+    for warning in filter(None, (told, precision_warning, frozen)):
+        run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     return {
         "step": state.step,
@@ -279,6 +284,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "frozen_updates": frozen_updates,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
+        **({"frozen_most": most_frozen} if most_frozen else {}),
         "skipped": not decision.proceed,
         **({"halted": decision.reason} if decision.action == "stop" else {}),
         **precision_figures,

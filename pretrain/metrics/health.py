@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
 WINDOW = 100  # recent steps that a loss is compared with
@@ -27,6 +29,15 @@ SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
 SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by six of their tiny deviations
 CONSECUTIVE_SKIPS = 10
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
+
+
+FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
+
+
+def frozen_names_due(step: int, steps: int, share: float) -> bool:
+    """Whether to find out after `step`, which lost `share` of its updates, which parameters lose most: rarely, as it is not free,
+    and by the step alone, so that a resumed run writes down the same."""
+    return share > FROZEN_SHARE and (step in (1, 10, steps) or step % WINDOW == 0)
 
 
 class TrainingHalted(Exception):
@@ -62,6 +73,7 @@ class Health:
         self._consecutive_skips = 0
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._frozen_said = False  # by this process
 
     @property
     def may_skip(self) -> bool:
@@ -101,6 +113,17 @@ class Health:
         self.skipped_steps = state["skipped_steps"]
         self.rollbacks = state.get("rollbacks", 0)
         self._consecutive_skips = state["consecutive_skips"]
+
+    def frozen_warning(self, step: int, share: float, most: Mapping[str, float]) -> str | None:
+        """The first time that many updates are lost, which parameters lose `most` of theirs (shares by name) and what to do."""
+        if self._frozen_said or not most:
+            return None
+        self._frozen_said = True
+        names = ", ".join(f"{name} ({percent(part)})" for name, part in most.items())
+        return (
+            f"step {step}: {percent(share)} of all updates were too small to change the stored weights, most of them in {names}; "
+            "`weights: bf16_exact` keeps every update"
+        )
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:
         wanted, limit = getattr(self.settings, key), self.settings.max_rollbacks

@@ -188,6 +188,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "skipped_steps": sum(record.get("skipped", False) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": last.get("halted"),
+        "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in result.items() if value is not None}
 

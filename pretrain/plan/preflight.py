@@ -166,6 +166,7 @@ def prepare_job(
         packs=len(data.train) if data else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
+        weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)

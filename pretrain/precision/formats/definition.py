@@ -118,6 +118,10 @@ class Precision:
         option = self.options.get(key)
         return option is not None and (option.choices is None or value in option.choices)
 
+    def cautions(self, settings: OptionValues) -> tuple[str, ...]:
+        """What is known to go wrong with these settings of it, and what to set instead."""
+        return ()
+
     def describe_options(self) -> str:
         """What it takes, to end a message with: "`block` takes fp8_format (E4M3), use_f32_scales"."""
         texts = [f"{key} ({' or '.join(option.choices)})" if option.choices else key for key, option in self.options.items()]
