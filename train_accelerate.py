@@ -58,7 +58,7 @@ from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, prepare_rescue, vanished
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
-from pretrain.run.rollback import halted, roll_back
+from pretrain.run.rollback import halted, require_finite_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.verify import audit
@@ -304,6 +304,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 def save(run: Run) -> None:
     """A checkpoint of this step, after which the older ones may go."""
     began = time.perf_counter()
+    require_finite_weights(run)
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),

@@ -74,6 +74,14 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
 
 
+def require_finite_weights(run: Run) -> None:
+    """TrainingHalted where the last update has overflowed weights, which its own loss and gradient cannot show: what is saved is
+    good to go back to. Collective."""
+    if tensors_not_finite(run):
+        reason = "the update has overflowed, and this step is not saved"
+        raise halted(run, StepDecision("stop", reason))
+
+
 @torch.no_grad()
 def tensors_not_finite(run: Run) -> list[str]:
     """Names of the parameters that hold infinity or NaN on any rank; collective."""

@@ -153,6 +153,22 @@ def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
     assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["step-00000002", "step-00000004.replaced-1"]
 
 
+def test_weights_that_an_update_has_overflowed_are_never_saved(
+    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = train_accelerate.log
+
+    def overflow(run: Any, figures: dict[str, Any], **more: Any) -> None:
+        log(run, figures, **more)
+        if figures["step"] == 8:
+            run.assembly.hf.model.norm.weight.data[0] = torch.inf
+
+    monkeypatch.setattr(train_accelerate, "log", overflow)
+    run = train_here()
+    assert run.status == 3 and "halted: step 8: the update has overflowed" in run.err and "model.norm.weight" in run.err
+    assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000004"]
+
+
 def test_a_source_whose_weights_are_not_finite_is_named(train_here: Callable, small_recipe: dict[str, Any]) -> None:
     assert train_here("train.steps=1", "schedule.warmup=0").status == 0
     source = Path(small_recipe["run_dir"]) / "final"
