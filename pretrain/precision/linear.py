@@ -68,6 +68,9 @@ class Backend(Protocol):
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
 
+    def state_storage(self) -> list[Tensor]:
+        """The memory of `state`, live, in as few tensors as it lies in."""
+
     def reset(self) -> None:
         """Forget history and cached weights, as before the first forward."""
 
@@ -103,7 +106,7 @@ class PrecisionContext:
     observers: list[Observer] = field(default_factory=list)
     calls_outside: Counter[str] = field(default_factory=Counter)
     _observed: dict[str, list[ObservedProduct]] | None = None  # while somebody observes
-    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of `state`
+    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backend's storage
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -172,7 +175,7 @@ class PrecisionContext:
         Whatever else the backend holds is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing
         a layer, which the next backward would take for its own.
         """
-        before = [tensor.clone() for tensor in self.state().values()]
+        before = [tensor.clone() for tensor in self._storage()]
         try:
             yield
         finally:
@@ -180,8 +183,8 @@ class PrecisionContext:
 
     def keep_state(self) -> None:
         """Copy history and scales aside, on their device, until `go_back` is asked for. Where nothing keeps a history this is
-        nothing, and on Transformer Engine a launch or two."""
-        live = list(self.state().values())
+        nothing, elsewhere a few launches."""
+        live = self._storage()
         if not live:
             return
         self._kept = self._kept or [torch.empty_like(tensor) for tensor in live]
@@ -199,8 +202,11 @@ class PrecisionContext:
 
     def _put_back(self, state: Sequence[Tensor]) -> None:
         self.forget()
-        for tensor, before in zip(self.state().values(), state, strict=True):
+        for tensor, before in zip(self._storage(), state, strict=True):
             tensor.copy_(before)
+
+    def _storage(self) -> list[Tensor]:
+        return self.backend.state_storage() if self.backend else []
 
 
 class LowPrecisionLinear(nn.Module):
