@@ -37,12 +37,11 @@ from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
+from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import (
-    describe_topology,
     full_state_dict,
     largest_over_ranks,
     make_accelerator,
@@ -56,12 +55,12 @@ from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, prepare_rescue, vanished
+from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, restore
 from pretrain.run.rollback import halted, require_finite_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
-from pretrain.verify import audit
 
 
 def main() -> int:
@@ -165,21 +164,6 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     return run
 
 
-def introduce(run: Run, notes: list[str]) -> None:
-    """Say and write down what this run is, before its first step."""
-    run.console.notice(render(run.job.plan))
-    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit))
-    for note in notes:
-        run.console.notice(note)
-    settings = config.resolved(run.job.recipe)
-    if run.accelerator.is_main_process:
-        environment = describe_environment(describe_topology(run.accelerator))
-        run.folder.write_yaml(run.folder.config, settings)
-        run.folder.write_json(run.folder.environment, {"data_fingerprint": run.job.data.train.fingerprint} | environment)
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
-    run.trackers.start(settings)
-
-
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -225,16 +209,14 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
             evaluate(run)
-        stopped_by = largest_over_ranks(accelerator, vanished(run) or stop.requested or 0)
-        if stopped_by in (FOLDER_GONE, METRICS_GONE):
-            refusal = prepare_rescue(run, stopped_by)
+        if asked := largest_over_ranks(accelerator, vanished(run) or stop.requested or 0):
+            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             save(run)
-            raise refusal
-        if stopped_by:
-            save(run)
-            name = signal.Signals(stopped_by).name
+            if lost:
+                raise lost
+            name = signal.Signals(asked).name
             run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
-            return stopped_by
+            return asked
         if due(state.step, recipe.checkpoint.every) and not state.finished:
             save(run)
     return None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
-from torch import nn
 
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.health import StepDecision, TrainingHalted
@@ -84,11 +85,8 @@ def require_finite_weights(run: Run) -> None:
 
 @torch.no_grad()
 def tensors_not_finite(run: Run) -> list[str]:
-    """Names of the parameters that hold infinity or NaN on any rank; collective."""
-    names, parameters = zip(*run.assembly.hf.named_parameters(), strict=True)
-    return [name for name, bad in zip(names, _not_finite(parameters, run), strict=True) if bad]
-
-
-def _not_finite(parameters: tuple[nn.Parameter, ...], run: Run) -> list[float]:
-    bad = torch.stack([(~local_part(each).isfinite()).any() for each in parameters]).float().to(run.accelerator.device)
-    return run.accelerator.reduce(bad, reduction="sum").tolist()
+    """Names of the parameters that hold infinity or NaN on any rank; collective. Allocates nothing of their size."""
+    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
+    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
+    bad = torch.stack([~each.to(device).isfinite() for each in largest]).float()
+    return [name for name, ranks in zip(parts, run.accelerator.reduce(bad, reduction="sum").tolist(), strict=True) if ranks]
