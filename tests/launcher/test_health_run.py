@@ -44,12 +44,10 @@ def giants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 @pytest.fixture
 def delayed(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
+    low_precision_recipe["model"]["config"]["num_hidden_layers"] = 1
     shorter = {"train": {"steps": 9}, "evaluate": {}, "batch": {"tokens": 4 * 128, "microbatch": 2}}
-    return (
-        low_precision_recipe
-        | shorter
-        | {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
-    )
+    precision = {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
+    return low_precision_recipe | shorter | precision
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
