@@ -23,26 +23,30 @@ from typing import Any
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration
-from packing.batch import StepBatches
+from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
-from pretrain.metrics.health import Health, TrainingHalted
+from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_folder import RunFolder, check_free, describe_environment
+from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import describe_topology, full_state_dict, largest_over_ranks, make_accelerator
+from pretrain.model.distributed import (
+    full_state_dict,
+    largest_over_ranks,
+    make_accelerator,
+    same_on_all_ranks,
+)
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
@@ -50,11 +54,13 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, prepare_rescue, vanished
+from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
-from pretrain.run.resume import find_resume_point, restore
+from pretrain.run.resume import find_resume_point, planned_resume, restore
+from pretrain.run.rollback import halted, require_finite_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
-from pretrain.verify import audit, kernels
 
 
 def main() -> int:
@@ -90,12 +96,12 @@ def launch(arguments: argparse.Namespace) -> int:
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:
-        resumed = planned_resume(job, arguments)
+        resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
         console.notice("\n".join(filter(None, [render(job.plan), resumed])))
         return 0
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
-        stopped_by = run_to_its_end(build(job, accelerator, folder, console, arguments))
+        stopped_by = carry_out(job, accelerator, folder, console, arguments)
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
     # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
     gc.collect()
@@ -104,20 +110,21 @@ def launch(arguments: argparse.Namespace) -> int:
     return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
 
 
-def planned_resume(job: Job, arguments: argparse.Namespace) -> str | None:
-    """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    if job.data is None:  # packs that are not prepared belong to no checkpoint yet
-        return None
-    source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes, look_only=True)
-    return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
+def carry_out(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace
+) -> int | None:
+    """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
+    with explaining_memory(job):
+        run = build(job, accelerator, folder, console, arguments)
+    with explaining_memory(run.job, run):
+        return run_to_its_end(run)
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
 
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
-    recipe, health = job.recipe, Health(job.recipe.health)
+    recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
@@ -158,21 +165,6 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     return run
 
 
-def introduce(run: Run, notes: list[str]) -> None:
-    """Say and write down what this run is, before its first step."""
-    run.console.notice(render(run.job.plan))
-    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit) | kernels.rows(run.assembly.audit))
-    for note in notes:
-        run.console.notice(note)
-    settings = config.resolved(run.job.recipe)
-    if run.accelerator.is_main_process:
-        environment = describe_environment(describe_topology(run.accelerator))
-        run.folder.write_yaml(run.folder.config, settings)
-        run.folder.write_json(run.folder.environment, {"data_fingerprint": run.job.data.train.fingerprint} | environment)
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
-    run.trackers.start(settings)
-
-
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -189,58 +181,81 @@ def run_to_its_end(run: Run) -> int | None:
 
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
-    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     run.assembly.model.train()
-    with StopRequest() as stop, run.job.batches(accelerator).steps(state.step, state.steps) as steps:
-        while not state.finished:
-            with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
-                figures = train_step(run, next(steps))
-            log(run, figures, data_wait_ms=steps.data_wait_ms)
-            if run.profile and run.profile.step == state.step:
-                work = run.assembly.work_of(figures, run.recorder)
-                run.console.notice(run.profile.table(work, steps.data_wait_ms))
-            if state.step == run.resumed_step + 1 and accelerator.is_main_process:
-                run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
-
-            # Between steps.
-            if due(state.step, recipe.evaluate.every) and not state.finished:
-                evaluate(run)
-            if stopped_by := largest_over_ranks(accelerator, stop.requested or 0):
-                save(run)
-                name = signal.Signals(stopped_by).name
-                run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
-                return stopped_by
-            if due(state.step, recipe.checkpoint.every) and not state.finished:
-                save(run)
+    with StopRequest() as stop:
+        while not run.state.finished:  # once, and again after each rollback
+            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
+                if stopped_by := train_on(run, steps, stop):
+                    return stopped_by
     return None
 
 
-def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
-    """One optimizer step; returns its part of the metrics."""
-    recipe, state, optimizer = run.job.recipe, run.state, run.assembly.optimizer
+def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int | None:
+    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
+    recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
+    while not state.finished:
+        with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
+            figures, decision = train_step(run, next(steps))
+        log(run, figures, data_wait_ms=steps.data_wait_ms)
+        if decision.action == "stop":
+            raise halted(run, decision)
+        if decision.action == "rollback":
+            return roll_back(run, decision.reason)
+        if run.profile and run.profile.step == state.step:
+            work = run.assembly.work_of(figures, run.recorder)
+            run.console.notice(run.profile.table(work, steps.data_wait_ms))
+        if state.step == run.resumed_step + 1 and accelerator.is_main_process:
+            run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
+
+        # Between steps.
+        if due(state.step, recipe.evaluate.every) and not state.finished:
+            evaluate(run)
+        if asked := largest_over_ranks(accelerator, vanished(run) or stop.requested or 0):
+            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
+            save(run)
+            if lost:
+                raise lost
+            name = signal.Signals(asked).name
+            run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
+            return asked
+        if due(state.step, recipe.checkpoint.every) and not state.finished:
+            save(run)
+    return None
+
+
+def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
+    """One optimizer step; returns its part of the metrics, and what its health has decided."""
+    recipe, state, optimizer, precision = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.precision
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
+    if run.health.may_skip:
+        precision.keep_state()
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = torch.stack([mean_loss, norm.to(mean_loss.device)]).tolist()  # waits for the device
+    loss, gradient_norm = same_on_all_ranks(run.accelerator, mean_loss, norm)  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm)
-    for warning in filter(None, (decision.warning, precision_warning)):
-        run.console.warning(warning)
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.current)
     if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
-    else:
-        run.assembly.precision.forget_overflow()  # what overflowed in this step holds back no later scale
+    elif decision.action == "skip":
+        precision.go_back()
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
+    most_frozen = {}
+    if frozen_names_due(state.step + 1, state.steps, frozen_updates):
+        most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
     adamw.clear_gradients(optimizer, run.assembly.model)
+    told = decision.reason if decision.action in ("update", "skip") else None
+    frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
+    for warning in filter(None, (told, precision_warning, frozen)):
+        run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     return {
         "step": state.step,
@@ -252,9 +267,11 @@ def train_step(run: Run, batches: StepBatches) -> dict[str, Any]:
         "frozen_updates": frozen_updates,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
+        **({"frozen_most": most_frozen} if most_frozen else {}),
         "skipped": not decision.proceed,
+        **({"halted": decision.reason} if decision.action == "stop" else {}),
         **precision_figures,
-    }
+    }, decision
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
@@ -270,6 +287,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 def save(run: Run) -> None:
     """A checkpoint of this step, after which the older ones may go."""
     began = time.perf_counter()
+    require_finite_weights(run)
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),

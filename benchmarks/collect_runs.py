@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
+from pretrain.metrics.run_record import is_step, read_metrics, read_run
 from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.
@@ -50,7 +50,7 @@ def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
 def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from other runs."""
     audit = json.loads((path / "audit.json").read_text())
-    steps = [record for record in read_metrics(path) if not is_evaluation(record)]
+    steps = [record for record in read_metrics(path) if is_step(record)]
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")},

@@ -24,7 +24,7 @@ import psutil
 
 from benchmarks.machine import processor
 from pretrain.metrics.run_folder import describe_environment
-from pretrain.metrics.run_record import is_evaluation, read_metrics
+from pretrain.metrics.run_record import is_step, read_metrics
 
 RECIPE = Path("benchmarks/qwen3_1_7b.yaml")
 CONFIG = Path("accelerate_configs/bf16.yaml")
@@ -91,7 +91,7 @@ def measure(
         "wall_seconds": time.perf_counter() - began,
     }
     if (folder / "summary.json").exists():
-        steps = [record for record in read_metrics(folder) if not is_evaluation(record)]
+        steps = [record for record in read_metrics(folder) if is_step(record)]
         result["summary"] = json.loads((folder / "summary.json").read_text())
         result["steps"] = {key: [step[key] for step in steps] for key in ("step_ms", "loss", "gradient_norm", "data_wait_ms")}
     else:

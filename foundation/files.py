@@ -120,10 +120,27 @@ class FileLock:
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether the file that we lock is still the one at `path`: nobody has deleted, moved or replaced it or its folder."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError:
+            return False
+
+    def moved_to(self) -> Path | None:
+        """Where the file that we lock is now, as far as the system says it."""
+        try:
+            path = Path(os.readlink(f"/proc/self/fd/{self._file.fileno()}"))
+        except OSError:
+            return None
+        return path if path.exists() else None
+
     def release(self) -> None:
-        """Remove the file and let go of the lock; releasing twice is harmless."""
+        """Remove the file, unless another has taken its place, and let go of the lock; releasing twice is harmless."""
         if not self._file.closed:
-            self.path.unlink(missing_ok=True)
+            if self.in_place:
+                self.path.unlink(missing_ok=True)
             self._file.close()
 
     def __enter__(self) -> FileLock:

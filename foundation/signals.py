@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a request to finish, save and exit cleanly.
+"""Ctrl-C, SIGTERM, a lost terminal and a scheduler's warning as a request to finish, save and exit cleanly.
 
     with StopRequest() as stop:
         while not finished:
@@ -21,11 +21,14 @@ from contextlib import suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# A lost ssh, and SLURM's warning that time runs out. Whoever started us with these ignored, as nohup does with the first, wants
+# them ignored.
+IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
 REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; nobody presses twice on purpose this fast
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a flag for as long as the `with` block lasts. Enter it in the main thread.
+    """Turns SIGNALS and IF_NOT_IGNORED into a flag for as long as the `with` block lasts. Enter it in the main thread.
 
     The first signal is announced on stderr, and a second Ctrl-C exits at once. With `passed_on`, neither happens: the signals are
     for processes that this one runs. `take` hands them over, and this process ends when those have ended.
@@ -39,7 +42,8 @@ class StopRequest:
         self._previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopRequest:
-        self._previous = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        wanted = [*SIGNALS, *(number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN)]
+        self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -38,9 +38,10 @@ class Moment:
 class LauncherProcess:
     """The launcher with these arguments in a process of its own, which writes to `log`."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment, **environment: str) -> None:
         self._connection, theirs = fork_context.Pipe()
-        self._process = fork_context.Process(target=_launch, args=(list(arguments), log, moments, theirs), daemon=True)
+        what = (list(arguments), log, moments, environment, theirs)
+        self._process = fork_context.Process(target=_launch, args=what, daemon=True)
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
@@ -61,7 +62,9 @@ class LauncherProcess:
         return self._process.exitcode
 
 
-def _launch(arguments: list[str], log: Path, moments: Sequence[Moment], connection: Connection) -> None:
+def _launch(
+    arguments: list[str], log: Path, moments: Sequence[Moment], environment: dict[str, str], connection: Connection
+) -> None:
     waiting = list(moments)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
@@ -93,7 +96,7 @@ def _launch(arguments: list[str], log: Path, moments: Sequence[Moment], connecti
     JsonlTracker.log = log_and_tell
     for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
         del os.environ[key]
-    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ |= {"ACCELERATE_USE_CPU": "true"} | environment
     torch.set_num_threads(1)
     sys.argv = ["train_accelerate.py", *arguments]
     sys.addaudithook(watch)

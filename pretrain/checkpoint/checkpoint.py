@@ -168,9 +168,9 @@ class Checkpoints:
         newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
         return self._gather([_set_aside(path) for path in newer])[0]
 
-    def newest(self, *, look_only: bool = False) -> Path | None:
-        """The newest intact checkpoint, every byte verified; None if there is none. With `look_only` nothing on the disk changes,
-        not even the name of what a dead writer has completed.
+    def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
+        """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
+        none. With `look_only` nothing on the disk changes, not even the name of what a dead writer has completed.
 
         A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
@@ -178,7 +178,7 @@ class Checkpoints:
         if self.rank == 0:
             if not look_only:
                 _finish_renames(self.folder)
-            found = step_folders(self.folder)
+            found = [path for path in step_folders(self.folder) if before is None or step_of(path) < before]
         for path in self._gather(found)[0]:
             problems = self._verify(path)
             if not problems:

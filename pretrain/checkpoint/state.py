@@ -19,17 +19,24 @@ _MASK = 2**64 - 1
 
 @dataclass
 class TrainState:
-    """Counters between two optimizer steps. Packs, learning rate and random numbers of a step depend on `step` alone."""
+    """Counters between two optimizer steps. Learning rate and random numbers of a step depend on `step` alone; its packs on
+    `step` and on how many steps' packs the run has passed over."""
 
     steps: Size  # the horizon: the run is finished when `step` reaches it
     step: Size = 0  # optimizer steps done
     tokens: Size = 0  # tokens seen, padding included, over all ranks
     valid_tokens: Size = 0  # of these, the ones with a label
     skipped_steps: Size = 0  # steps without an update, because a loss or gradient was not finite
+    left_out: Size = 0  # steps' packs that rollbacks have passed over
 
     @property
     def finished(self) -> bool:
         return self.step >= self.steps
+
+    @property
+    def data_steps(self) -> tuple[int, int]:
+        """Which steps of the stream of packs are trained on from here to the horizon: the first, and the end."""
+        return self.step + self.left_out, self.steps + self.left_out
 
     def advance(self, *, tokens: int, valid_tokens: int, skipped: bool = False) -> None:
         """Count one step that took `tokens` over all ranks."""
@@ -39,15 +46,17 @@ class TrainState:
         self.skipped_steps += skipped
 
     def record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
-        """What `state.json` of a checkpoint holds: these counters, and what defines the training."""
-        return {"progress": asdict(self), "identity": dict(identity)}
+        """What `state.json` of a checkpoint holds: these counters, and what defines the training. A run that never went back
+        writes no `left_out`: versions before it then read the checkpoint, and none that would train on other packs."""
+        progress = {key: value for key, value in asdict(self).items() if key != "left_out" or value}
+        return {"progress": progress, "identity": dict(identity)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], steps: int, source: Path) -> TrainState:
         """The state in `record`, with the present recipe's `steps`; InputError naming `source` where it holds none."""
         progress = record.get("progress")
-        wanted = {field.name for field in fields(cls)}
-        if not isinstance(progress, dict) or progress.keys() != wanted:
+        wanted = {field.name for field in fields(cls)} - {"left_out"}
+        if not isinstance(progress, dict) or progress.keys() - {"left_out"} != wanted:
             raise InputError(
                 f"{source}: its state.json is not a training state of this version (wanted {', '.join(sorted(wanted))})"
             )
@@ -59,6 +68,7 @@ class SavedHealth(BaseModel):
     in_spike: bool
     skipped_steps: Size
     consecutive_skips: Size
+    rollbacks: Size = 0
 
 
 class SavedIdentity(BaseModel):

@@ -1,12 +1,14 @@
 """Watches the loss and the gradient norm, and decides when a step must not reach the weights.
 
-Not-a-number ends a run by default: skipping the step hides what broke. `on_nan: skip` is for the rare overflow of a long run.
+Not-a-number ends a run by default: skipping the step hides what broke. `skip` leaves the step out as if its data had never come,
+for the rare overflow of a long run. `rollback` goes back to the last checkpoint and past all data since, for a spike whose causes
+are already in the weights when it shows.
 
 A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation, which a spike does not
 shift. A steep but healthy descent widens the deviation, and with it what is allowed.
 
-Every rank must see the same figures, so that all of them skip or stop together. The state belongs to the checkpoint: a resumed
-run warns, skips and stops where an uninterrupted one would.
+Every rank must see the same figures, so that all of them skip, go back or stop together. The state belongs to the checkpoint: a
+resumed run warns, skips, goes back and stops where an uninterrupted one would.
 """
 
 from __future__ import annotations
@@ -14,9 +16,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
 WINDOW = 100  # recent steps that a loss is compared with
@@ -25,6 +29,15 @@ SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
 SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by six of their tiny deviations
 CONSECUTIVE_SKIPS = 10
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
+
+
+FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
+
+
+def frozen_names_due(step: int, steps: int, share: float) -> bool:
+    """Whether to find out after `step`, which lost `share` of its updates, which parameters lose most: rarely, as it is not free,
+    and by the step alone, so that a resumed run writes down the same."""
+    return share > FROZEN_SHARE and (step in (1, 10, steps) or step % WINDOW == 0)
 
 
 class TrainingHalted(Exception):
@@ -37,77 +50,120 @@ class TrainingHalted(Exception):
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What to do with a step whose gradient is ready: `proceed` to the optimizer or not, and a warning for the user."""
+    """What to do with a step whose gradient is ready, and why, for the user; with `update` the reason is a warning, if any."""
 
-    proceed: bool
-    warning: str | None = None
+    action: Literal["update", "skip", "rollback", "stop"] = "update"
+    reason: str | None = None
+    remedy: str = ""  # of a stop: what to change
+
+    @property
+    def proceed(self) -> bool:
+        return self.action == "update"
 
 
 class Health:
     """Checks the steps of one run; call `check` once a step, before the optimizer."""
 
-    def __init__(self, settings: HealthSettings) -> None:
+    def __init__(self, settings: HealthSettings, precision_remedy: str | None = None) -> None:
+        """`precision_remedy`: what to change in the run's precision where values overflow."""
         self.settings = settings
         self.skipped_steps = 0
+        self.rollbacks = 0  # whoever goes back counts them
+        self._precision_remedy = precision_remedy
         self._consecutive_skips = 0
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._frozen_said = False  # by this process
 
-    def check(self, step: int, loss: float, gradient_norm: float) -> StepDecision:
+    @property
+    def may_skip(self) -> bool:
+        """Whether a step may be left out, so that what it changes before it is judged must be kept."""
+        return "skip" in (self.settings.on_nan, self.settings.on_spike)
+
+    def check(self, step: int, loss: float, gradient_norm: float, *, last_checkpoint: str | None = None) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient.
 
-        Raises TrainingHalted where the settings say `stop`, and after CONSECUTIVE_SKIPS skipped steps in a row.
+        It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
+        done so `max_rollbacks` times or has no `last_checkpoint` (None) to go to.
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
-            return self._on_nan(step, " and ".join(broken))
+            return self._decide(step, "on_nan", " and ".join(broken), last_checkpoint)
+        reason = None if self.settings.on_spike == "ignore" else self._spike(loss)
+        if reason and self.settings.on_spike != "warn":
+            return self._decide(step, "on_spike", reason, last_checkpoint)
         self._consecutive_skips = 0
-        warning = None if self.settings.on_spike == "ignore" else self._on_spike(step, loss)
         self._losses.append(loss)
-        return StepDecision(proceed=True, warning=warning)
+        return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, which JSON keeps exactly."""
-        return {
+        state = {
             "losses": list(self._losses),
             "in_spike": self._in_spike,
             "skipped_steps": self.skipped_steps,
             "consecutive_skips": self._consecutive_skips,
         }
+        return state | ({"rollbacks": self.rollbacks} if self.rollbacks else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._in_spike = state["in_spike"]
         self.skipped_steps = state["skipped_steps"]
+        self.rollbacks = state.get("rollbacks", 0)
         self._consecutive_skips = state["consecutive_skips"]
 
-    def _on_nan(self, step: int, what: str) -> StepDecision:
-        remedy = "Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and resume from an earlier checkpoint"
-        if self.settings.on_nan == "stop":
-            skip = "`health.on_nan: skip` leaves such steps out instead"
-            raise TrainingHalted(step, f"{what}. This step has not touched the weights. {remedy}; {skip}.")
-        self.skipped_steps += 1
-        self._consecutive_skips += 1
-        if self._consecutive_skips > CONSECUTIVE_SKIPS:
-            skipped = f"{self._consecutive_skips} steps in a row were skipped for this without effect"
-            weights = f"The weights are those of step {step - self._consecutive_skips}"
-            raise TrainingHalted(step, f"{what}, and {skipped}. {weights}. {remedy}.")
-        return StepDecision(proceed=False, warning=f"step {step} skipped: {what} ({self.skipped_steps} skipped so far)")
+    def frozen_warning(self, step: int, share: float, most: Mapping[str, float]) -> str | None:
+        """The first time that many updates are lost, which parameters lose `most` of theirs (shares by name) and what to do."""
+        if self._frozen_said or not most:
+            return None
+        self._frozen_said = True
+        names = ", ".join(f"{name} ({percent(part)})" for name, part in most.items())
+        return (
+            f"step {step}: {percent(share)} of all updates were too small to change the stored weights, most of them in {names}; "
+            "`weights: bf16_exact` keeps every update"
+        )
 
-    def _on_spike(self, step: int, loss: float) -> str | None:
-        """The warning when a spike begins, not at each of its steps. A level that stays is no spike after half a window."""
+    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:
+        wanted, limit = getattr(self.settings, key), self.settings.max_rollbacks
+        if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
+            self.skipped_steps += 1
+            self._consecutive_skips += 1
+            return StepDecision("skip", f"step {step} skipped: {reason} ({self.skipped_steps} skipped so far)")
+        if wanted == "rollback" and self.rollbacks < limit and last_checkpoint is not None:
+            return StepDecision("rollback", reason)
+
+        if wanted == "skip":
+            reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
+        elif wanted == "rollback" and self.rollbacks >= limit:
+            reason += f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
+        elif wanted == "rollback":
+            reason += ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+        untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
+        return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted))
+
+    def _remedy(self, key: str, wanted: str) -> str:
+        if key == "on_nan":
+            remedy = "Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and resume from an earlier checkpoint"
+        else:
+            remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
+        if self._precision_remedy:
+            remedy += f". In this precision also: {self._precision_remedy}"
+        if wanted == "stop":
+            others = "`skip` leaves such steps out, `rollback` goes back to the last checkpoint and past the data since"
+            remedy += f". `health.{key}`: {others}{', `warn` goes on' if key == 'on_spike' else ''}"
+        return remedy
+
+    def _spike(self, loss: float) -> str | None:
+        """What a spike is, when it begins and not at each of its steps. A level that stays is no spike after half a window; but
+        where spikes are left out or gone back from, their losses never become usual, and each of them is one."""
         usual, limit = self._usual_and_limit()
         began = loss > limit and not self._in_spike
-        self._in_spike = loss > limit
+        self._in_spike = loss > limit and self.settings.on_spike == "warn"
         if not began:
             return None
-        what = f"the loss jumped to {loss:.4f}; the last {len(self._losses)} steps had a median of {usual:.4f}"
-        if self.settings.on_spike == "stop":
-            remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
-            warn = "`health.on_spike: warn` goes on past it"
-            raise TrainingHalted(step, f"{what}. This step has not touched the weights. {remedy}; {warn}.")
-        return f"step {step}: {what}"
+        return f"the loss jumped to {loss:.4f}; the last {len(self._losses)} steps had a median of {usual:.4f}"
 
     def _usual_and_limit(self) -> tuple[float, float]:
         """Median of the recent losses, and the loss above which one is a spike."""

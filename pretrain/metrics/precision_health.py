@@ -124,6 +124,10 @@ class PrecisionWatch:
             self._file.log({"step": step, "operands": records})
         return summary(records), self._health.check(step, records)
 
+    def go_back(self, step: int) -> None:
+        if self._file:
+            self._file.go_back(step)
+
     def finish(self) -> None:
         if self._file:
             self._file.finish()

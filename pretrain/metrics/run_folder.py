@@ -47,15 +47,26 @@ class RunFolder(ExitStack):
         self.summary = path / "summary.json"
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
+        self._lock: FileLock | None = None
         if not owner:
             return
         try:
-            self.enter_context(FileLock(path / ".lock", self._refuse))
+            self._lock = self.enter_context(FileLock(path / ".lock", self._refuse))
             for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
                 if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
                     leftover.unlink()
         except OSError as error:
             raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it is still there and ours; a rank that is not its owner takes it for granted."""
+        return self._lock is None or self._lock.in_place
+
+    def moved_to(self) -> Path | None:
+        """Where it is now, if somebody renamed it and the system says so."""
+        lock = self._lock.moved_to() if self._lock else None
+        return lock.parent if lock else None
 
     def _refuse(self, holder: str) -> None:
         raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")

@@ -21,7 +21,7 @@ WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
 MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
 
-Record = Mapping[str, Any]  # a line of metrics.jsonl: a step or an evaluation
+Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunRecord:
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
-        return _curve([record for record in self.metrics if not is_evaluation(record)], key)
+        return _curve([record for record in self.metrics if is_step(record)], key)
 
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, held-out losses float64) of the evaluations."""
@@ -80,8 +80,17 @@ class RunRecord:
         return bool(self.matrix.get("side_by_side", False))
 
 
+def is_step(record: Record) -> bool:
+    return "event" not in record
+
+
 def is_evaluation(record: Record) -> bool:
     return record.get("event") == "evaluation"
+
+
+def is_rollback(record: Record) -> bool:
+    """What it gave up, steps and events, is inside of it under `abandoned`: as a line of the file every step stands once."""
+    return record.get("event") == "rollback"
 
 
 def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -160,7 +169,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
-    steps = [record for record in records if not is_evaluation(record)]
+    steps = [record for record in records if is_step(record)]
     evaluations = [record for record in records if is_evaluation(record)]
     if not steps:
         return {"steps": 0}
@@ -181,6 +190,9 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(record.get("skipped", False) for record in steps),
+        "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
+        "halted": last.get("halted"),
+        "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in result.items() if value is not None}
 

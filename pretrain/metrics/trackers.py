@@ -12,10 +12,12 @@ import importlib.util
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from urllib.error import HTTPError
+from urllib.request import urlopen
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
@@ -25,6 +27,7 @@ from foundation.reading import parse_json, read_regular, reason_of
 from pretrain.settings.config import flatten
 
 METRICS_FILE = "metrics.jsonl"
+REACHED_WITHIN = 5  # seconds in which a hosted service must answer at the start
 
 # For trackers whose name is not that of their module and package: the modules, of which one is enough, and the package.
 _PACKAGES = {
@@ -35,6 +38,8 @@ _PACKAGES = {
 
 class JsonlTracker:
     """One JSON object a line, flushed at each: a killed run loses at most the line it was writing, which `start` removes."""
+
+    name = "jsonl"
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
         self.path = path
@@ -71,6 +76,20 @@ class JsonlTracker:
     def finish(self) -> None:
         self._file.close()
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what is written still goes into the file of that name: nobody has deleted, moved or replaced it."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
+        except OSError:
+            return False
+
+    def go_back(self, step: int) -> None:
+        """Take the steps after `step` out of the file, and go on after it."""
+        self.finish()
+        self.resumed_step = step
+        self.start()
+
 
 @dataclass(frozen=True)
 class Trackers:
@@ -85,7 +104,8 @@ class Trackers:
         """
         scalars = {k: v if isinstance(v, (int, float, str)) else json.dumps(v, default=str) for k, v in flatten(config).items()}
         for tracker in self.trackers:
-            tracker.start()
+            with _refusals_of(tracker):
+                tracker.start()
             if not isinstance(tracker, JsonlTracker):
                 tracker.store_init_configuration(dict(scalars))
 
@@ -97,6 +117,16 @@ class Trackers:
                 tracker.log(record)
             else:
                 tracker.log(dict(numbers), step=record["step"])
+
+    @property
+    def in_place(self) -> bool:
+        return all(tracker.in_place for tracker in self.trackers if isinstance(tracker, JsonlTracker))
+
+    def note(self, event: Mapping[str, Any]) -> None:
+        """Give `event`, which is neither a step nor an evaluation, to the file alone: the others draw curves."""
+        for tracker in self.trackers:
+            if isinstance(tracker, JsonlTracker):
+                tracker.log(event)
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
@@ -116,6 +146,50 @@ def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: 
     if not main_process:
         return Trackers(())
     return Trackers(tuple(_build(name, run_dir, project, resumed_step) for name in dict.fromkeys(names)))
+
+
+def check_services(names: Sequence[str]) -> None:
+    """InputError where W&B is wanted and has no key here, or cannot be reached: before the model is built, and without asking.
+
+    wandb itself tries to reach its server for half a minute, and then raises.
+    """
+    if "wandb" not in names:
+        return
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode not in ("online", "shared"):
+        return
+    offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
+    try:  # first: with a key, wandb's own check waits for the server
+        with contextlib.suppress(HTTPError):  # an answer all the same
+            urlopen(settings.base_url, timeout=REACHED_WITHIN).close()
+    except OSError as error:
+        what = f"cannot be reached within {REACHED_WITHIN} s ({getattr(error, 'reason', error)})"
+        raise InputError(f"`log.trackers`: wandb's server {settings.base_url} {what}. {offline}") from None
+    try:
+        known = wandb.login(prompt=False)
+    except wandb.Error as error:
+        raise InputError(f"`log.trackers`: wandb does not take the key that it finds: {error}; `wandb login` again") from None
+    if not known:
+        raise InputError(
+            f"`log.trackers`: wandb has no key for {settings.base_url}; run `wandb login` or set WANDB_API_KEY. {offline}"
+        )
+
+
+@contextlib.contextmanager
+def _refusals_of(tracker: GeneralTracker | JsonlTracker) -> Iterator[None]:
+    """One message for what W&B refuses after all: a key that it does not know, a project that is not the user's."""
+    if tracker.name != "wandb":
+        yield
+        return
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as error:
+        what = " ".join(str(error).split())
+        raise InputError(f"`log.trackers`: wandb does not start: {what}; `wandb login` again, or WANDB_MODE=offline") from None
 
 
 def cut_back(path: Path, last_step: int) -> None:

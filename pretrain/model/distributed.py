@@ -164,3 +164,11 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
+
+
+def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
+    """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
+    stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
+    if accelerator.num_processes > 1:
+        torch.distributed.broadcast(stacked, src=0)
+    return stacked.tolist()

@@ -62,6 +62,7 @@ class ExactAdamW(torch.optim.Optimizer):
         self.moments = moments
         self.by_kernel = True  # on a GPU; false where the kernel was found to be wrong there
         self._frozen: list[Tensor] = []
+        self._frozen_by_weight: dict[int, Tensor] = {}  # on a CPU, by the weight's address; on a GPU the kernel knows
         self._updated = 0
 
     def materialise(self) -> None:
@@ -113,7 +114,10 @@ class ExactAdamW(torch.optim.Optimizer):
             if self.by_kernel and parameters[0].weight.is_cuda:
                 self._frozen += self._fused(parameters, hyper, clip_coefficient)
             else:
-                self._frozen += [update_parameter(each, hyper, clip_coefficient) for each in parameters]
+                counts = [update_parameter(each, hyper, clip_coefficient) for each in parameters]
+                self._frozen += counts
+                addresses = (each.weight.data_ptr() for each in parameters)
+                self._frozen_by_weight.update(zip(addresses, counts, strict=True))
 
     def _updates(self) -> Iterator[tuple[Hyperparameters, list[ParameterTensors]]]:
         """The parameters to update, gathered by their hyperparameters and by device."""
@@ -149,6 +153,11 @@ class ExactAdamW(torch.optim.Optimizer):
             return torch.zeros(2, dtype=torch.int64)
         frozen = torch.stack([counts.sum(dtype=torch.int64) for counts in self._frozen]).sum()
         return torch.stack([frozen, torch.full_like(frozen, self._updated)])
+
+    def frozen_by_weight(self) -> dict[int, Tensor]:
+        """Of the last step, this process's count of lost updates of each weight, by the address of its local part."""
+        on_gpus = self._fused.frozen_by_weight() if "_fused" in self.__dict__ else {}
+        return self._frozen_by_weight | on_gpus
 
 
 def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:
@@ -215,6 +224,18 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
     frozen, total = accelerator.reduce(optimizer.frozen_counts().to(accelerator.device), reduction="sum").tolist()
     return frozen / max(total, 1)
+
+
+def most_frozen(optimizer: ExactAdamW, model: nn.Module, accelerator: Accelerator, most: int = 3) -> dict[str, float]:
+    """The parameters of which the step just done lost the largest share of updates, and that share; the largest first, parameters
+    that lost none left out. Collective."""
+    counts, none = optimizer.frozen_by_weight(), torch.zeros((), dtype=torch.int64)
+    parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+    frozen = torch.stack([counts.get(part.data_ptr(), none).to(accelerator.device) for part in parts.values()])
+    values = torch.tensor([part.numel() for part in parts.values()], device=accelerator.device)
+    table = accelerator.reduce(torch.stack([frozen, values]), reduction="sum").tolist()
+    shares = {name: lost / max(size, 1) for name, lost, size in zip(parts, *table, strict=True) if lost}
+    return dict(sorted(shares.items(), key=lambda each: -each[1])[:most])
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:

@@ -136,6 +136,15 @@ class FusedUpdate:
             kinds[_kind_of(each)].append(each)
         return [self._launch(kind, each, hyper, coefficient) for kind, each in kinds.items()]
 
+    def frozen_by_weight(self) -> dict[int, Tensor]:
+        """How many of its values the last update of each weight lost, int64 scalars on its device, by the weight's address."""
+        found: dict[int, Tensor] = {}
+        for launch in self._launches.values():
+            counts = torch.zeros(len(launch.rows), dtype=torch.int64, device=launch.frozen.device)
+            counts.index_add_(0, launch.blocks[:, 0].long(), launch.frozen.long())
+            found |= {row[0]: count for row, count in zip(launch.rows, counts, strict=True)}
+        return found
+
     def _launch(self, kind: _Kind, parameters: list[ParameterTensors], hyper: Hyperparameters, coefficient: Tensor) -> Tensor:
         launch = self._prepare(kind, parameters)
         weight_type, gradient_type, moment_type, exact, aligned = kind

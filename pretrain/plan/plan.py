@@ -23,6 +23,8 @@ from pretrain.settings.recipe import Recipe
 
 GIB = 2**30
 WIDTH = 100  # of the rendered plan
+SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
+SOME = 0.005  # a share worth a word
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Plan:
     packs: int | None = None  # to train on; None: not known before they are prepared
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
+    weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
 
     def with_microbatch(self, microbatch: int) -> Plan:
         """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
@@ -158,15 +161,34 @@ class Plan:
                 f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
             )
         if self.recipe.weights == "bf16":
-            # BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8). AdamW moves a weight by about the rate.
-            rate = self.recipe.optimizer.learning_rate
+            found.append(self._frozen_weights())
+        found += self.active.precision.cautions(self.active.settings)
+        if self.emulated:
             found.append(
-                f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude "
-                f"{2.0 ** math.ceil(math.log2(rate) + 8):.2g} or more; `weights: bf16_exact` keeps every update"
+                f"`{self.active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
+                "(a step took 1.3 to 1.8 times BF16's on an H200, benchmarks/results/h200_emulated.json)"
+            )
+        elif self.active.precision.quantized and self.flops.shape.hidden <= SMALL_HIDDEN:
+            found.append(
+                f"`{self.active.precision.name}` may not pay: at a hidden size of {SMALL_HIDDEN}, FP8 ran at 0.87 to 1.06 times "
+                "BF16's speed on an H200 that several runs shared (benchmarks/results/h200_comparison.json); measure both"
             )
         if names := self.flops.uncounted:
             found.append(f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ...")
         return found
+
+    def _frozen_weights(self) -> str:
+        """BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8). AdamW moves a weight by about the rate."""
+        rate, spread = self.recipe.optimizer.learning_rate, self.weight_spread
+        limit = 2.0 ** math.ceil(math.log2(rate) + 8)
+        what = ["norms, which begin at 1, stay as they are"] if limit <= 1 else []
+        if spread and (share := math.erfc(limit / (spread * math.sqrt(2)))) >= SOME:
+            what.append(f"so do {units.percent(share)} of the values of a matrix with a standard deviation of {spread:g}")
+        said = f": {', and '.join(what)}" if what else ""
+        return (
+            f"`weights: bf16` loses small updates: at a rate of {rate:g} a usual step moves no weight of magnitude {limit:.2g} "
+            f"or more{said}; `weights: bf16_exact` keeps every update"
+        )
 
 
 def render(plan: Plan) -> str:

@@ -17,7 +17,7 @@ from packing.order import PackOrder
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
-from pretrain.metrics.trackers import resolve
+from pretrain.metrics.trackers import check_services, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
@@ -75,6 +75,11 @@ class Job:
     def weight_dtype(self) -> torch.dtype:
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
+    @property
+    def precision_remedy(self) -> str | None:
+        """What to change in the precision where values overflow; None where nothing is quantized."""
+        return self.precision.against_overflow(self.active.settings) if self.precision.quantized else None
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
@@ -113,6 +118,8 @@ def prepare_job(
     run_dir = config.run_dir_of(recipe)
     check_ours(run_dir)
     resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
+    if accelerator.is_main_process:
+        check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
@@ -161,6 +168,7 @@ def prepare_job(
         packs=len(data.train) if data else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
+        weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)

@@ -7,7 +7,7 @@ and export see the model that transformers built. torch.compile steps over them:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -80,6 +80,9 @@ class Backend(Protocol):
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
 
+    def state_storage(self) -> list[Tensor]:
+        """The memory of `state`, live, in as few tensors as it lies in."""
+
     def reset(self) -> None:
         """Forget history and cached weights, as before the first forward."""
 
@@ -115,6 +118,7 @@ class PrecisionContext:
     observers: list[Observer] = field(default_factory=list)
     calls_outside: Counter[str] = field(default_factory=Counter)
     observed: bool = False
+    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backend's storage
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -175,23 +179,38 @@ class PrecisionContext:
         Whatever else the backend holds is forgotten: a pass that ran out of memory leaves behind scales put aside for recomputing
         a layer, which the next backward would take for its own.
         """
-        before = {name: tensor.clone() for name, tensor in self.state().items()}
+        before = [tensor.clone() for tensor in self._storage()]
         try:
             yield
         finally:
-            if self.backend is not None:
-                self.backend.reset()
-            for name, tensor in self.state().items():
-                tensor.copy_(before[name])
+            self._put_back(before)
 
-    def forget_overflow(self) -> None:
-        """Take what is not finite out of delayed scaling's histories, after a step that was skipped for it.
+    def keep_state(self) -> None:
+        """Copy history and scales aside, on their device, until `go_back` is asked for. Where nothing keeps a history this is
+        nothing, elsewhere a few launches."""
+        live = self._storage()
+        if not live:
+            return
+        self._kept = self._kept or [torch.empty_like(tensor) for tensor in live]
+        torch._foreach_copy_(self._kept, live)
 
-        A scale stays as it is while its history holds an infinity, which a history of 1,024 does for 1,024 microbatches.
-        """
-        for name, tensor in self.state().items():
-            if name.endswith("/amax_history"):
-                tensor.nan_to_num_(nan=0.0, posinf=0.0)
+    def go_back(self) -> None:
+        """History and scales as `keep_state` found them. A step that is left out must not have been: an overflow lasts in a
+        history for 1,024 microbatches, and giants that are finite press its scales down for as long."""
+        self._put_back(self._kept)
+
+    def forget(self) -> None:
+        """As before the first forward."""
+        if self.backend is not None:
+            self.backend.reset()
+
+    def _put_back(self, state: Sequence[Tensor]) -> None:
+        self.forget()
+        for tensor, before in zip(self._storage(), state, strict=True):
+            tensor.copy_(before)
+
+    def _storage(self) -> list[Tensor]:
+        return self.backend.state_storage() if self.backend else []
 
 
 class LowPrecisionLinear(nn.Module):

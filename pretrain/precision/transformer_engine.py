@@ -186,6 +186,9 @@ class TransformerEngineBackend:
             for key in ("amax_history", "scale")
         }
 
+    def state_storage(self) -> list[Tensor]:
+        return list(self.state().values())
+
     def reset(self) -> None:
         for name, tensor in self.state().items():
             tensor.fill_(1.0 if name.endswith("scale") else 0.0)

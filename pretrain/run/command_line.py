@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -39,7 +41,19 @@ def say_once(text: str) -> None:
     The first process of a machine prints at once, and the others wait. If the first has failed too, the launcher ends them
     meanwhile. If not, the error is theirs alone, and after the wait they print it.
     """
+    tell_torchrun(text)
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(3)
         text = f"rank {os.environ.get('RANK')}: {text}"
     print(text, file=sys.stderr)
+
+
+def tell_torchrun(text: str) -> None:
+    """Leave `text` where torchrun looks for what its failed processes have to say, which it then prints in its table."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    # What torch.distributed.elastic's ErrorHandler writes of an exception; ours are no bugs, and have no traceback to show.
+    message = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -20,6 +20,7 @@ from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapp
 from pretrain.model.packed import inputs_of
 from pretrain.model.wrapping import clear_main_gradients
 from pretrain.plan.preflight import Job
+from pretrain.plan.remedies import listed
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
@@ -39,7 +40,13 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     # estimate expects to fit is tried there.
     collective = trials_are_collective(model, accelerator)
     candidates = [job.plan.expected_microbatch] if collective else job.plan.microbatch_candidates
-    return largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+    largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+    if largest is None:
+        raise InputError(
+            f"`batch.microbatch: auto`: {candidates[-1]} pack(s) at once do not fit into the device's memory; shard the model "
+            f"over more devices, or set a shorter `data.length`.{listed(job.plan.with_microbatch(candidates[-1]))}"
+        )
+    return largest
 
 
 def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
@@ -50,10 +57,10 @@ def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
 
 def largest_that_fits(
     model: nn.Module, accelerator: Accelerator, candidates: Sequence[int], make_batch: Callable[[int], Microbatch]
-) -> int:
+) -> int | None:
     """The first of `candidates` (packs a microbatch, descending) whose forward and backward fit; all ranks agree on the smallest.
 
-    Leaves the model in training mode, its gradients zero. InputError where not even the smallest fits. A CPU process that runs
+    Leaves the model in training mode, its gradients zero. None where not even the smallest fits. A CPU process that runs
     out of memory is killed without an exception; there the plan's candidates respect the host's memory.
     """
     model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
@@ -65,11 +72,7 @@ def largest_that_fits(
             return candidate
         # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
         torch.compiler.reset()
-    raise InputError(
-        f"`batch.microbatch: auto`: {candidates[-1]} pack(s) at once do not fit into the device's memory; set a smaller "
-        "`batch.microbatch`, `model.gradient_checkpointing: full`, a shorter `data.length`, `weights: bf16_exact`, or shard the "
-        "model over more devices"
-    )
+    return None
 
 
 def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool:

@@ -57,6 +57,15 @@ def find_resume_point(
     return ResumePoint(path, record, [f"the recipe has changed: {change}" for change in changes])
 
 
+def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
+    """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
+    if job.data is None:  # packs that are not prepared belong to no checkpoint yet
+        return None
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
+    return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
+
+
 def restore(
     source: ResumePoint | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:

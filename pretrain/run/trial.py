@@ -30,7 +30,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
 from pretrain.model.fused.layers import not_fused_because
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import check_shapes
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
@@ -171,7 +171,7 @@ def each_operand(active: ActivePrecision, device: torch.device) -> Iterator[Find
 
 def agreement(run: Situation) -> Finding:
     """The layer as it would train beside the same one in FP32: what is quantized is off by what quantization costs."""
-    fp32 = ActivePrecision("fp32", PRECISIONS["fp32"], "torch", LowPrecisionSettings().resolved("fp32"))
+    fp32 = ActivePrecision("fp32", UNQUANTIZED["float32"], "torch", LowPrecisionSettings().resolved("fp32"))
     rounds = 4 if getattr(run.active.precision, "keeps_history", False) else 1
     plain = loss_and_gradients(one_layer(run, fp32, fused=False, backend="packed_sdpa", in_fp32=True), run)
     ours = loss_and_gradients(one_layer(run, run.active, fused=run.fused, backend=run.attention), run, rounds)

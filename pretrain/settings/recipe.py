@@ -146,9 +146,11 @@ class LogSettings(Settings):
 
 
 class HealthSettings(Settings):
-    # a loss or gradient norm that is not finite: stop the run; skip: leave the step out, ten in a row at most
-    on_nan: Literal["stop", "skip"] = "stop"
-    on_spike: Literal["ignore", "warn", "stop"] = "warn"  # a loss far above the recent ones
+    # A loss or gradient norm that is not finite: stop the run; skip: leave the step out as if its data had never come, ten in a
+    # row at most; rollback: go back to the last checkpoint, and past all data since.
+    on_nan: Literal["stop", "skip", "rollback"] = "stop"
+    on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"  # a loss far above the recent ones
+    max_rollbacks: PositiveCount = 3  # over the whole run, resumed or not; then it stops
 
 
 class Recipe(Settings):

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from foundation.signals import REPEAT_SECONDS, StopRequest
+from foundation.signals import IF_NOT_IGNORED, REPEAT_SECONDS, SIGNALS, StopRequest
 
 # Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does.
 LOOP = """
@@ -29,15 +29,15 @@ with signals.StopRequest() as stop:
 """
 
 
-def start(seconds_between_signals: float) -> subprocess.Popen:
-    command = [sys.executable, "-c", LOOP, str(seconds_between_signals)]
+def start(seconds_between_signals: float, *before: str) -> subprocess.Popen:
+    command = [*before, sys.executable, "-c", LOOP, str(seconds_between_signals)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(command, text=True, **pipes)
     assert process.stdout.readline() == "ready\n"
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
     process = start(seconds_between_signals=0)
     process.send_signal(number)
@@ -45,6 +45,14 @@ def test_a_first_signal_lets_the_process_save_and_exit_cleanly(number):
     assert output == f"saving\nsaved after {number.name}\n"
     assert process.returncode == 0
     assert f"{number.name}: finishing this step" in errors
+
+
+def test_under_nohup_a_lost_terminal_changes_nothing():
+    process = start(0, "nohup")
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+    output, errors = process.communicate()
+    assert output == "saving\nsaved after SIGTERM\n" and "SIGHUP" not in errors
 
 
 def test_a_second_ctrl_c_exits_at_once():
@@ -68,9 +76,9 @@ def test_the_same_ctrl_c_delivered_twice_and_repeated_sigterm_do_not_cut_the_sav
 
 
 def test_the_handlers_from_before_come_back_after_the_block():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)]
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.01)
         assert stop.requested == signal.SIGTERM
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in (*SIGNALS, *IF_NOT_IGNORED)] == before

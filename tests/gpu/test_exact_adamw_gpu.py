@@ -98,6 +98,8 @@ def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
         for ours, (theirs, _) in zip(operands, expected, strict=True):
             assert all(same(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True))
         assert sum(int(count.sum()) for count in counts) == sum(frozen for _, frozen in expected)
+        by_weight = fused.frozen_by_weight()
+        assert [int(by_weight[o.weight.data_ptr()]) for o in operands] == [frozen for _, frozen in expected]
     assert len(counts) == 2, "one launch for aligned tensors and one for the others"
 
 

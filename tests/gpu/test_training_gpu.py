@@ -16,7 +16,6 @@ from accelerate.state import AcceleratorState
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import BatchStream, Microbatch, build_microbatch
 from packing.order import PackOrder
@@ -159,8 +158,7 @@ def test_a_model_for_which_there_is_no_memory_is_refused(
     packed: PackedLanguageModel, accelerator: Accelerator, memory_for: Callable
 ) -> None:
     memory_for(32 * 2**20)
-    with pytest.raises(InputError, match="gradient_checkpointing"):
-        largest_that_fits(packed, accelerator, [1024], trial)
+    assert largest_that_fits(packed, accelerator, [1024], trial) is None
 
 
 def test_pinned_batches_train_the_model_with_fused_adamw(

@@ -208,6 +208,24 @@ def test_restored_state_continues_as_if_nothing_had_happened(delayed: str) -> No
     assert not differing(actual, expected), differing(actual, expected)
 
 
+@pytest.mark.parametrize("giant", [1e24, torch.inf])
+def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> None:
+    weight, bias = parameters()
+    results = []
+    for left_out in (True, False):
+        backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
+        product, context = backend.product("p", IN, OUT, bias=True), PrecisionContext(backend, torch.bfloat16)
+        for number in range(3):
+            microbatch(backend, product, *operands(number), weight, bias, True)
+        if left_out:
+            context.keep_state()
+            x, gradient = operands(5)
+            microbatch(backend, product, x, gradient * giant, weight, bias, True)
+            context.go_back()
+        results.append(microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend))
+    assert not differing(*results), differing(*results)
+
+
 class Layers:
     """Two layers of two products with something between them, checkpointed or not."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pretrain.run.command_line import say_once
 
@@ -36,3 +39,12 @@ def test_another_process_speaks_if_the_launcher_has_not_ended_it_meanwhile(
     speak_as(3, 3, monkeypatch)
     assert sum(slept) > 1, "torchrun looks at its processes ten times a second"
     assert capsys.readouterr().err == "rank 3: error: no such folder\n"
+
+
+def test_torchrun_finds_the_message_where_it_looks_for_its_processes_last_words(
+    tmp_path: Path, slept: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    speak_as(3, 3, monkeypatch)
+    failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
+    assert "traceback : error: no such folder" in str(ChildFailedError("train_accelerate.py", {3: failure}))

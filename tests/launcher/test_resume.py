@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGINT, SIGKILL, SIGTERM
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
@@ -143,7 +143,7 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(either: Training
 
 def test_a_run_stopped_twice_saves_each_time_and_goes_on_as_if_it_had_not_been(gpt2: Training, run_dir: Path):
     # While it trains a step, and while it saves: it then trains one step more.
-    for moment, step in ((Moment("logged", "^3$", SIGTERM), 3), (Moment("os.rename", "/step-00000008$", SIGINT), 9)):
+    for moment, step in ((Moment("logged", "^3$", SIGHUP), 3), (Moment("os.rename", "/step-00000008$", SIGINT), 9)):
         gpt2.log(run_dir).unlink(missing_ok=True)
         assert gpt2.start(run_dir, moment).end() == 128 + moment.signal
         output = gpt2.log(run_dir).read_text()

@@ -53,6 +53,15 @@ def test_exact_bf16_weights_keep_what_plain_bf16_weights_lose(runs: Callable) ->
     assert max(frozen["bf16_exact"]) < 0.01
     assert min(frozen["bf16"]) > 0.5
 
+    assert "frozen_most" not in exact.records()[0] and "too small to change" not in fp32.output + exact.output
+    named = [record["frozen_most"] for record in plain.records() if "frozen_most" in record]
+    at_first, at_last = named[0], named[-1]
+    assert len(named) == 3, "after steps 1, 10 and the last"
+    norms = {name for name, value in masters(plain.run_dir).items() if value.dim() == 1}
+    assert at_last.keys() <= norms and set(at_last.values()) == {1.0}, "norms are 1 and never move at this rate"
+    assert plain.output.count("of all updates were too small") == 1 and next(iter(at_first)) in plain.output
+    assert json.loads((plain.run_dir / "summary.json").read_text())["frozen_most"] == at_last
+
     moved = {run.run_dir.name: masters(run.run_dir) for run in (fp32, exact, plain)}
 
     def distance(name: str) -> float:

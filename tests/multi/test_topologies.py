@@ -105,6 +105,7 @@ def test_processes_that_would_train_separate_copies_are_refused(train: Callable,
     finished = train(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
     assert "2 processes" in finished.output and "ACCELERATE_USE_CPU" in finished.output
+    assert "traceback : error: accelerate configuration: 2 processes" in finished.output, "torchrun's table has our words"
 
 
 @pytest.mark.parametrize("key", ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"])

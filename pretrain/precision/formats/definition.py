@@ -137,6 +137,10 @@ class Precision:
         option = self.options.get(key)
         return option is not None and (option.choices is None or value in option.choices)
 
+    def cautions(self, settings: OptionValues) -> tuple[str, ...]:
+        """What is known to go wrong with these settings of it, and what to set instead."""
+        return ()
+
     def describe_options(self) -> str:
         """What it takes, to end a message with: "`block` takes fp8_format (E4M3), use_f32_scales"."""
         texts = [f"{key} ({' or '.join(option.choices)})" if option.choices else key for key, option in self.options.items()]
@@ -252,6 +256,14 @@ class QuantizedPrecision(Precision):
             limit, remedy = saturation
             found += (Condition("saturation", forward + backward, limit, "is cut to the format's maximum", remedy),)
         return found
+
+    def against_overflow(self, settings: OptionValues) -> str:
+        """What to change where the loss or a gradient is not a number, or jumps."""
+        kept = settings.keep_bf16_layers
+        return (
+            f"`fp8_config.keep_bf16_layers` (now first: {kept.first}, last: {kept.last}) takes the first and last layers out of "
+            "it; `precision=bf16` from the same checkpoint, with --accept-changes, tells whether it is the cause"
+        )
 
     def against_underflow(self, settings: OptionValues) -> str:
         """What to change where small values become zero."""

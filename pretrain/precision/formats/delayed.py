@@ -58,6 +58,12 @@ class Delayed(Current):
         in_full = {} if settings.fast_accumulation else {"fp8_gemm_fprop": te.MMParams(use_split_accumulator=True)}
         return te.DelayedScaling, arguments, in_full
 
+    def against_overflow(self, settings: OptionValues) -> str:
+        return (
+            f"a larger `fp8_config.margin` (now {settings.margin}) leaves room above the largest value seen; `precision=current` "
+            f"scales by the values themselves; {super().against_overflow(settings)}"
+        )
+
     def against_underflow(self, settings: OptionValues) -> str:
         finer = "`precision=block` or `precision=mxfp8`, with a scale for each block,"
         if settings.margin:

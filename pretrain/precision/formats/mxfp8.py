@@ -50,6 +50,14 @@ class Mxfp8(QuantizedPrecision):
     def scaling(self, settings: OptionValues, role: Role) -> Scaling:
         return Scaling("power of two", WITHIN_TWO, 32, square=self.serves_both(settings, role))
 
+    def cautions(self, settings: OptionValues) -> tuple[str, ...]:
+        if settings.fp8_format != "HYBRID":
+            return ()
+        return (
+            "`fp8_config.fp8_format: HYBRID`: with gradients in E5M2, MXFP8 was seen to diverge (Megatron-Bridge#638); E4M3 "
+            "is the default",
+        )
+
     def needs_emulation(self, settings: OptionValues) -> str | None:
         floor = settings.scale_rounding == "floor"
         return "emulation for `fp8_config.scale_rounding: floor`; the hardware rounds scales up" if floor else None

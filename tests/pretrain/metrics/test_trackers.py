@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -181,6 +182,35 @@ def test_wandb_runs_offline_and_its_record_holds_config_and_history(tmp_path):
     for expected in (b"optimizer.learning_rate", b"0.125", b"pretraining-tests", b"loss", b"1.5"):
         assert expected in content
     assert b"tflops" not in content
+
+
+CHECKS = """
+import os, threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # which answers everything by an error
+os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
+threading.Thread(target=server.serve_forever, daemon=True).start()
+from foundation.errors import InputError
+from pretrain.metrics.trackers import check_services
+for _ in range(2):
+    try:
+        check_services(["jsonl", "wandb"])
+    except InputError as error:
+        print(error)
+    server.shutdown()
+    server.server_close()
+"""
+
+
+def test_wandb_without_a_key_or_a_server_is_one_message_each_before_any_work(tmp_path):
+    environment = {key: value for key, value in os.environ.items() if "wandb" not in key.lower()}
+    environment |= {"HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    command = [sys.executable, "-c", CHECKS]
+    done = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=100)
+    no_key, no_server = done.stdout.splitlines()
+    assert re.search(r"wandb has no key for http://127.0.0.1:\d+; run `wandb login` or set WANDB_API_KEY", no_key)
+    assert re.search(r"wandb's server http://127.0.0.1:\d+ cannot be reached within 5 s .*refused", no_server)
+    assert "WANDB_MODE=offline" in no_key and "WANDB_MODE=offline" in no_server
 
 
 def test_trackio_stores_config_and_history_in_its_local_database(tmp_path):

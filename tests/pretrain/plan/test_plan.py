@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -81,6 +83,37 @@ def test_bf16_weights_come_with_the_magnitude_from_which_updates_are_lost(qwen3:
     assert "0.0078" in warning
     unmoved, moved = torch.tensor([0.0079, 0.0077], dtype=torch.bfloat16)
     assert unmoved + 2e-5 == unmoved and moved + 2e-5 != moved
+
+
+def test_bf16_weights_come_with_the_share_of_the_model_that_a_rate_does_not_move(qwen3: PreTrainedModel) -> None:
+    weights = torch.randn(2**20, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).mul(0.02).bfloat16()
+    share = (weights + 2e-5 == weights).double().mean().item()
+    (warning,) = plan(qwen3, recipe(weights="bf16"), weight_spread=0.02).warnings
+    said = float(re.search(r"so do (\S+) % of the values of a matrix with a standard deviation of 0.02", warning)[1])
+    assert said / 100 == pytest.approx(share, abs=0.02)
+    assert "norms, which begin at 1, stay as they are" in warning
+    fast = recipe(weights="bf16", optimizer={"learning_rate": 1e-3})
+    assert "of a matrix" not in plan(qwen3, fast, weight_spread=0.02).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("precision", "fp8_format", "said"),
+    [("mxfp8", "HYBRID", ["Megatron-Bridge#638", "emulated"]), ("mxfp8", "E4M3", ["emulated"]), ("bf16", None, [])],
+)
+def test_a_precision_comes_with_what_is_known_against_it(
+    qwen3: PreTrainedModel, precision: str, fp8_format: str | None, said: list[str]
+) -> None:
+    settings = LowPrecisionSettings(on_unsupported="emulate", fp8_format=fp8_format)
+    active = select_precision(precision, settings, missing_on("cpu"))
+    warnings = Plan(recipe(), active, Devices(), "qwen3", ModelFlops.of(qwen3), mean_squared=745.0, packs=22_206).warnings
+    assert len(warnings) == len(said) and all(word in text for word, text in zip(said, warnings, strict=True))
+
+
+def test_low_precision_on_hardware_is_questioned_where_it_was_measured_not_to_pay(qwen3: PreTrainedModel) -> None:
+    active = replace(select_precision("current", LowPrecisionSettings(), lambda *_: None), backend="transformer_engine")
+    large = Plan(recipe(), active, Devices(), "qwen3", ModelFlops.of(qwen3), mean_squared=745.0, packs=22_206)
+    flops = replace(large.flops, shape=replace(large.flops.shape, hidden=768))
+    assert large.warnings == [] and "may not pay" in replace(large, flops=flops).warnings[0]
 
 
 def test_a_microbatch_that_will_hardly_fit_is_warned_about(qwen3: PreTrainedModel) -> None:

@@ -1,0 +1,66 @@
+"""What may happen to a run from outside: memory that runs out, a run folder that vanishes. One message, and nothing lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate.utils import broadcast_object_list
+
+from foundation.errors import InputError
+from pretrain.checkpoint.checkpoint import Checkpoints, step_folder
+from pretrain.plan.preflight import Job
+from pretrain.plan.remedies import is_out_of_memory, out_of_memory
+from pretrain.run.assembly import Run
+
+FOLDER_GONE, METRICS_GONE = 1000, 999  # beside the numbers of signals, which ranks agree on in one exchange
+
+
+@contextmanager
+def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
+    """InputError with the settings that take less where a device, or the host, runs out of memory inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        when = f"after step {run.state.step}" if run and run.state.step else "before the first step was done"
+        raise InputError(out_of_memory(job.plan, error, when)) from None
+
+
+def vanished(run: Run) -> int:
+    """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, else 0. The main process knows."""
+    if not run.folder.in_place:
+        return FOLDER_GONE
+    return 0 if run.trackers.in_place else METRICS_GONE
+
+
+def prepare_rescue(run: Run, what: int) -> InputError:
+    """What to tell the user of what has `vanished`, once the step in memory is saved.
+
+    All ranks call it, and then save: where the folder is gone, `run.checkpoints` is set to a new one beside it, since a folder of
+    the same name may be somebody else's.
+    """
+    step = run.state.step
+    if what == METRICS_GONE:
+        return InputError(
+            f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
+            "with it. The step is saved: start the same command again to go on; the metrics begin after it"
+        )
+    path, moved = broadcast_object_list([str(_free_name_beside(run.folder.path)), run.folder.moved_to()])
+    run.checkpoints = Checkpoints(Path(path) / "checkpoints", run.checkpoints.keep)
+    saved = step_folder(run.checkpoints.folder, step)
+    where, folder = ("renamed", moved) if moved else ("deleted or replaced", run.folder.path)
+    left = f"It is {moved} now" if moved else "Its metrics and checkpoints went with it"
+    return InputError(
+        f"{run.folder.path}: the run folder was {where} while the run was going on. {left}; nothing was written to it since. "
+        f"Step {step} is saved as {saved}: to go on, start again with run_dir={folder} --resume {saved}"
+    )
+
+
+def _free_name_beside(path: Path) -> Path:
+    number = 1
+    while (rescued := path.with_name(f"{path.name}.rescued-{number}")).exists():
+        number += 1
+    return rescued

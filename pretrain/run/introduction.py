@@ -1,0 +1,25 @@
+"""What a run says and writes down of itself before its first step."""
+
+from __future__ import annotations
+
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.model.distributed import describe_topology
+from pretrain.plan.plan import render
+from pretrain.run.assembly import Run
+from pretrain.settings import config
+from pretrain.verify import audit, kernels
+
+
+def introduce(run: Run, notes: list[str]) -> None:
+    """Say and write down what this run is, before its first step."""
+    run.console.notice(render(run.job.plan))
+    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit) | kernels.rows(run.assembly.audit))
+    for note in notes:
+        run.console.notice(note)
+    settings = config.resolved(run.job.recipe)
+    if run.accelerator.is_main_process:
+        environment = describe_environment(describe_topology(run.accelerator))
+        run.folder.write_yaml(run.folder.config, settings)
+        run.folder.write_json(run.folder.environment, {"data_fingerprint": run.job.data.train.fingerprint} | environment)
+        run.folder.write_json(run.folder.audit, run.assembly.audit)
+    run.trackers.start(settings)

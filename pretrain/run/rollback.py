@@ -1,0 +1,92 @@
+"""A step that must not reach the weights: going back to the last checkpoint, and what the user is told when the run stops."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.health import StepDecision, TrainingHalted
+from pretrain.metrics.run_record import read_metrics
+from pretrain.metrics.trackers import resolve
+from pretrain.optimizer.adamw_update import local_part
+from pretrain.run.assembly import Run
+from pretrain.run.resume import ResumePoint, restore
+from pretrain.settings import config
+
+
+def roll_back(run: Run, reason: str) -> None:
+    """Put the run back to its newest good checkpoint, to go on with the packs after those of the step just judged.
+
+    All ranks call it after that step. A checkpoint that the run has gone back to already, and from which other packs led no
+    further than to here, is not taken for good: it is the turn of the one before, if that is still kept.
+
+    The steps given up leave metrics.jsonl as lines and stand in one line of event `rollback`, which counts as a part of the step
+    to come: whoever resumes from the checkpoint itself does not find it there, and goes back by itself.
+    """
+    judged, rollbacks, checkpoints = run.state, run.health.rollbacks + 1, run.checkpoints
+    path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from
+    record = checkpoints.read_state(path)
+    if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
+        path = checkpoints.newest(before=record["progress"]["step"]) or path
+        record = checkpoints.read_state(path)
+    run.assembly.precision.forget()
+    run.state, notes = restore(ResumePoint(path, record, []), checkpoints, run.job, run.assembly, run.health)
+    run.health.rollbacks = rollbacks
+    run.state.left_out = judged.left_out + judged.step - run.state.step
+
+    if run.precision_watch:
+        run.precision_watch.go_back(run.state.step)
+    if run.accelerator.is_main_process:
+        event = {
+            "step": run.state.step + 1,
+            "event": "rollback",
+            "reason": f"step {judged.step}: {reason}",
+            "resumed_from": run.state.step,
+            "rollbacks": rollbacks,
+            "left_out": run.state.left_out,
+            "abandoned": [each for each in read_metrics(run.folder.path) if each["step"] > run.state.step],
+        }
+        # To a tracker this is what a resume is: the file is cut back, and a hosted service begins another segment.
+        run.trackers.finish()
+        log = run.job.recipe.log
+        run.trackers = resolve(log.trackers, run_dir=run.folder.path, project=log.project, resumed_step=run.state.step)
+        run.trackers.start(config.resolved(run.job.recipe))
+        run.trackers.note(event)
+    passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
+    run.console.warning(
+        f"step {judged.step}: {reason}. Rollback {rollbacks} of {limit} at most: {notes[0]}; the packs of "
+        f"{passed} step{'' if passed == 1 else 's'} since are passed over"
+    )
+
+
+def halted(run: Run, decision: StepDecision) -> TrainingHalted:
+    """The end of a run at a step that it does not survive, with what to change. All ranks call it."""
+    reason, remedy = decision.reason, decision.remedy
+    if names := tensors_not_finite(run):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        reason += f". The weights themselves hold infinity or NaN, in {', '.join(names[:3])}{more}"
+        source, untrained = run.job.recipe.model.source, run.state.step - run.state.skipped_steps <= 1
+        if source is not None and untrained:
+            remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
+        else:
+            remedy = "Lower `optimizer.learning_rate`, and resume from a checkpoint before that with --resume"
+    return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
+
+
+def require_finite_weights(run: Run) -> None:
+    """TrainingHalted where the last update has overflowed weights, which its own loss and gradient cannot show: what is saved is
+    good to go back to. Collective."""
+    if tensors_not_finite(run):
+        reason = "the update has overflowed, and this step is not saved"
+        raise halted(run, StepDecision("stop", reason))
+
+
+@torch.no_grad()
+def tensors_not_finite(run: Run) -> list[str]:
+    """Names of the parameters that hold infinity or NaN on any rank; collective. Allocates nothing of their size."""
+    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
+    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
+    bad = torch.stack([~each.to(device).isfinite() for each in largest]).float()
+    return [name for name, ranks in zip(parts, run.accelerator.reduce(bad, reduction="sum").tolist(), strict=True) if ranks]
