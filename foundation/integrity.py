@@ -34,6 +34,8 @@ Digests = dict[str, dict[str, str]]  # file name -> algorithm -> hex digest
 
 def _inside(name: str) -> str:
     path = PurePosixPath(name)
+    if len(name) > 1000:
+        raise ValueError(f"a name of {len(name):,} characters")
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
         raise ValueError(f"{name!r} lies outside its folder")
     return name

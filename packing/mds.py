@@ -28,7 +28,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from foundation.errors import InputError
 from foundation.integrity import FileRecord, InnerName, Size, check_files, digests, hash_file
-from foundation.reading import load_object
+from foundation.reading import load_object, parse_json
 from foundation.settings import first_mistake, shown
 from packing.arrow import Pack, as_token_ids, checked_index
 
@@ -148,6 +148,18 @@ class Shard:
         self._offsets = np.frombuffer(self._data, "<u4", count + 1 if fits else 0, offset=4)
         if not fits or self._offsets[-1] != len(self._data) or (self._offsets[1:] < self._offsets[:-1]).any():
             raise InputError(f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}")
+        # The index has no hash of its own. A flipped bit in the name of a column would leave the column out.
+        if self._layout_inside(self._data[8 + 4 * count : self._offsets[0]]) not in (None, self.layout):
+            raise InputError(f"{self.path}: has other columns than {INDEX} says; {_REMEDY}")
+
+    @staticmethod
+    def _layout_inside(header: memoryview) -> list[Any] | None:
+        """The columns by the shard's own copy of its configuration; None where its writer left that out."""
+        try:
+            configuration = parse_json(bytes(header))
+            return [configuration[key] for key in ("column_names", "column_encodings", "column_sizes")]
+        except (ValueError, TypeError, KeyError):
+            return None
 
     def sample(self, index: int, names: Container[str] | None = None) -> dict[str, Any]:
         """Sample `index`, or those of its columns that `names` holds, decoded. Arrays are views into the file."""

@@ -310,3 +310,12 @@ def test_a_gzip_bomb_of_lines_is_read_a_chunk_at_a_time(tmp_path: Path):
     data = DataSettings(packs="/nowhere/packs", source=str(tmp_path / "a.jsonl.gz"), tokenizer="x")
     first = next(open_source(data).chunks())
     assert len(first.payload) < 2**21
+
+
+def test_a_bit_that_renames_a_column_in_an_index_does_not_leave_the_column_out(tmp_path: Path):
+    """An index.json has no hash of its own; the shards hold a copy of what it says of their columns."""
+    folder = shutil.copytree(MDS / "reference", tmp_path / "mds")
+    text = (folder / "index.json").read_text()
+    (folder / "index.json").write_text(text.replace("attention_mask", "attentioN_mask", 1))
+    with pytest.raises(InputError, match=r"shard.00000.mds: has other columns than index.json says"):
+        MDSReader([folder])
