@@ -48,8 +48,8 @@ def hold_to_parity(
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
     if setting == "off":
         return LeftOut("parity is off")
-    job = job.with_microbatch(job.plan.microbatch if compiled != "nothing" else math.gcd(job.plan.microbatch, MICROBATCH))
-    step = job.batches(accelerator).step(0)
+    if compiled == "nothing":
+        job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
     if setting == "auto":
         known = kept.read() if accelerator.is_main_process and not job.recipe.model.trust_remote_code else None
         if largest_over_ranks(accelerator, int(known is not None)):  # the main process's answer is everybody's
@@ -61,12 +61,18 @@ def hold_to_parity(
             return LeftOut(f"it would cost {share:.0%} of this short run; `parity=on` checks it all the same")
         if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
             return LeftOut(f"plain transformers in FP32 does not fit beside the run ({MODEL_BYTES} bytes a parameter)")
-    order = PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed)
-    packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
-    found = check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=job.recipe.data.mask_boundaries)
+    found = compare_step_0(job, model, optimizer, accelerator)
     if accelerator.is_main_process and not found.failures:
         kept.write(found.record())
     return found
+
+
+def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
+    """The beginning of the run's step 0 in microbatches of the plan's size; collective."""
+    order = PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed)
+    packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
+    step, mask_boundaries = job.batches(accelerator).step(0), job.recipe.data.mask_boundaries
+    return check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=mask_boundaries)
 
 
 def _fits(model: nn.Module, device: torch.device) -> bool:

@@ -24,7 +24,9 @@ from __future__ import annotations
 
 import gc
 import math
+import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -66,10 +69,10 @@ from pretrain.verify.reference_model import (
     Pass,
     differences,
     documents_in,
-    documents_of,
     in_bf16,
     reference_model,
     reference_pass,
+    valid_tokens_of,
     whole,
 )
 
@@ -197,7 +200,7 @@ class _Check:
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
         step = replace(step, microbatches=step.microbatches[:MICROBATCHES])
         documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
-        valid_tokens = sum(d.valid_tokens for pack in packs for d in documents_of(pack, mask_boundaries=mask_boundaries))
+        valid_tokens = sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in packs)
         batch = self._wrong_in(step, documents, packs, valid_tokens)
         chosen = chosen_of(documents)
         step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=True)])
@@ -250,9 +253,8 @@ class _Check:
                 losses.append(abs(noisy.loss - unquantized.loss) / share)
             # To first order; a few draws of one number may all be small by chance.
             spread = math.sqrt(sum(map(self._loss_variance, unquantized.gradients.items(), repeat(sizes)))) / share
-        typical = median(typical_error(draw) for draw in draws)
-        own = {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
-        tensors = [_held_to_noise(name, each, draws, typical, own.get(name, 0.0)) for name, each in with_total(found)]
+        noisy_draws, own = _Draws(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
+        tensors = [noisy_draws.allow(name, each, own.get(name, 0.0)) for name, each in with_total(found)]
         quantized = Comparison(
             "the quantized path",
             "the unquantized one",
@@ -341,10 +343,14 @@ class _Check:
         """Of products, by name, to that of the weights which they multiply; the largest over ranks."""
         members = {product.name: product.members for product in self.packed.fused.products} if self.packed.fused else {}
         found: dict[str, dict[str, float]] = {}
-        for name in sorted(noise):
-            sizes = {gemm: self._largest(size) for gemm, size in sorted(noise[name].items())}
-            for member in members.get(name, (name,)):
-                found[f"{member}.weight"] = sizes
+        of_ranks = (
+            gather_object([noise]) if self.accelerator.num_processes > 1 else [noise]
+        )  # which may not all have the same ones
+        for of_rank in of_ranks:
+            for name, sizes in of_rank.items():
+                for member in members.get(name, (name,)):
+                    largest = found.setdefault(f"{member}.weight", {})
+                    largest |= {gemm: max(size, largest.get(gemm, 0.0)) for gemm, size in sizes.items()}
         names = {id(parameter): name for name, parameter in self.hf.named_parameters()}
         every = {name: names[id(p)] for name, p in self.hf.named_parameters(remove_duplicate=False)}  # a tied head's is one
         return {every[name]: sizes for name, sizes in found.items() if name in every}
@@ -405,14 +411,33 @@ def _held_to_rounding(name: str, each: Distance, noise: Mapping[str, Distance], 
     return _tensor(name, each, apart, noise[TOTAL].reference)
 
 
-def _held_to_noise(name: str, each: Distance, draws: list[dict[str, Distance]], typical: float, own: float) -> TensorParity:
-    """As far off as noise in all weights took this tensor, or the median one, and as its own product's rounding takes it."""
-    total = draws[0][TOTAL].reference
-    through_others = max(*(draw[name].apart for draw in draws if name in draw), typical * each.reference, 0.0)
-    apart = QUANTIZED_LEEWAY * math.hypot(through_others, own * each.reference)
-    ratios = [draw[name].measured / draw[name].reference for draw in draws if name in draw and draw[name].reference]
-    within = (min(ratios) / NORM_LEEWAY, max(ratios) * NORM_LEEWAY) if ratios else (0.0, math.inf)
-    return _tensor(name, each, apart, total, *within)
+class _Draws:
+    """What noise in the weights made of each kind of tensor, over all layers: in deep models some tensors of a layer are turned
+    round by a draw and others hardly touched, and which ones is chance."""
+
+    def __init__(self, draws: list[dict[str, Distance]]) -> None:
+        self.total = draws[0][TOTAL].reference
+        self.typical = median(typical_error({n: d for n, d in draw.items() if n != TOTAL}) for draw in draws)
+        self._errors: dict[str, list[float]] = defaultdict(list)
+        self._ratios: dict[str, list[float]] = defaultdict(list)
+        for draw in draws:
+            for name, each in draw.items():
+                if each.reference > NEGLIGIBLE * self.total:
+                    self._errors[_kind(name)].append(each.error)
+                    self._ratios[_kind(name)].append(each.measured / each.reference)
+                else:
+                    self._errors[name].append(each.error if each.reference else 0.0)
+
+    def allow(self, name: str, each: Distance, own: float) -> TensorParity:
+        """`own`: the relative error that rounding makes in the product of this gradient."""
+        errors, ratios = self._errors[_kind(name)] + self._errors[name], self._ratios[_kind(name)]
+        apart = QUANTIZED_LEEWAY * math.hypot(max([self.typical, *errors]), own) * each.reference
+        within = (min(ratios) / NORM_LEEWAY, max(ratios) * NORM_LEEWAY) if ratios else (0.0, math.inf)
+        return _tensor(name, each, apart, self.total, *within)
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".", name)
 
 
 def _tensor(name: str, each: Distance, apart: float, total: float, least: float = 0.0, largest: float = math.inf) -> TensorParity:

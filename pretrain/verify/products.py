@@ -194,7 +194,7 @@ class ProductProbe:
         sizes: dict[str, dict[str, float]] = defaultdict(dict)
         for each in self.found():
             sizes[each.name][each.gemm] = each.most
-        return sizes
+        return dict(sizes)
 
     def wrong_histories(self, accelerator: Accelerator) -> list[str]:
         """Names in the state of delayed scaling that are not what the amaxes of this pass make them. Collective."""

@@ -74,6 +74,12 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
     return found
 
 
+def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
+    """How many tokens of a pack have something to predict: all but each document's last, or but the last of all."""
+    documents = len(pack.lengths) if mask_boundaries else min(len(pack.lengths), 1)
+    return int(pack.lengths.sum()) - documents
+
+
 def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> list[list[Document]]:
     """Of each microbatch, the documents of the packs whose tokens it holds. A row that is none of `packs`, or is one for a second
     time, has none."""

@@ -13,18 +13,22 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from multiprocessing import get_context
 from pathlib import Path
 
-from accelerate import Accelerator
+import torch
 from torch.utils.checkpoint import CheckpointError
 
 from foundation.errors import InputError
 from pretrain.precision.registry import PRECISIONS
+from tests.multi import broken_ranks
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run, on_a_cpu
 
 DEPTHS = (4, 12, 28)
+NOTHING = "**nothing**"
 UNFUSED = {"gemma"}  # of which no layer has a fused form
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
 
@@ -53,45 +57,75 @@ def configurations(kinds: Sequence[str] = ("qwen3",)) -> Iterator[tuple[str, str
                 yield kind, name, True
 
 
-def who_catches(accelerator: Accelerator, fault: Fault, precision: str) -> str | None:
+def who_catches(fault: Fault, precision: str) -> str | None:
     """For the table: "parity", "audit" or both, with fused layers and without; None where it cannot be made in the precision."""
     found = {}
-    for _, name, fused in configurations():
-        if name == precision:
-            run = build_run(accelerator, name, fused=fused, recompute=fault.recompute)
-            if fault.applies(run):
-                found[fused] = " and ".join(caught_by(run, fault)) or "**nothing**"
+    with on_a_cpu() as accelerator:
+        for _, name, fused in configurations():
+            if name == precision:
+                run = build_run(accelerator, name, fused=fused, recompute=fault.recompute)
+                if fault.applies(run):
+                    found[fused] = " and ".join(caught_by(run, fault)) or NOTHING
     said = [found[False]] if False in found else []
     said += [f"{found[True]} (fused)"] if True in found and found[True] not in said else []
     return ", ".join(said) or None
 
 
-def table(accelerator: Accelerator) -> tuple[str, bool]:
+def row_of(number: int) -> str:
+    """The row of a fault."""
+    said = [who_catches(FAULTS[number], name) for name in PRECISIONS]
+    return f"| {FAULTS[number].what} | {' | '.join(each or '–' for each in said)} |"
+
+
+def objections_to(layers: int, kind: str, precision: str, fused: bool) -> tuple[str, ...]:
+    """To a run in which nothing is broken."""
+    packs = 2 if layers == DEPTHS[0] else 1
+    with on_a_cpu() as accelerator:
+        run = build_run(
+            accelerator, precision, kind, layers=layers, fused=fused, recompute=layers == DEPTHS[1], packs_a_microbatch=packs
+        )
+        return caught_by(run)
+
+
+def rows_of_ranks() -> list[str]:
+    """Of the faults that need several processes, under DDP and FSDP2, in every precision."""
+    rows = []
+    for topology in ("ddp", "fsdp2"):
+        for what, found in broken_ranks.start(topology, *PRECISIONS).items():
+            if what == "nothing":
+                objected = [name for name, failures in found.items() if failures]
+                assert not objected, f"{topology}: parity objects to unbroken runs in {objected}"
+                continue
+            rows.append(f"| {what} ({topology}) | {' | '.join('parity' if found[name] else NOTHING for name in PRECISIONS)} |")
+    return rows
+
+
+def table(jobs: int) -> tuple[str, bool]:
     """The rows in Markdown, and whether everything is as it should be."""
+    healthy = [(layers, *each) for layers in DEPTHS for each in configurations(tuple(ARCHITECTURES))]
     lines = [f"| what is broken | {' | '.join(f'`{name}`' for name in PRECISIONS)} |", "| --- |" + " --- |" * len(PRECISIONS)]
-    good = True
-    for fault in FAULTS:
-        said = [who_catches(accelerator, fault, name) for name in PRECISIONS]
-        print(fault.what, said, flush=True)
-        good = good and "**nothing**" not in " ".join(filter(None, said))
-        lines.append(f"| {fault.what} | {' | '.join(each or '–' for each in said)} |")
-    healthy, passed = 0, 0
-    for layers in DEPTHS:
-        for kind, precision, fused in configurations(tuple(ARCHITECTURES)):
-            objected = caught_by(build_run(accelerator, precision, kind, layers=layers, fused=fused, recompute=layers > 4))
-            print("nothing is broken", layers, kind, precision, fused, objected, flush=True)
-            healthy, passed = healthy + 1, passed + (not objected)
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        rows, objections = pool.map(row_of, range(len(FAULTS))), pool.map(objections_to, *zip(*healthy, strict=True))
+        for row in rows:
+            print(row, flush=True)
+            lines.append(row)
+        passed = 0
+        for configuration, objected in zip(healthy, objections, strict=True):
+            print("nothing is broken", *configuration, objected or "passes", flush=True)
+            passed += not objected
+    lines += rows_of_ranks()
     what = f"nothing: {', '.join(map(str, DEPTHS))} layers of {', '.join(ARCHITECTURES)}"
-    lines.append(f"| {what} | {passed} of {healthy} models pass |" + " |" * (len(PRECISIONS) - 1))
-    return "\n".join(lines), good and passed == healthy
+    lines.append(f"| {what} | {passed} of {len(healthy)} pass |" + " |" * (len(PRECISIONS) - 1))
+    text = "\n".join(lines)
+    return text, NOTHING not in text and passed == len(healthy)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the page whose table is written anew; without, it is printed")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
-    with on_a_cpu() as accelerator:
-        rows, good = table(accelerator)
+    rows, good = table(arguments.jobs)
     if arguments.out is None:
         print(rows)
     else:

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.distributed import prepare
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
@@ -49,6 +50,7 @@ class SmallRun:
     """One model with its step 0. A mutation changes any of it, or what it is made of, before it is checked."""
 
     packed: PackedLanguageModel
+    model: torch.nn.Module  # `packed`, or what DDP puts around it
     optimizer: ExactAdamW
     active: ActivePrecision
     decisions: dict[str, Decision]
@@ -80,7 +82,7 @@ class SmallRun:
             clear_gradients(self.optimizer, self.packed)
 
     def parity(self) -> Parity:
-        return check_parity(self.packed, self.optimizer, self.step, self.packs, self.active, self.accelerator)
+        return check_parity(self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator)
 
 
 @contextmanager
@@ -122,10 +124,14 @@ def build_run(
         packed.fused = fuse(inside, decisions, Arithmetic(context))
     convert(hf, decisions, context)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
-    optimizer = build_optimizer(packed, OptimizerSettings(), exact=False)
-    attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+    prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
+    if accelerator.num_processes > 1:
+        prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
+    else:
+        attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
     packs = random_packs(8, seed)
-    run = SmallRun(packed.train(), optimizer, active, decisions, step_of(packs, packs_a_microbatch), packs, accelerator)
+    step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
+    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator)
     if context.state():
         rehearse(run)
     return run
@@ -134,8 +140,8 @@ def build_run(
 def rehearse(run: SmallRun) -> None:
     """History for delayed scaling."""
     for _ in range(2):
-        forward_backward(run.packed, run.step, run.accelerator)
-        clear_gradients(run.optimizer, run.packed)
+        forward_backward(run.model, run.step, run.accelerator)
+        clear_gradients(run.optimizer, run.model)
 
 
 def random_packs(count: int, seed: int = 0) -> list[Pack]:
@@ -150,9 +156,10 @@ def random_packs(count: int, seed: int = 0) -> list[Pack]:
     return packs
 
 
-def step_of(packs: Sequence[Pack], packs_a_microbatch: int) -> StepBatches:
-    """One process's step."""
+def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1) -> StepBatches:
+    """One process's part of a step."""
     groups = [packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)]
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
     squares = sum(each.sum_squared_lengths for each in microbatches)
-    return StepBatches(microbatches, LENGTH * len(packs), sum(m.valid_tokens for m in microbatches), squares, len(packs), 1.0)
+    valid_tokens = sum(each.valid_tokens for each in microbatches)
+    return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, len(packs), 1.0)

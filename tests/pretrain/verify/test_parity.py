@@ -39,6 +39,7 @@ from pretrain.verify.reference_model import (
     in_bf16,
     reference_model,
     reference_pass,
+    valid_tokens_of,
 )
 from tests.pretrain.verify.small_runs import CPU, SmallRun, build_run, random_packs
 
@@ -68,6 +69,7 @@ def test_batches_are_what_tokens_and_lengths_make_of_them(chosen: list[Pack], ma
     (documents,) = documents_in([batch], reversed(chosen), mask_boundaries=mask_boundaries)
     assert differences(batch, documents) == []
     assert sum(document.valid_tokens for document in documents) == batch.valid_tokens
+    assert sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in chosen) == batch.valid_tokens
     assert [len(each.tokens) for each in documents] == [int(n) for pack in chosen for n in pack.lengths]
 
 
@@ -260,8 +262,11 @@ def test_negligible_gradients_do_not_count_for_the_typical_error() -> None:
 
 @pytest.mark.parametrize(
     ("error", "likeness", "is_right"),
-    [(0.03, 1.0, True), (0.033, 0.9, True), (0.045, 1.0, False), (0.02, 1.0, False), (0.0, 1.0, False), (0.03, 0.1, False)]
-    + [(0.03, None, True), (float("nan"), 1.0, False), (0.03, float("nan"), False)],
+    [
+        *((0.03, 1.0, True), (0.033, 0.9, True), (0.03, None, True)),
+        *((0.045, 1.0, False), (0.02, 1.0, False), (0.0, 1.0, False), (0.03, 0.1, False)),
+        *((float("nan"), 1.0, False), (0.03, float("nan"), False)),
+    ],
 )
 def test_a_products_error_must_be_of_the_formats_size_and_direction(error: float, likeness: float, is_right: bool) -> None:
     assert (ProductParity("q_proj", "forward", error, 0.03, 0.03, likeness).excess <= 1) == is_right
