@@ -169,10 +169,10 @@ def check_parity(
     `model` is the prepared one. Gradients are cleared afterwards; weights, random numbers, modes of modules, histories and scales
     are as before. InputError where the plain model does not fit into memory beside the run.
     """
-    device = accelerator.device
+    device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), unwrapped(model).context.preserving_state():
-            return _Check(model, optimizer, active, accelerator).run(step, packs, mask_boundaries)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
+            return check.run(step, packs, mask_boundaries)
     except torch.OutOfMemoryError:
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
@@ -180,6 +180,7 @@ def check_parity(
         ) from None
     finally:
         clear_gradients(optimizer, model)
+        check.forget_copies()  # of the unquantized path, which training may never take
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -300,15 +301,18 @@ class _Check:
     def _spoil_copies(self, step: StepBatches) -> None:
         """Let whatever is kept of a weight for a step's later microbatches be that of the negated weight. Histories and scales
         are as before: the negated model's values are others."""
-        with self.context.preserving_state():  # what is kept is forgotten as this is left
-            pass
-        for product in self.packed.fused.products if self.packed.fused else ():
-            product.weights.forget_copy()
+        self.forget_copies()
         state = {name: tensor.clone() for name, tensor in self.context.state().items()}
         with self._negated():
             self._pass(replace(step, microbatches=step.microbatches[:1]))
         for name, tensor in self.context.state().items():
             tensor.copy_(state[name])
+
+    def forget_copies(self) -> None:
+        with self.context.preserving_state():  # quantized ones are forgotten as this is left
+            pass
+        for product in self.packed.fused.products if self.packed.fused else ():
+            product.weights.forget_copy()
 
     @contextmanager
     def _negated(self) -> Iterator[None]:

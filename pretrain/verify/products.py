@@ -85,6 +85,7 @@ class ProductProbe:
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0) -> None:
         self._packed, self._context, self.active = packed, packed.context, active
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
+        self._rows: dict[tuple[str, Role], Tensor] = {}
         self._samples: dict[tuple[str, Role, Along], tuple[Tensor, Tensor]] = {}
         self._figures: dict[tuple[str, str], Tensor] = {}
         self._amaxes: dict[tuple[str, Role], dict[int, Tensor]] = defaultdict(dict)
@@ -118,16 +119,17 @@ class ProductProbe:
         if self._microbatch > 0 or (name, role, "features") in self._samples:
             return  # a layer that is recomputed, or the head's next tokens
         rows, columns = (_sampled(size) for size in tensor.shape)
-        if role != "weight":  # any tokens will do: spread over all documents
-            rows = torch.linspace(0, len(tensor) - 1, min(ROWS, len(tensor)), device=tensor.device).long()
-        self._samples[name, role, "features"] = tensor[rows], amax
-        transposed = PlainQuantizer(self.active, role, "rows")
-        along_rows = transposed.laid_out(tensor[:, columns])
+        if role != "weight":
+            rows = self._rows[name, role] = _tokens(tensor)
+        # Copies: a view would keep the whole operand.
+        self._samples[name, role, "features"] = tensor[rows].clone(), amax
+        transposed, part = PlainQuantizer(self.active, role, "rows"), tensor[:, columns].clone()
+        along_rows = transposed.laid_out(part)
         if transposed.transforms and self.active.precision.tensor_scaled:
             amax = transposed.laid_out(tensor).abs().amax().float()
         self._samples[name, role, "rows"] = along_rows, amax
         if role != "weight":
-            self._samples[name, role, "as it is"] = tensor[:, columns].t(), amax
+            self._samples[name, role, "as it is"] = part.t(), amax
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
@@ -137,9 +139,9 @@ class ProductProbe:
         left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
         if left is None or right is None:
             return
-        rows = _sampled(len(result)) if gemm == "wgrad" else torch.linspace(0, len(result) - 1, len(left[0])).long()
+        rows = _sampled(len(result)) if gemm == "wgrad" else self._rows[name, left_role]
         columns = _sampled(result.shape[1])
-        measured = result[rows.to(result.device) if isinstance(rows, Tensor) else rows][:, columns].float()
+        measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
             if gemm == "wgrad":
@@ -232,6 +234,13 @@ class ProductProbe:
 def record_of(found: list[ProductParity], shown: int) -> Mapping[str, Any]:
     """For audit.json: how many there were, and the worst."""
     return {"compared": len(found), "worst": [asdict(each) for each in found[:shown]]}
+
+
+def _tokens(tensor: Tensor) -> Tensor:
+    """Indices of some rows, from all over the tensor: those that are not zero first, as gradients of masked labels are."""
+    scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
+    order = scattered + (tensor != 0).any(dim=1) * 2**31
+    return order.topk(min(ROWS, len(tensor))).indices
 
 
 def _sampled(size: int) -> slice:

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -71,9 +72,9 @@ def who_catches(fault: Fault, precision: str) -> str | None:
     return ", ".join(said) or None
 
 
-def row_of(number: int) -> str:
+def row_of(number: int, precisions: Sequence[str]) -> str:
     """The row of a fault."""
-    said = [who_catches(FAULTS[number], name) for name in PRECISIONS]
+    said = [who_catches(FAULTS[number], name) for name in precisions]
     return f"| {FAULTS[number].what} | {' | '.join(each or '–' for each in said)} |"
 
 
@@ -87,25 +88,29 @@ def objections_to(layers: int, kind: str, precision: str, fused: bool) -> tuple[
         return caught_by(run)
 
 
-def rows_of_ranks() -> list[str]:
+def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
     """Of the faults that need several processes, under DDP and FSDP2, in every precision."""
     rows = []
     for topology in ("ddp", "fsdp2"):
-        for what, found in broken_ranks.start(topology, *PRECISIONS).items():
+        for what, found in broken_ranks.start(topology, *precisions).items():
             if what == "nothing":
                 objected = [name for name, failures in found.items() if failures]
                 assert not objected, f"{topology}: parity objects to unbroken runs in {objected}"
                 continue
-            rows.append(f"| {what} ({topology}) | {' | '.join('parity' if found[name] else NOTHING for name in PRECISIONS)} |")
+            rows.append(f"| {what} ({topology}) | {' | '.join('parity' if found[name] else NOTHING for name in precisions)} |")
     return rows
 
 
-def table(jobs: int) -> tuple[str, bool]:
+def table(jobs: int, precisions: Sequence[str], depths: Sequence[int]) -> tuple[str, bool]:
     """The rows in Markdown, and whether everything is as it should be."""
-    healthy = [(layers, *each) for layers in DEPTHS for each in configurations(tuple(ARCHITECTURES))]
-    lines = [f"| what is broken | {' | '.join(f'`{name}`' for name in PRECISIONS)} |", "| --- |" + " --- |" * len(PRECISIONS)]
+    unbroken = [each for each in configurations(tuple(ARCHITECTURES)) if each[1] in precisions]
+    healthy = [(layers, *each) for layers in depths for each in unbroken]
+    lines = [f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |", "| --- |" + " --- |" * len(precisions)]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        rows, objections = pool.map(row_of, range(len(FAULTS))), pool.map(objections_to, *zip(*healthy, strict=True))
+        rows, objections = (
+            pool.map(partial(row_of, precisions=precisions), range(len(FAULTS))),
+            pool.map(objections_to, *zip(*healthy, strict=True)),
+        )
         for row in rows:
             print(row, flush=True)
             lines.append(row)
@@ -113,9 +118,9 @@ def table(jobs: int) -> tuple[str, bool]:
         for configuration, objected in zip(healthy, objections, strict=True):
             print("nothing is broken", *configuration, objected or "passes", flush=True)
             passed += not objected
-    lines += rows_of_ranks()
-    what = f"nothing: {', '.join(map(str, DEPTHS))} layers of {', '.join(ARCHITECTURES)}"
-    lines.append(f"| {what} | {passed} of {len(healthy)} pass |" + " |" * (len(PRECISIONS) - 1))
+    lines += rows_of_ranks(precisions)
+    what = f"nothing: {', '.join(map(str, depths))} layers of {', '.join(ARCHITECTURES)}"
+    lines.append(f"| {what} | {passed} of {len(healthy)} pass |" + " |" * (len(precisions) - 1))
     text = "\n".join(lines)
     return text, NOTHING not in text and passed == len(healthy)
 
@@ -123,9 +128,11 @@ def table(jobs: int) -> tuple[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the page whose table is written anew; without, it is printed")
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
+    parser.add_argument("--depths", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of the unbroken models")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
-    rows, good = table(arguments.jobs)
+    rows, good = table(arguments.jobs, arguments.precisions, arguments.depths)
     if arguments.out is None:
         print(rows)
     else:
