@@ -157,7 +157,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
     )
-    parity = assembly.check_parity(job.batches(accelerator).step(0), accelerator) if recipe.parity and state.step == 0 else None
+    parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
     if parity:
         console.notice(parity.summary())

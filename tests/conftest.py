@@ -162,7 +162,13 @@ def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_in_processes() -> Callable[..., Finished]:
+def caches(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """In place of the user's own cache folder, for what runs remember of each other."""
+    return str(tmp_path_factory.mktemp("caches"))
+
+
+@pytest.fixture(scope="session")
+def start_in_processes(caches: str) -> Callable[..., Finished]:
     """Train `recipe`, written into `folder`, in processes of its own, which `accelerate launch` starts with the options `launch`
     where these are given; further keywords are environment variables."""
 
@@ -172,7 +178,7 @@ def start_in_processes() -> Callable[..., Finished]:
         accelerate = [] if launch is None else ["-m", "accelerate.commands.accelerate_cli", "launch", *launch]
         command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-        environment = clean | {"OMP_NUM_THREADS": "1"} | environment
+        environment = clean | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": caches} | environment
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
 
@@ -180,7 +186,7 @@ def start_in_processes() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def start_as_ranks() -> Callable[..., Finished]:
+def start_as_ranks(caches: str) -> Callable[..., Finished]:
     """As `start_in_processes` with these options of `accelerate launch`, in two processes that are forked; see tests/ranks.py."""
 
     def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **environment: str) -> Finished:
@@ -193,7 +199,7 @@ def start_as_ranks() -> Callable[..., Finished]:
 
 
 @pytest.fixture(scope="session")
-def launcher_here() -> Callable[..., tuple[int, str, str]]:
+def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     """The launcher with these arguments in this process and on its CPU: exit status, stdout and stderr.
 
     Of a small run in a process of its own, nine tenths are the import of torch.
@@ -209,6 +215,7 @@ def launcher_here() -> Callable[..., tuple[int, str, str]]:
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
             patch.setenv("ACCELERATE_USE_CPU", "true")
+            patch.setenv("XDG_CACHE_HOME", caches)
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
             logging.getLogger().addHandler(warnings)

@@ -94,6 +94,8 @@ class Backend(Protocol):
 
 
 Observer = Callable[[str, Role, Tensor, LinearProduct], None]
+# (name of the product, gemm: forward, dgrad or wgrad, its result, the bias that the result holds)
+ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 
 
 @dataclass
@@ -107,7 +109,9 @@ class PrecisionContext:
     `evaluates_low`: forwards of evaluation enter it too. `compute_dtype`: of activations. `observers` are called with each
     operand of each low-precision product, as it stands before it is quantized: (module name, role, tensor [tokens or out,
     features], product). `calls_outside` counts, by module name, the calls of low-precision linears outside of a low-precision
-    forward: in evaluation all of them, in training none. `observed`: somebody looks at the products already.
+    forward: in evaluation all of them, in training none. `observed`: somebody looks at the products already. `result_observers`
+    are called with what low-precision products give. `quantizing`: false while parity runs the same model with its quantization
+    off.
     """
 
     backend: Backend | None
@@ -116,6 +120,8 @@ class PrecisionContext:
     low_precision: bool = False
     first_microbatch: bool = True
     observers: list[Observer] = field(default_factory=list)
+    result_observers: list[ResultObserver] = field(default_factory=list)
+    quantizing: bool = True
     calls_outside: Counter[str] = field(default_factory=Counter)
     observed: bool = False
     _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backend's storage
@@ -123,7 +129,7 @@ class PrecisionContext:
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
         """Around a forward of the whole model."""
-        if self.backend is None or not (training or self.evaluates_low):
+        if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
         with self.backend.forward(), holding(self, low_precision=True):
@@ -131,7 +137,7 @@ class PrecisionContext:
 
     def checkpoint(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `function` now, and again in backward, in this context both times."""
-        if self.backend is None:
+        if self.backend is None or not self.quantizing:
             return checkpoint(function, *args, use_reentrant=False, **kwargs)
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -149,18 +155,34 @@ class PrecisionContext:
         """
         x, weight = x.to(self.compute_dtype), summing_where(weight, weight.to(self.compute_dtype))
         bias = None if bias is None else bias.to(self.compute_dtype)
+        if self.result_observers:
+            x, weight = (self._with_gradient_shown(name, *each) for each in (("dgrad", x), ("wgrad", weight)))
         y = product(x, weight, bias, first_microbatch=(self.first_microbatch or not torch.is_grad_enabled()) and not later_call)
         if self.observers:
             self.show(name, "input", x, product)
             self.show(name, "weight", weight, product)
             if y.requires_grad:
                 y.register_hook(partial(self.show, name, "grad_output", product=product))
+        self.show_result(name, "forward", y, bias)
         return y
+
+    def _with_gradient_shown(self, name: str, gemm: str, operand: Tensor) -> Tensor:
+        """`operand` for one product alone, whose gradient is then what that product's `gemm` gave."""
+        if not operand.requires_grad:
+            return operand
+        alone = operand.view_as(operand)
+        alone.register_hook(partial(self.show_result, name, gemm))
+        return alone
 
     def show(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
         """An operand of `product`, before it is quantized, to all observers."""
         for observer in self.observers:
             observer(name, role, tensor.detach(), product)
+
+    def show_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
+        """What a low-precision product gave, to all who look on; `bias` is what has been added to it."""
+        for observer in self.result_observers:
+            observer(name, gemm, result.detach(), bias)
 
     @contextmanager
     def observed_by(self, observer: ProductObserver) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from packing.batch import Microbatch, StepBatches
+from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
@@ -42,9 +42,10 @@ from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
+from pretrain.run.parity import LeftOut, hold_to_parity
 from pretrain.verify import audit
 from pretrain.verify.kernels import choose_kernels
-from pretrain.verify.parity import Parity, check_parity
+from pretrain.verify.parity import Parity
 
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
@@ -104,11 +105,10 @@ class Assembly:
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
         return PrecisionWatch(self.precision, self.active, every, folder, **options)
 
-    def check_parity(self, batches: StepBatches, accelerator: Accelerator) -> Parity:
-        """Step 0 beside plain FP32 transformers on the same text. The comparison goes into the audit, whatever it says."""
-        tolerance, undisturbed = self.active.precision.tolerance, self.precision.preserving_state()
-        parity = check_parity(self.model, self.hf, self.optimizer, batches, tolerance, accelerator, undisturbed)
-        self.audit["parity"] = parity.record()
+    def check_parity(self, job: Job, accelerator: Accelerator) -> Parity | LeftOut:
+        """Step 0 beside plain transformers, or why not. What comes of it goes into the audit, whatever it says."""
+        parity = hold_to_parity(job, self.model, self.optimizer, accelerator, self.audit["compiled"])
+        self.audit["parity"] = {"source": "this run"} | parity.record()
         return parity
 
     @contextmanager

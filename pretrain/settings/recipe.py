@@ -160,7 +160,9 @@ class Recipe(Settings):
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
     precision: PrecisionName | None = None  # what matrix products compute in; null: as the accelerate configuration says
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
-    parity: bool = False  # compare step 0 with a plain FP32 path, and stop if it is not the same training
+    # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
+    # that costs 1 % of the run at most, and the same code has not passed on this device before.
+    parity: Literal["auto", "on", "off"] = "auto"
     # What parameters are stored in. bf16_exact: BF16 and the 16 bits that make each an FP32 master, so that no update is lost.
     weights: Literal["fp32", "bf16", "bf16_exact"] = "fp32"
     model: ModelSettings
@@ -175,6 +177,11 @@ class Recipe(Settings):
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
     run_dir: PathText = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
+
+    @field_validator("parity", mode="before")
+    @classmethod
+    def _true_and_false_are_on_and_off(cls, value: Any) -> Any:
+        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
     def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.

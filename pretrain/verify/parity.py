@@ -1,204 +1,488 @@
-"""Does the fast path train what plain transformers trains? Its step 0, beside an eager FP32 forward of each document alone.
+"""Does the fast path train what plain transformers trains? The beginning of the run's own step 0, three times over.
 
-The fast path is the assembled model as the launcher is about to train it: packed, compiled, sharded, in its precision. It may
-differ from the plain one by what rounding explains, and how much that is depends on the precision: each recipe has a tolerance.
+Two comparisons, since they can bear two tolerances.
 
-A loss alone would prove little: at the start it is near the logarithm of the vocabulary's size whatever the layers do. So the
-direction and the length of every tensor's gradient are compared. Real text is needed, the beginning of the run's own step 0:
-where all tokens are the same, attention averages equal values whichever it sees. Dropout is off on both sides.
+* The whole packed path with its quantization off, as it is assembled, wrapped and fused, against plain transformers: eager, in
+  FP32, one document at a time. Documents that leak, wrong targets, lost microbatches, wrong factors show here in every precision,
+  because here only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32,
+  on the same documents, tensor by tensor.
+* The quantized path against the unquantized one. Each product by itself (pretrain.verify.products): its error must be what a
+  plain quantizer of the format makes. Then each tensor's gradient: it may be as far off as it is in the unquantized path once
+  every low-precision weight has noise of the size that the plain quantizer's errors had in its three products. That is drawn anew
+  a few times, and is a little more than what rounding does, since a weight's noise is the same for all tokens.
+
+A few whole documents (or beginnings of long ones: a token sees none after it) from all over the microbatches are compared, and
+the labels of all others are masked in the fast path. So the plain side stays cheap, while the fast path computes whole
+microbatches of the run's own packs. Every label, position and offset of these microbatches is compared as well.
+
+Before each pass a microbatch is run with all parameters negated, and they are negated back: a cast or quantized copy of a weight
+that is not made again in the pass is then one of the negated weight. Real text is needed: where all tokens are the same,
+attention averages equal values whichever it sees. Dropout is off on both sides.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import repeat
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from packing.batch import StepBatches
+from packing.arrow import Pack
+from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
+from pretrain.model.distributed import unwrapped
 from pretrain.model.packed import forward_backward
 from pretrain.model.wrapping import gradient_of
 from pretrain.optimizer.adamw import clear_gradients
-from pretrain.precision.formats.definition import Tolerance
-from pretrain.verify.reference_model import Pass, reference_model, reference_pass, whole
+from pretrain.optimizer.adamw_update import local_part
+from pretrain.precision.linear import holding
+from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.comparison import (
+    NEGLIGIBLE,
+    SHOWN,
+    Comparison,
+    Distance,
+    TensorParity,
+    aligned,
+    distances,
+    total_norm,
+    typical_error,
+)
+from pretrain.verify.products import ProductParity, ProductProbe, record_of
+from pretrain.verify.reference_model import (
+    Document,
+    Pass,
+    differences,
+    documents_in,
+    in_bf16,
+    reference_model,
+    reference_pass,
+    valid_tokens_of,
+    whole,
+)
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
-# Below this share of the whole gradient's norm a gradient is zero on paper (a key's bias where keys are not rotated), and what is
-# there is rounding noise without a direction. Only one thing is asked: has the fast path made something of nothing?
-NEGLIGIBLE = 1e-6
-SHOWN = 10  # tensors in a table, the worst ones
-
-
-@dataclass(frozen=True)
-class TensorParity:
-    """One tensor's gradient on both sides; its norms as shares of the plain gradient's norm over all tensors."""
-
-    name: str
-    cosine: float | None  # None: the plain gradient is negligible and has no direction
-    share: float
-    plain_share: float
-
-    def excess(self, tolerance: Tolerance) -> float:
-        """How many times over the tolerated the worst of it is; above 1 is a mismatch.
-
-        An error of a share e of the gradient's norm lowers the cosine by e^2 / 2 where it stands across, and changes the norm by
-        e where it lies along. So the e that the tolerated cosine allows is also what the norm may be off.
-        """
-        if self.cosine is None:
-            excess = self.share / tolerance.gradient_norm
-        else:
-            off_length = abs(self.share / self.plain_share - 1) / math.sqrt(2 * (1 - tolerance.cosine))
-            excess = max((1 - self.cosine) / (1 - tolerance.cosine), off_length)
-        return excess if math.isfinite(excess) else math.inf
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """Its row of a table: name, cosine, norm over the plain norm, share of the whole gradient's norm."""
-        if self.cosine is None:
-            return self.name, "-", "-", f"{self.share:.2e}"
-        return self.name, f"{self.cosine:.6f}", f"{self.share / self.plain_share:.6f}", f"{self.plain_share:.2e}"
+TOKENS, DOCUMENTS = 4096, 8  # of each rank, at most, that the plain side computes
+LONGEST = TOKENS // 2  # what is taken of one document
+DRAWS = 2  # of the noise that stands in for quantization
+# How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
+ROUNDING_LEEWAY, QUANTIZED_LEEWAY, NORM_LEEWAY = 2.0, 1.5, 2.0
+FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Both sides' figures and what is tolerated between them. `tensors` begins with the worst."""
+    """What was found. `quantized` and the rest after it are None or empty where nothing is quantized."""
 
-    loss: float  # nats per valid token of what was compared
-    plain_loss: float
-    gradient_norm: float  # of what was compared, in the size it has in its step
-    plain_gradient_norm: float
-    tensors: tuple[TensorParity, ...]
-    tolerance: Tolerance
-
-    @property
-    def norm_ratio(self) -> float:
-        return self.gradient_norm / self.plain_gradient_norm if self.plain_gradient_norm else math.nan
-
-    @property
-    def cosines(self) -> dict[str, float]:
-        """Of the tensors whose plain gradient has a direction."""
-        return {tensor.name: tensor.cosine for tensor in self.tensors if tensor.cosine is not None}
+    batch: tuple[str, ...]  # in what the microbatches are not the packs of step 0
+    plain: Comparison
+    products: tuple[ProductParity, ...] = ()
+    elsewhere: bool = False  # a product of another process is off
+    histories: tuple[str, ...] = ()
+    quantized: Comparison | None = None
+    seconds: Mapping[str, float] | None = None
 
     @property
     def failures(self) -> list[str]:
-        """A line for each figure that rounding does not explain; not-a-number is never tolerated."""
-        tolerance, lines = self.tolerance, []
-        if not abs(self.loss - self.plain_loss) <= tolerance.loss:
-            lines.append(f"loss {self.loss:.6f}, plain {self.plain_loss:.6f}; tolerated is {tolerance.loss:g} apart")
-        if not abs(self.norm_ratio - 1) <= tolerance.gradient_norm:
-            lines.append(
-                f"gradient norm {self.gradient_norm:.6g}, plain {self.plain_gradient_norm:.6g}; tolerated is a share of "
-                f"{tolerance.gradient_norm:g} apart"
-            )
-        wrong = [tensor for tensor in self.tensors if tensor.excess(tolerance) > 1]
+        lines = [f"batch: {line}" for line in self.batch] + self.plain.failures
+        wrong = [each for each in self.products if each.excess > 1]
         if wrong:
             lines.append(
-                f"gradients of {len(wrong)} of {len(self.tensors)} tensors, {wrong[0].name} worst; tolerated is a cosine of "
-                f"{tolerance.cosine:g}, and a norm to match"
+                f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
+                f"{wrong[0].error:.2%} off where the format is {wrong[0].least:.2%} to {wrong[0].most:.2%}"
             )
-        return lines
+        elif self.elsewhere:
+            lines.append("low-precision products of another process")
+        if self.histories:
+            lines.append(f"delayed scaling: scale or history of {len(self.histories)} operands, {self.histories[0]} among them")
+        return lines + (self.quantized.failures if self.quantized else [])
 
-    def table(self, rows: int = SHOWN) -> str:
-        """The worst `rows` tensors in aligned columns."""
-        lines = [("tensor", "cosine", "norm / plain", "share of gradient"), *(t.cells() for t in self.tensors[:rows])]
-        longest = max(len(line[0]) for line in lines)
-        return "\n".join(f"{name:<{longest}}  {cosine:>8}  {norm:>12}  {share:>17}" for name, cosine, norm, share in lines)
+    def table(self) -> str:
+        """The worst of what is off."""
+        parts = [each.table() for each in (self.plain, self.quantized) if each and each.failures]
+        if wrong := [each.cells() for each in self.products if each.excess > 1]:
+            parts.append(aligned([("product", "error", "of the format", "likeness"), *wrong[:SHOWN]]))
+        return "\n".join(parts)
 
     def summary(self) -> str:
         """In one line, how far apart the sides are."""
-        apart = f"parity with plain FP32: loss {self.loss - self.plain_loss:+.1e}, gradient norm {self.norm_ratio - 1:+.3%}"
-        if not self.cosines:
-            return apart
-        least = min(self.cosines, key=self.cosines.__getitem__)
-        return f"{apart}, cosines of {len(self.cosines)} gradients {self.cosines[least]:.6f} ({least}) or more"
+        loss = f"loss {self.plain.loss - self.plain.reference_loss:+.1e}"
+        text = f"parity with plain transformers: {loss}, gradients at {worst_of(self.plain):.0%} of what is tolerated at worst"
+        if self.quantized and self.products:
+            text += (
+                f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradients at "
+                f"{worst_of(self.quantized):.0%}"
+            )
+        return text
 
     def record(self) -> dict[str, Any]:
         """For audit.json: the figures, the worst tensors, what was tolerated and what failed."""
-        cosines = self.cosines.values()
-        return {
-            "loss": self.loss,
-            "plain_loss": self.plain_loss,
-            "gradient_norm": self.gradient_norm,
-            "plain_gradient_norm": self.plain_gradient_norm,
-            "median_cosine": median(cosines) if cosines else None,
-            "least_cosine": min(cosines, default=None),
-            "worst_tensors": [asdict(tensor) for tensor in self.tensors[:SHOWN]],
-            "tensors_compared": len(cosines),
-            "tensors_with_negligible_gradient": len(self.tensors) - len(cosines),
-            "tolerance": asdict(self.tolerance),
-            "failures": self.failures,
-        }
+        found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
+        if self.quantized:
+            found |= {"quantized": self.quantized.record(), "products": record_of(list(self.products), SHOWN)}
+        return found
 
     def require(self) -> None:
-        """TrainingHalted with what differs, the worst tensors and what to try, unless all is within the tolerance."""
+        """TrainingHalted with what differs, the worst of it and what to try, unless all is within the tolerance."""
         if not self.failures:
             return
         listed = "".join(f"\n  {line}" for line in self.failures)
         raise TrainingHalted(
             0,
-            f"parity: this run would not train what plain FP32 transformers trains:{listed}\n{self.table()}\n"
-            "Nothing has been trained. `precision=bf16`, `model.compile=none` and `model.attention=sdpa`, one by one, tell what "
-            "is at fault; `parity=false` trains all the same.",
+            f"parity: this run would not train what plain transformers trains:{listed}\n{self.table()}\n"
+            "Nothing has been trained. `precision=bf16`, `model.compile=none`, `model.fused=off` and `model.attention=sdpa`, one "
+            "by one, tell what is at fault; `parity=off` trains all the same.",
         )
+
+
+def worst_of(comparison: Comparison) -> float:
+    return comparison.tensors[0].excess if comparison.tensors else 0.0
 
 
 def check_parity(
     model: nn.Module,
-    hf: PreTrainedModel,
     optimizer: torch.optim.Optimizer,
     step: StepBatches,
-    tolerance: Tolerance,
+    packs: Sequence[Pack],
+    active: ActivePrecision,
     accelerator: Accelerator,
-    preserving: AbstractContextManager[Any] | None = None,
+    *,
+    mask_boundaries: bool = True,
 ) -> Parity:
-    """Compare the first microbatches of `step` on both sides; collective, with the same result on every rank.
+    """Compare the first microbatches of `step`, whose packs on all ranks are `packs`; collective, with one verdict on all ranks.
 
-    `model` is the prepared one, `hf` the transformers model inside. `preserving` is entered around the fast pass and keeps what a
-    forward would change, such as the scales of delayed scaling. Gradients are cleared afterwards; weights, random numbers and
-    modes of modules are as before. InputError where the plain model does not fit into memory beside the run.
+    `model` is the prepared one. Gradients are cleared afterwards; weights, random numbers, modes of modules, histories and scales
+    are as before. InputError where the plain model does not fit into memory beside the run.
     """
-    device = accelerator.device
-    # The step's count of tokens stays: gradients then have the size they have in training, for which delayed scales are made.
-    step = replace(step, microbatches=step.microbatches[:MICROBATCHES])
+    device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            with preserving or nullcontext():
-                fast = fast_pass(model, hf, step, accelerator)
-            reference = reference_pass(reference_model(hf, device), step.microbatches, step.valid_tokens, device)
-        return compare(fast, over_ranks(reference, accelerator), tolerance, valid_share(step, accelerator))
+        with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
+            return check.run(step, packs, mask_boundaries)
     except torch.OutOfMemoryError:
         raise InputError(
-            "`parity`: the plain FP32 model does not fit into the device's memory beside the run (8 bytes a parameter, and eager "
-            "attention of one layer); set a shorter `data.length`, or `parity: false`"
+            "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
+            f"eager attention of one layer over {LONGEST:,} tokens); set `parity: off`"
         ) from None
     finally:
         clear_gradients(optimizer, model)
+        check.forget_copies()  # of the unquantized path, which training may never take
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is training's
 
 
-def valid_share(step: StepBatches, accelerator: Accelerator) -> float:
-    """The share of the step's valid tokens that its microbatches, on all ranks together, hold."""
-    valid_tokens = torch.tensor(sum(each.valid_tokens for each in step.microbatches), device=accelerator.device)
-    return max(accelerator.reduce(valid_tokens, reduction="sum").item(), 1) / max(step.valid_tokens, 1)
+class _Check:
+    """One check of one model."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
+    ) -> None:
+        self.model, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
+        self.packed = unwrapped(model)
+        self.hf, self.context = self.packed.hf, self.packed.context
+        self.seconds: dict[str, float] = {}
+
+    def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
+        step = replace(step, microbatches=step.microbatches[:MICROBATCHES])
+        documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
+        valid_tokens = sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in packs)
+        batch = self._wrong_in(step, documents, packs, valid_tokens)
+        chosen = chosen_of(documents)
+        step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=True)])
+        compared = [document for of_batch in chosen for document in of_batch]
+
+        with self._timed("plain"):
+            reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
+        tokens = self._summed(sum(document.valid_tokens for document in compared))
+        share = max(tokens, 1) / max(valid_tokens, 1)
+        resolution = FP32_OF_BF16 if self.context.compute_dtype == torch.float32 else 1.0
+
+        with training_without_dropout(self.model):
+            with self._timed("unquantized"), holding(self.context, quantizing=False):
+                if self.packed.fused:
+                    self._spoil_copies(step)
+                fast = self._pass(step)
+            found = distances(fast.gradients, reference.gradients)
+            plain = Comparison(
+                "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
+                "plain transformers",
+                fast.loss / share,
+                reference.loss / share,
+                loss_noise * resolution,
+                total_norm(found, "measured"),
+                total_norm(found),
+                _worst_first([_held_to_rounding(name, each, noise, resolution) for name, each in with_total(found)]),
+            )
+            if not self.active.precision.quantized:
+                return Parity(tuple(batch), plain, seconds=self.seconds)
+            del reference
+            gradients = {n: None if g is None else g.detach().clone() for n, g in fast.gradients.items()}
+            return self._quantized(step, Pass(fast.loss, gradients), share, batch, plain)
+
+    def _quantized(self, step: StepBatches, unquantized: Pass, share: float, batch: list[str], plain: Comparison) -> Parity:
+        with self._timed("quantized"):
+            self._spoil_copies(step)
+            probe = ProductProbe(self.packed, self.active)
+            with probe.watching():
+                fast = self._pass(step)
+            found = distances(fast.gradients, unquantized.gradients)
+            histories = probe.wrong_histories(self.accelerator)
+            products = probe.found()
+        with self._timed("noise"), holding(self.context, quantizing=False):
+            sizes = self._noise_of_parameters(probe.noise())
+            draws, losses = [], []
+            for draw in range(DRAWS):
+                with self._noisy({name: max(each.values()) for name, each in sizes.items()}, seed=draw):
+                    noisy = self._pass(step)
+                draws.append(dict(with_total(distances(noisy.gradients, unquantized.gradients))))
+                losses.append(abs(noisy.loss - unquantized.loss) / share)
+            # To first order; a few draws of one number may all be small by chance.
+            spread = math.sqrt(sum(map(self._loss_variance, unquantized.gradients.items(), repeat(sizes)))) / share
+        noisy_draws, own = _Draws(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
+        tensors = [noisy_draws.allow(name, each, own.get(name, 0.0)) for name, each in with_total(found)]
+        quantized = Comparison(
+            "the quantized path",
+            "the unquantized one",
+            fast.loss / share,
+            unquantized.loss / share,
+            2 * QUANTIZED_LEEWAY * (max(losses) + spread) + plain.loss_tolerated,
+            total_norm(found, "measured"),
+            total_norm(found),
+            _worst_first(tensors),
+        )
+        worst = self._largest(products[0].excess if products else 0.0)
+        return Parity(tuple(batch), plain, tuple(products), worst > 1, tuple(histories), quantized, self.seconds)
+
+    def _wrong_in(
+        self, step: StepBatches, documents: list[list[Document]], packs: Sequence[Pack], valid_tokens: int
+    ) -> list[str]:
+        lines = []
+        for number, (batch, of_batch) in enumerate(zip(step.microbatches, documents, strict=True)):
+            if wrong := differences(batch, of_batch):
+                lines.append(f"{', '.join(wrong)} of microbatch {number} are not those of the packs of step 0")
+        if step.valid_tokens != valid_tokens:
+            lines.append(f"{step.valid_tokens} tokens of step 0 have a label, and its packs have {valid_tokens}")
+        if step.tokens != sum(len(pack.input_ids) for pack in packs):
+            lines.append(f"step 0 counts {step.tokens} tokens, and its packs hold {sum(len(p.input_ids) for p in packs)}")
+        elsewhere = self._summed(len(lines)) > 0
+        return lines or (["microbatches of another process"] if elsewhere else [])
+
+    def _plain_passes(self, documents: list[Document], valid_tokens: int) -> tuple[Pass, dict[str, Distance], float]:
+        """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square)."""
+        plain = reference_model(self.hf, self.accelerator.device)
+        reference = self._over_ranks(reference_pass(plain, documents, valid_tokens))
+        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents, valid_tokens))
+        squares = (rounded.token_losses - reference.token_losses).double().square().sum().item()
+        loss_noise = math.sqrt(self._summed(squares) / max(self._summed(reference.token_losses.numel()), 1))
+        return reference, dict(with_total(distances(rounded.gradients, reference.gradients))), loss_noise
+
+    def _pass(self, step: StepBatches) -> Pass:
+        """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
+        clear_gradients(self.optimizer, self.model)
+        loss = forward_backward(self.model, step, self.accelerator).item()
+        return Pass(loss, {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()})
+
+    def _spoil_copies(self, step: StepBatches) -> None:
+        """Let whatever is kept of a weight for a step's later microbatches be that of the negated weight. Histories and scales
+        are as before: the negated model's values are others."""
+        self.forget_copies()
+        state = {name: tensor.clone() for name, tensor in self.context.state().items()}
+        with self._negated():
+            self._pass(replace(step, microbatches=step.microbatches[:1]))
+        for name, tensor in self.context.state().items():
+            tensor.copy_(state[name])
+
+    def forget_copies(self) -> None:
+        with self.context.preserving_state():  # quantized ones are forgotten as this is left
+            pass
+        for product in self.packed.fused.products if self.packed.fused else ():
+            product.weights.forget_copy()
+
+    @contextmanager
+    def _negated(self) -> Iterator[None]:
+        parameters = [local_part(parameter).detach() for parameter in self.hf.parameters()]
+        try:
+            for parameter in parameters:
+                parameter.neg_()
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.neg_()
+
+    @contextmanager
+    def _noisy(self, sizes: Mapping[str, float], seed: int) -> Iterator[None]:
+        """Parameters with Gaussian noise of these sizes, relative to each value; the same noise on all ranks."""
+        parameters = {n: p for n, p in self.hf.named_parameters() if n in sizes}
+        before = {}
+        try:
+            for number, (name, parameter) in enumerate(parameters.items()):
+                part = local_part(parameter).detach()
+                before[name] = part.clone()
+                rank = self.accelerator.process_index if isinstance(parameter, DTensor) else 0
+                generator = torch.Generator(part.device).manual_seed(1000 * (1000 * rank + number) + seed)
+                noise = torch.randn(part.shape, device=part.device, generator=generator)
+                part.copy_(part.float() * (1 + sizes[name] * noise))
+            yield
+        finally:
+            for name, saved in before.items():
+                local_part(parameters[name]).detach().copy_(saved)
+
+    def _noise_of_parameters(self, noise: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """Of products, by name, to that of the weights which they multiply; the largest over ranks."""
+        members = {product.name: product.members for product in self.packed.fused.products} if self.packed.fused else {}
+        found: dict[str, dict[str, float]] = {}
+        of_ranks = (
+            gather_object([noise]) if self.accelerator.num_processes > 1 else [noise]
+        )  # which may not all have the same ones
+        for of_rank in of_ranks:
+            for name, sizes in of_rank.items():
+                for member in members.get(name, (name,)):
+                    largest = found.setdefault(f"{member}.weight", {})
+                    largest |= {gemm: max(size, largest.get(gemm, 0.0)) for gemm, size in sizes.items()}
+        names = {id(parameter): name for name, parameter in self.hf.named_parameters()}
+        every = {name: names[id(p)] for name, p in self.hf.named_parameters(remove_duplicate=False)}  # a tied head's is one
+        return {every[name]: sizes for name, sizes in found.items() if name in every}
+
+    def _loss_variance(self, named: tuple[str, Tensor | None], sizes: Mapping[str, Mapping[str, float]]) -> float:
+        """What the noise of one parameter makes of the loss, to first order."""
+        name, gradient = named
+        if name not in sizes or gradient is None:
+            return 0.0
+        product = whole(gradient).float() * whole(self.hf.get_parameter(name).detach())
+        return max(sizes[name].values()) ** 2 * product.square().sum(dtype=torch.float64).item()
+
+    def _over_ranks(self, own: Pass) -> Pass:
+        """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
+        if self.accelerator.num_processes == 1:
+            return own
+        gradients = {name: self.accelerator.reduce(gradient, reduction="sum") for name, gradient in own.gradients.items()}
+        return Pass(self._summed(own.loss), gradients, own.token_losses)
+
+    def _summed(self, value: float) -> float:
+        return sum(self._of_ranks(value))
+
+    def _largest(self, value: float) -> float:
+        return max(self._of_ranks(value))
+
+    def _of_ranks(self, value: float) -> list[float]:
+        if self.accelerator.num_processes == 1:
+            return [value]
+        own = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
+        return self.accelerator.gather(own).tolist()
+
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
+        self.seconds[what] = round(time.perf_counter() - began, 3)
 
 
-def fast_pass(model: nn.Module, hf: PreTrainedModel, step: StepBatches, accelerator: Accelerator) -> Pass:
-    """Forward and backward as a training step does them, without dropout. The gradients stay where they add up."""
-    with training_without_dropout(model):
-        loss = forward_backward(model, step, accelerator).item()
-    return Pass(loss, {name: gradient_of(parameter) for name, parameter in hf.named_parameters()})
+# ── What is tolerated ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TOTAL = "all of them together"
+
+
+def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
+    """The tensors, and all of them as one."""
+    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
+    together = Distance(*norms, sum(each.product for each in found.values()))
+    return [*found.items(), (TOTAL, together)]
+
+
+def _held_to_rounding(name: str, each: Distance, noise: Mapping[str, Distance], resolution: float) -> TensorParity:
+    """As far off as BF16 took this tensor, or the median one: for a tensor of few values a draw may be small by chance."""
+    typical = typical_error({key: value for key, value in noise.items() if key != TOTAL})
+    own = noise.get(name, Distance(0.0, each.reference, 0.0))
+    apart = ROUNDING_LEEWAY * resolution * max(own.apart, typical * each.reference)
+    return _tensor(name, each, apart, noise[TOTAL].reference)
+
+
+class _Draws:
+    """What noise in the weights made of each kind of tensor, over all layers: in deep models some tensors of a layer are turned
+    round by a draw and others hardly touched, and which ones is chance."""
+
+    def __init__(self, draws: list[dict[str, Distance]]) -> None:
+        self.total = draws[0][TOTAL].reference
+        self.typical = median(typical_error({n: d for n, d in draw.items() if n != TOTAL}) for draw in draws)
+        self._errors: dict[str, list[float]] = defaultdict(list)
+        self._ratios: dict[str, list[float]] = defaultdict(list)
+        for draw in draws:
+            for name, each in draw.items():
+                if each.reference > NEGLIGIBLE * self.total:
+                    self._errors[_kind(name)].append(each.error)
+                    self._ratios[_kind(name)].append(each.measured / each.reference)
+                else:
+                    self._errors[name].append(each.error if each.reference else 0.0)
+
+    def allow(self, name: str, each: Distance, own: float) -> TensorParity:
+        """`own`: the relative error that rounding makes in the product of this gradient."""
+        errors, ratios = self._errors[_kind(name)] + self._errors[name], self._ratios[_kind(name)]
+        apart = QUANTIZED_LEEWAY * math.hypot(max([self.typical, *errors]), own) * each.reference
+        within = (min(ratios) / NORM_LEEWAY, max(ratios) * NORM_LEEWAY) if ratios else (0.0, math.inf)
+        return _tensor(name, each, apart, self.total, *within)
+
+
+def _kind(name: str) -> str:
+    return re.sub(r"\.\d+\.", ".", name)
+
+
+def _tensor(name: str, each: Distance, apart: float, total: float, least: float = 0.0, largest: float = math.inf) -> TensorParity:
+    negligible = each.reference <= NEGLIGIBLE * total
+    norm = max(each.reference, NEGLIGIBLE * total) or 1.0
+    ratio = None if negligible else each.measured / norm
+    tolerated = (apart + NEGLIGIBLE * total) / norm
+    return TensorParity(name, each.apart / norm, tolerated, each.cosine, ratio, norm / (total or 1.0), least, largest)
+
+
+def _worst_first(tensors: list[TensorParity]) -> tuple[TensorParity, ...]:
+    return tuple(sorted(tensors, key=lambda tensor: tensor.excess, reverse=True))
+
+
+# ── What is compared ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def chosen_of(documents: Sequence[Sequence[Document]]) -> list[list[Document]]:
+    """Of each microbatch's documents those that are compared, in turns, from all over it: whole, or beginnings of long ones."""
+    draw = np.random.default_rng(0)
+    waiting = [[of_batch[i] for i in draw.permutation(len(of_batch)) if of_batch[i].valid_tokens] for of_batch in documents]
+    chosen: list[list[Document]] = [[] for _ in documents]
+    room, number = TOKENS, 0
+    while room > 0 and sum(map(len, chosen)) < DOCUMENTS and any(waiting):
+        if waiting[number % len(waiting)]:
+            document = waiting[number % len(waiting)].pop(0)
+            length = min(len(document.tokens), room, LONGEST)
+            chosen[number % len(waiting)].append(
+                replace(document, tokens=document.tokens[:length], targets=document.targets[:length])
+            )
+            room -= length
+        number += 1
+    return chosen
+
+
+def labelled(batch: Microbatch, documents: Sequence[Document]) -> Microbatch:
+    """`batch` with the labels that it has in these documents, and no others."""
+    labels = torch.full_like(batch.labels, IGNORE)
+    for document in documents:
+        labels[:, document.begin : document.end] = batch.labels[:, document.begin : document.end]
+    return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum()))
 
 
 @contextmanager
@@ -222,39 +506,3 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
             setattr(module, name, rate)
         for module, training in modes:
             module.training = training
-
-
-def over_ranks(own: Pass, accelerator: Accelerator) -> Pass:
-    """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""
-    if accelerator.num_processes == 1:
-        return own
-    loss = accelerator.reduce(torch.tensor(own.loss, device=accelerator.device), reduction="sum").item()
-    return Pass(loss, {name: accelerator.reduce(gradient, reduction="sum") for name, gradient in own.gradients.items()})
-
-
-def compare(measured: Pass, plain: Pass, tolerance: Tolerance, share: float = 1.0) -> Parity:
-    """`measured` against `plain`, tensor by tensor. Collective where gradients are sharded.
-
-    `share` of the step's valid tokens is what both passes took. A parameter that only `measured` has (a head that came untied)
-    counts as one whose plain gradient is zero.
-    """
-    names = [*plain.gradients, *(name for name in measured.gradients if name not in plain.gradients)]
-    products = {name: _products(measured.gradients.get(name), plain.gradients.get(name)) for name in names}
-    norm, plain_norm = (math.sqrt(sum(triple[side] for triple in products.values())) for side in (0, 1))
-    tensors = [_tensor_parity(name, *triple, plain_norm) for name, triple in products.items()]
-    worst_first = sorted(tensors, key=lambda tensor: tensor.excess(tolerance), reverse=True)
-    return Parity(measured.loss / share, plain.loss / share, norm, plain_norm, tuple(worst_first), tolerance)
-
-
-def _tensor_parity(name: str, squared: float, plain_squared: float, product: float, total: float) -> TensorParity:
-    norm, plain_norm = math.sqrt(squared), math.sqrt(plain_squared)
-    share, plain_share = (norm / total, plain_norm / total) if total else (norm, plain_norm)
-    if plain_norm <= NEGLIGIBLE * total:
-        return TensorParity(name, None, share, plain_share)
-    return TensorParity(name, product / (norm * plain_norm) if norm else 0.0, share, plain_share)
-
-
-def _products(measured: Tensor | None, plain: Tensor | None) -> tuple[float, float, float]:
-    """|measured|^2, |plain|^2 and measured . plain: products in FP32, summed in FP64, as a cosine is read at its sixth digit."""
-    a, b = (torch.zeros(()) if gradient is None else whole(gradient).float() for gradient in (measured, plain))
-    return tuple((x * y).sum(dtype=torch.float64).item() for x, y in ((a, a), (b, b), (a, b)))

@@ -1,14 +1,19 @@
-"""`parity: true` end to end: the launcher holds its step 0 against plain transformers, writes it down, and trains or stops."""
+"""`parity` end to end: the launcher holds its step 0 against plain transformers, writes it down, and trains or stops."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.settings.config import load_recipe
+
+ROOT = Path(__file__).parents[2]
 
 # Plain under eager attention; under any other, one layer's output is half as large again. So would a wrong kernel be.
 BROKEN_UNLESS_PLAIN = """
@@ -53,21 +58,46 @@ def losses_of(run_dir: Path) -> list[float]:
 
 
 def test_a_run_that_agrees_writes_it_down_and_trains_as_it_would_have_unchecked(launch: Callable) -> None:
-    (said_nothing, unchecked), (said, checked) = launch("unchecked"), launch("checked", "parity=true")
-    assert "parity with plain FP32" in said and "parity with plain FP32" not in said_nothing
+    (said_nothing, unchecked), (said, checked) = launch("unchecked", "parity=off"), launch("checked", "parity=on")
+    assert "parity with plain transformers" in said and "parity" not in said_nothing
+    assert "parity" not in json.loads((unchecked / "audit.json").read_text())
     found = parity_of(checked)
-    assert found["failures"] == []
-    assert abs(found["loss"] - found["plain_loss"]) < 1e-5 and found["least_cosine"] > 1 - 1e-6
+    assert found["failures"] == [] and found["source"] == "this run"
+    assert abs(found["plain"]["loss"] - found["plain"]["reference_loss"]) < 1e-5 and found["plain"]["least_cosine"] > 1 - 1e-6
     assert len(losses_of(checked)) == 2 and losses_of(checked) == losses_of(unchecked)
 
 
-def test_an_emulated_precision_is_held_to_its_own_tolerance_and_keeps_its_scales(launch: Callable) -> None:
-    emulated = ["precision=delayed", "fp8_config.on_unsupported=emulate"]
-    (_, unchecked), (_, checked) = launch("unchecked", *emulated), launch("checked", *emulated, "parity=true")
+def test_an_emulated_precision_is_checked_product_by_product_and_keeps_its_scales(launch: Callable) -> None:
+    emulated = ["precision=delayed", "fp8_config.on_unsupported=emulate", "model.config.vocab_size=64"]
+    (_, unchecked), (_, checked) = launch("unchecked", *emulated, "parity=off"), launch("checked", *emulated, "parity=on")
     found = parity_of(checked)
-    assert found["failures"] == []
-    assert found["least_cosine"] < 0.9999, "products of quantized operands do not agree as FP32 ones do"
+    assert found["failures"] == [] and found["products"]["compared"] == 2 * 7 * 3
+    assert found["plain"]["least_cosine"] > 0.99 > found["quantized"]["least_cosine"], "each has what it can bear"
     assert losses_of(checked) == losses_of(unchecked), "the check leaves no trace in scales and history"
+
+
+def test_auto_leaves_a_short_run_alone_and_says_so_in_one_line(launch: Callable) -> None:
+    said, run_dir = launch("short", "model.config.intermediate_size=80")
+    (line,) = [line for line in said.splitlines() if "parity" in line]
+    assert re.search(r"parity left out: it would cost \d+% of this short run; `parity=on` checks it all the same", line)
+    assert parity_of(run_dir)["left_out"] in line
+
+
+def test_auto_checks_once_and_the_next_run_takes_what_was_kept(launch: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.run.parity.SMALL_SHARE", 1e9)
+    changed = ["model.config.intermediate_size=96"]  # of a shape that no other test has checked
+    (said, first), (said_again, second) = launch("first", *changed), launch("second", *changed)
+    assert "parity with plain transformers" in said and parity_of(first)["source"] == "this run"
+    assert "parity left out: the same code has passed on this device before" in said_again
+    found = parity_of(second)
+    assert found["source"].startswith("kept from ") and found["plain"] == parity_of(first)["plain"]
+    assert losses_of(first) == losses_of(second)
+
+
+@pytest.mark.parametrize(("old", "meaning"), [("true", "on"), ("false", "off")])
+def test_true_and_false_of_older_recipes_mean_on_and_off(old: str, meaning: str) -> None:
+    assert load_recipe(ROOT / "recipes" / "smoke.yaml", [f"parity={old}"]).parity == meaning
+    assert load_recipe(ROOT / "recipes" / "smoke.yaml", [f"parity={meaning}"]).parity == meaning
 
 
 def test_a_run_that_would_train_something_else_stops_before_its_first_step(
@@ -83,7 +113,7 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "own", "auto_map": classes}))
     short_recipe["model"] = {"source": str(folder), "trust_remote_code": True}
 
-    said, run_dir = launch("broken", "parity=true", status=3)
+    said, run_dir = launch("broken", "parity=on", status=3)
     assert "halted: step 0: parity" in said
     assert "model.layers.1.mlp." in said, "the table names what lies in the broken layer"
     assert parity_of(run_dir)["failures"], "and the audit keeps it"

@@ -84,6 +84,10 @@ class StackedWeight:
             self._copy = self.matrix(dtype)
         return self._copy
 
+    def forget_copy(self) -> None:
+        """The next `cached_matrix` is made again."""
+        self._copy = None
+
     def bias(self, dtype: torch.dtype) -> Tensor | None:
         """[out] in `dtype`, without a graph; None where the linears have none."""
         return self._stacked([bias.detach() for bias in self.biases], dtype) if self.biases else None

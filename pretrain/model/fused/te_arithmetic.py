@@ -60,7 +60,9 @@ class TEStackedProduct(StackedProduct):
 
     def forward(self, x: Operand) -> Tensor:
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
-        y = self._multiply("fprop", weight, x, layout="TN", bias=self.weights.bias(torch.bfloat16))
+        bias = self.weights.bias(torch.bfloat16)
+        y = self._multiply("fprop", weight, x, layout="TN", bias=bias)
+        self.show_result("forward", y, bias)
         if self.low_precision:
             self.holder.end_forward()
         return y
@@ -82,23 +84,40 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        return self._multiply("dgrad", weight, dy, layout="NN", grad=True)
+        dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
+        self.show_result("dgrad", dx)
+        return dx
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         main_gradient = self.weights.main_gradient
         if main_gradient is None:
-            return self.weights.weight_gradients(self._multiply("wgrad", x, dy, layout="NT", grad=True))
+            gradient = self._multiply("wgrad", x, dy, layout="NT", grad=True)
+            self.show_result("wgrad", gradient)
+            return self.weights.weight_gradients(gradient)
+        before = main_gradient.clone() if self.results_watched else None
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
         into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
         self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
+        if before is not None:
+            gradient = main_gradient - before
+            self.show_result("wgrad", gradient.t() if self.weights.transposed else gradient)
         return [None] * len(self.weights.weights)
 
     def show(self, role: Role, tensor: Tensor) -> None:
         """To whoever looks at operands: the statistics of a step."""
         if self.low_precision:
             self._arithmetic.context.show(self.name, role, tensor, self)
+
+    def show_result(self, gemm: str, result: Tensor, bias: Tensor | None = None) -> None:
+        """To whoever looks at what products give: parity."""
+        if self.low_precision:
+            self._arithmetic.context.show_result(self.name, gemm, result, bias)
+
+    @property
+    def results_watched(self) -> bool:
+        return self.low_precision and bool(self._arithmetic.context.result_observers)
 
     @property
     def watched(self) -> bool:

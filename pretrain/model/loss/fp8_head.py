@@ -28,17 +28,23 @@ from pretrain.precision.transformer_engine import TransformerEngineBackend, Tran
 
 _BF16 = torch.bfloat16
 Show = Callable[[Role, Tensor], None]  # a tensor to whoever is watching
+ShowResult = Callable[[str, Tensor], None]  # forward, dgrad or wgrad, and what it gave
 _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 
 
 @contextmanager
 def fused_head(
-    product: TransformerEngineProduct, weight: Tensor, *, first_microbatch: bool, show: Show | None
+    product: TransformerEngineProduct,
+    weight: Tensor,
+    *,
+    first_microbatch: bool,
+    show: Show | None,
+    show_result: ShowResult | None = None,
 ) -> Iterator[ChunkLoss]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
 
     weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. `show` is called with each operand as it
-    stands before it is quantized: its role, and the tensor in BF16.
+    stands before it is quantized: its role, and the tensor in BF16. `show_result`: with what the first chunk's products give.
     """
     backend, linear = product.backend, product.linear
     module = importlib.import_module("transformer_engine.pytorch.module.linear")
@@ -49,7 +55,7 @@ def fused_head(
         quantized = _quantized_weight(module, linear, weight, first_microbatch=first_microbatch)
         if show:
             show("weight", weight.detach().to(_BF16))
-        yield Fp8ChunkLoss(backend, module, linear, quantized, show)
+        yield Fp8ChunkLoss(backend, module, linear, quantized, show, show_result)
     if alone and backend.precision.keeps_history:
         # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
         module.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
@@ -83,6 +89,7 @@ class Fp8ChunkLoss:
     linear: nn.Module
     weight: Any
     show: Show | None
+    show_result: ShowResult | None = None
 
     def __call__(self, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool) -> Tensor:
         """See `ChunkLoss`. No bias: a head that has one is not fused."""
@@ -94,6 +101,9 @@ class Fp8ChunkLoss:
         quantizer.set_usage(rowwise=True, columnwise=gradients.weight is not None)
         x = quantizer(x)
         logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
+        watched = self.show_result if first else None
+        if watched:
+            watched("forward", logits)
         losses, codes = self._softmax_gradient(logits, labels)
         if self.show:
             softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
@@ -108,9 +118,13 @@ class Fp8ChunkLoss:
         )
         if gradients.hidden is not None:
             self._multiply(self.weight, gradient, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
+            if watched:
+                watched("dgrad", gradients.hidden)
         if gradients.weight is not None:
             into = {"out": gradients.weight, "out_dtype": torch.float32, "accumulate": not first}
             self._multiply(x, gradient, "wgrad", layout="NT", **into)
+            if watched:
+                watched("wgrad", gradients.weight)
         return losses
 
     def _softmax_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, QuantizedGradient]:

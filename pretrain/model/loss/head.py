@@ -178,7 +178,8 @@ class LowPrecisionHead:
 
         context, product = self.context, self.product
         show = functools.partial(context.show, self.name, product=product) if context.observers else None
-        return fused_head(product, weight, first_microbatch=context.first_microbatch, show=show)
+        results = functools.partial(context.show_result, self.name) if context.result_observers else None
+        return fused_head(product, weight, first_microbatch=context.first_microbatch, show=show, show_result=results)
 
 
 # ── The loss in chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────

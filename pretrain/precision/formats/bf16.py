@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Precision, Tolerance
+from pretrain.precision.formats.definition import Precision
 
 
 class Bf16(Precision):
@@ -10,7 +10,6 @@ class Bf16(Precision):
     order = 10
     description = "BF16 products with FP32 accumulation"
     peak = "bf16"
-    tolerance = Tolerance(loss=0.01, gradient_norm=0.02, cosine=0.99)
     accelerate_name = "bf16"
     fallback_rank = 1
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretrain.precision.formats.current import FP8_TOLERANCE
 from pretrain.precision.formats.definition import (
     AT_THE_TOP,
     FP8_FORMAT,
@@ -26,7 +25,6 @@ class Block(QuantizedPrecision):
     order = 40
     description = "FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights"
     peak = "fp8"
-    tolerance = FP8_TOLERANCE
     multiple_of = 128
     options: Mapping[str, Option] = {
         "fp8_format": replace(FP8_FORMAT, default="E4M3", allowed=("E4M3",)),

@@ -93,15 +93,6 @@ class Hardware:
 
 
 @dataclass(frozen=True)
-class Tolerance:
-    """How far step 0 of a healthy run may be from a plain FP32 path: what `parity: true` checks."""
-
-    loss: float  # difference of the mean loss, in nats
-    gradient_norm: float  # relative difference of the norm over all parameters
-    cosine: float  # the least, over parameters, between the two gradients
-
-
-@dataclass(frozen=True)
 class Condition:
     """Something that may be wrong with some operands: it begins where their records' `share` is above `limit`."""
 
@@ -120,7 +111,6 @@ class Precision:
     description: str
     compute_dtype = "bfloat16"  # torch's name for the dtype of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    tolerance: Tolerance
     quantized = False
     accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
     fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has

@@ -15,7 +15,6 @@ from pretrain.precision.formats.definition import (
     Quantize,
     Role,
     Scaling,
-    Tolerance,
 )
 
 
@@ -23,8 +22,6 @@ class Delayed(Current):
     name = "delayed"
     order = 20
     description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
-    # Scales from the past cut what is larger now: 18 % of the norm at the start, with the history of one pack.
-    tolerance = Tolerance(loss=0.05, gradient_norm=0.3, cosine=0.75)
     accelerate_name = "fp8"
     fallback_rank = 0
     options: Mapping[str, Option] = {

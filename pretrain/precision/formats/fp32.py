@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pretrain.precision.formats.definition import Precision, Tolerance
+from pretrain.precision.formats.definition import Precision
 
 
 class Fp32(Precision):
@@ -11,7 +11,6 @@ class Fp32(Precision):
     description = "FP32 products; the reference that every other precision is compared with"
     compute_dtype = "float32"
     peak = "fp32"
-    tolerance = Tolerance(loss=1e-4, gradient_norm=1e-3, cosine=0.9999)
     accelerate_name = "no"
 
 

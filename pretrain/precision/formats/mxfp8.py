@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pretrain.precision.formats.current import FP8_TOLERANCE
 from pretrain.precision.formats.definition import (
     FP8_FORMAT,
     SCALE_ROUNDING,
@@ -26,7 +25,6 @@ class Mxfp8(QuantizedPrecision):
     order = 50
     description = "FP8 products; a power-of-two scale for every 32 values (OCP Microscaling)"
     peak = "fp8"
-    tolerance = FP8_TOLERANCE
     multiple_of = 32
     options: Mapping[str, Option] = {
         "fp8_format": replace(FP8_FORMAT, default="E4M3"),

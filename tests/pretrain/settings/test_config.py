@@ -160,7 +160,7 @@ def test_how_a_low_precision_computes_is_identity_and_on_what_it_does_is_not(tmp
     for change in ("scope=linear+head", "margin=1", "keep_bf16_layers.first=1"):
         assert identity("precision=delayed", f"fp8_config.{change}") != delayed
     assert identity("precision=current") != delayed
-    assert identity("precision=delayed", "parity=true", "log.fp8_statistics=null") == delayed
+    assert identity("precision=delayed", "parity=on", "log.fp8_statistics=null") == delayed
 
 
 def test_settings_that_only_low_precision_has_are_no_part_of_another_training(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""Whether a fresh run is held to parity before its first step, and on what: `parity: auto | on | off`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from packing.order import PackOrder
+from pretrain.model.distributed import describe_topology, largest_over_ranks, unwrapped
+from pretrain.plan.preflight import Job
+from pretrain.verify.kept import KeptResult
+from pretrain.verify.parity import MICROBATCHES, TOKENS, Parity, check_parity
+
+SMALL_SHARE = 0.01  # of what a run computes, that a check may cost under `auto`
+# What the check costs, in tokens trained: each packed pass by its tokens (two of them, with a microbatch before each, and the
+# draws of noise), and plain FP32 and BF16 over a document at a time as ten times as much.
+PACKED_PASSES, PLAIN_TOKENS = 5, 12
+MODEL_BYTES = 12  # a parameter: plain weights, their gradient, and one to compare with, in FP32
+MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """In place of a comparison: why there was none. `kept`: the record of an earlier one that passed."""
+
+    reason: str
+    kept: dict[str, Any] | None = None
+
+    def summary(self) -> str:
+        return f"parity left out: {self.reason}"
+
+    def record(self) -> dict[str, Any]:
+        return self.kept or {"left_out": self.reason}
+
+    def require(self) -> None:
+        """Nothing was found wrong."""
+
+
+def hold_to_parity(
+    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
+) -> Parity | LeftOut:
+    """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it."""
+    setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
+    if setting == "off":
+        return LeftOut("parity is off")
+    if compiled == "nothing":
+        job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
+    if setting == "auto":
+        known = kept.read() if accelerator.is_main_process and not job.recipe.model.trust_remote_code else None
+        if largest_over_ranks(accelerator, int(known is not None)):  # the main process's answer is everybody's
+            return LeftOut("the same code has passed on this device before", known or {"source": "kept"})
+        of_microbatches = MICROBATCHES * job.plan.microbatch * job.recipe.data.length
+        cost = PACKED_PASSES * of_microbatches + PLAIN_TOKENS * min(TOKENS, of_microbatches)
+        share = cost * accelerator.num_processes / (job.plan.steps * job.plan.tokens_per_step)
+        if share > SMALL_SHARE:
+            return LeftOut(f"it would cost {share:.0%} of this short run; `parity=on` checks it all the same")
+        if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
+            return LeftOut(f"plain transformers in FP32 does not fit beside the run ({MODEL_BYTES} bytes a parameter)")
+    found = compare_step_0(job, model, optimizer, accelerator)
+    if accelerator.is_main_process and not found.failures:
+        kept.write(found.record())
+    return found
+
+
+def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
+    """The beginning of the run's step 0 in microbatches of the plan's size; collective."""
+    order = PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed)
+    packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
+    step, mask_boundaries = job.batches(accelerator).step(0), job.recipe.data.mask_boundaries
+    return check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=mask_boundaries)
+
+
+def _fits(model: nn.Module, device: torch.device) -> bool:
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return MODEL_BYTES * sum(p.numel() for p in unwrapped(model).hf.parameters()) < 0.8 * free
+
+
+def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, Any]:
+    """All that decides what is computed, beside the code and its libraries."""
+    recipe = job.recipe
+    return {
+        "device": job.plan.devices.name,
+        "topology": describe_topology(accelerator),
+        "model": job.model_config.to_dict() | {"model_type": job.model_config.model_type},
+        "settings": recipe.model.model_dump(mode="json", exclude={"config"}),
+        "attention": job.attention.name,
+        "compiled": compiled,
+        "loss": recipe.loss.model_dump(mode="json"),
+        "weights": recipe.weights,
+        "gradients": recipe.gradients_kept_in(accelerator.num_processes),
+        "precision": job.precision.name,
+        "backend": job.active.backend,
+        "fp8_config": job.active.settings.model_dump(mode="json") if job.precision.quantized else None,
+        "length": recipe.data.length,
+        "mask_boundaries": recipe.data.mask_boundaries,
+        "microbatch": job.plan.microbatch,
+    }

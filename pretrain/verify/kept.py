@@ -1,0 +1,82 @@
+"""Parity that has passed is remembered, outside of runs: the same code on the same device need not be held to it again.
+
+A result is a file in the user's cache folder, named after the hash of all that decides what is computed. What cannot be read is
+as if it were not there; what cannot be written is not kept. Failures are never kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foundation.files import replace_file
+
+VERSION = 1
+_ROOT = Path(__file__).resolve().parents[2]
+_CODE = ("foundation", "packing", "pretrain")
+_LIBRARIES = ("torch", "transformers", "accelerate", "triton", "transformer_engine", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+
+
+def folder() -> Path:
+    """By the XDG base directory specification, which wants an absolute path."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # no home folder
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pretrain" / "parity"
+    return _ROOT / ".parity"
+
+
+@cache
+def code_hash() -> str:
+    """Of every Python file that a run may go through."""
+    digest = hashlib.sha256()
+    for path in sorted([*_ROOT.glob("*.py"), *(path for room in _CODE for path in (_ROOT / room).rglob("*.py"))]):
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that compute, those that are installed."""
+    found = {}
+    for name in _LIBRARIES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+@dataclass(frozen=True)
+class KeptResult:
+    """Where the result for `subject` lies: device, model, precision and all else that decides what is computed, as JSON."""
+
+    subject: Mapping[str, Any]
+
+    @property
+    def path(self) -> Path:
+        whole = {"version": VERSION, "code": code_hash(), "libraries": versions(), **self.subject}
+        return folder() / f"{hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()}.json"
+
+    def read(self) -> dict[str, Any] | None:
+        """The record of a parity that has passed, with `kept_in` and `date`; None where there is none that can be read."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+            record, date = found["parity"], found["date"]
+            if found["version"] != VERSION or record["failures"] != []:
+                return None
+            return {**record, "source": f"kept from {date}", "kept_in": str(self.path)}
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Keep the record of a parity that has passed; elsewhere nothing happens."""
+        content = {"version": VERSION, "date": time.strftime("%Y-%m-%d"), "parity": record, "subject": self.subject}
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, json.dumps(content, indent=1, default=str).encode())

@@ -1,0 +1,249 @@
+"""Every low-precision product of a pass, beside the product that it stands for and one that a plain quantizer makes.
+
+A product is seen with its operands as they were before they were quantized, and with its result. A sample of the result, some
+rows times some columns, is computed twice more: from the operands as they are, and from what `PlainQuantizer` makes of them.
+
+* How far the run's result is from the first, and how far the second is: these two errors must be alike in size. Truncation, a
+  mantissa bit less, a neighbour's scale, rows that are not those of the other operand, a transform on one side, an old copy of a
+  weight: all make the error larger. Another format with more bits, or none, makes it smaller.
+* Both errors must point the same way too, since rounding the same values twice errs alike. So scales that are not this format's
+  are found even where they cost nothing. Where rounding is stochastic, several draws say how large the errors are, and how alike.
+
+Under delayed scaling the amaxes that were seen must be where the histories keep them, and the next scales must follow from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.linear import LinearProduct, holding
+from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.plain_quantizer import PlainQuantizer, values_of
+
+ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
+DRAWS = 3  # of stochastic rounding
+LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, or truncation, is 1.4 at least
+ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
+LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
+KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
+HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
+
+# The left and the right operand of each product, and the axis that its sum runs along, seen from them.
+PRODUCTS: dict[str, tuple[Role, Role, Along, Along]] = {
+    "forward": ("input", "weight", "features", "features"),
+    "dgrad": ("grad_output", "weight", "features", "rows"),
+    "wgrad": ("grad_output", "input", "rows", "rows"),
+}
+_PLACES: dict[Role, tuple[str, int]] = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
+
+
+@dataclass(frozen=True)
+class ProductParity:
+    """One result; errors are norms relative to that of the unquantized product."""
+
+    name: str
+    gemm: str
+    error: float
+    least: float  # of the plain quantizer's errors
+    most: float
+    likeness: float | None  # cosine of the run's error and the plain one, over that of two plain ones; None: too small to tell
+
+    @property
+    def excess(self) -> float:
+        """How many times over what is tolerated it is; above 1 is a mismatch. Not-a-number is the worst."""
+        if self.most == 0:
+            return self.error / ORDER_OF_SUMS
+        excess = self.error / (LEEWAY * self.most + ORDER_OF_SUMS)
+        # Where the sums' order is not small beside the quantization, it hides how alike the two are.
+        if self.least > 8 * ORDER_OF_SUMS:
+            excess = max(excess, (self.least - ORDER_OF_SUMS) / LEEWAY / self.error if self.error else math.inf)
+            if self.likeness is not None:
+                excess = max(excess, LEAST_LIKENESS / self.likeness if self.likeness > 0 else math.inf)
+        return excess if math.isfinite(excess) else math.inf
+
+    def cells(self) -> tuple[str, str, str, str]:
+        alike = "-" if self.likeness is None else f"{self.likeness:.3f}"
+        return f"{self.name} {self.gemm}", f"{self.error:.2%}", f"{self.least:.2%} to {self.most:.2%}", alike
+
+
+class ProductProbe:
+    """Looks at the products of one quantized pass of `packed`: `watching` around the pass, `found` after it."""
+
+    def __init__(self, packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0) -> None:
+        self._packed, self._context, self.active = packed, packed.context, active
+        self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
+        self._rows: dict[tuple[str, Role], Tensor] = {}
+        self._samples: dict[tuple[str, Role, Along], tuple[Tensor, Tensor]] = {}
+        self._figures: dict[tuple[str, str], Tensor] = {}
+        self._amaxes: dict[tuple[str, Role], dict[int, Tensor]] = defaultdict(dict)
+        self._microbatch = -1
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self._seed = seed
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        context = self._context
+        counting = self._packed.register_forward_pre_hook(partial(ProductProbe._next_microbatch, self))
+        context.observers.append(self.see_operand)
+        context.result_observers.append(self.see_result)
+        try:
+            yield
+        finally:
+            counting.remove()
+            context.observers.remove(self.see_operand)
+            context.result_observers.remove(self.see_result)
+        self._samples.clear()
+
+    def _next_microbatch(self, *_: Any) -> None:
+        self._microbatch += 1
+
+    @torch.no_grad()
+    def see_operand(self, name: str, role: Role, tensor: Tensor, product: LinearProduct) -> None:
+        amax = tensor.abs().amax().float()
+        if self.active.precision.keeps_history:
+            of_tensor, at = self._amaxes[name, role], self._microbatch
+            of_tensor[at] = torch.maximum(of_tensor[at], amax) if at in of_tensor else amax
+        if self._microbatch > 0 or (name, role, "features") in self._samples:
+            return  # a layer that is recomputed, or the head's next tokens
+        rows, columns = (_sampled(size) for size in tensor.shape)
+        if role != "weight":
+            rows = self._rows[name, role] = _tokens(tensor)
+        # Copies: a view would keep the whole operand.
+        self._samples[name, role, "features"] = tensor[rows].clone(), amax
+        transposed, part = PlainQuantizer(self.active, role, "rows"), tensor[:, columns].clone()
+        along_rows = transposed.laid_out(part)
+        if transposed.transforms and self.active.precision.tensor_scaled:
+            amax = transposed.laid_out(tensor).abs().amax().float()
+        self._samples[name, role, "rows"] = along_rows, amax
+        if role != "weight":
+            self._samples[name, role, "as it is"] = part.t(), amax
+
+    @torch.no_grad()
+    def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
+        if self._microbatch > 0 or (name, gemm) in self._figures:
+            return
+        left_role, right_role, left_along, right_along = PRODUCTS[gemm]
+        left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
+        if left is None or right is None:
+            return
+        rows = _sampled(len(result)) if gemm == "wgrad" else self._rows[name, left_role]
+        columns = _sampled(result.shape[1])
+        measured = result[rows][:, columns].float()
+        added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
+        with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
+            if gemm == "wgrad":
+                left_as_it_is, right_as_it_is = (self._samples[name, role, "as it is"][0] for role in (left_role, right_role))
+            else:
+                left_as_it_is, right_as_it_is = left[0], right[0]
+            exact = left_as_it_is.float() @ right_as_it_is.float().t()
+            quantizers = PlainQuantizer(self.active, left_role, left_along), PlainQuantizer(self.active, right_role, right_along)
+            generator = self._generator(result.device)
+            errors = []
+            for _ in range(DRAWS if any(each.stochastic for each in quantizers) else 1):
+                operands = [
+                    quantizer(rows_of, amax, self._scale(name, quantizer.role), generator)
+                    for quantizer, (rows_of, amax) in zip(quantizers, (left, right), strict=True)
+                ]
+                plain = (operands[0] @ operands[1].t() + added).to(result.dtype).float() - added
+                errors.append(plain - exact)
+        error = measured - added - exact
+        vectors = torch.stack([exact, error, *errors]).flatten(1).double()
+        self._figures[name, gemm] = vectors @ vectors.t()
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def _scale(self, name: str, role: Role) -> Tensor | None:
+        if not self.active.precision.keeps_history:
+            return None
+        direction, slot = _PLACES[role]
+        return self._before[f"fp8/{name}/{direction}/scale"][slot]
+
+    def found(self) -> list[ProductParity]:
+        """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
+        found = []
+        for (name, gemm), figures in self._figures.items():
+            exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
+            if exact == 0 and error == 0:
+                continue
+            norms = figures.diagonal().clamp(min=1e-300).sqrt()
+            cosines = (figures / norms / norms[:, None])[1:, 1:].tolist()
+            alike, known = mean(cosines[0][1:]), 1.0
+            if len(plain) > 1:
+                known = mean(cosines[i][j] for i in range(1, len(cosines)) for j in range(1, i))
+            likeness = alike / known if known > KNOWN_LIKENESS else None
+            exact = exact or math.nan
+            found.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
+        return sorted(found, key=lambda each: each.excess, reverse=True)
+
+    def noise(self) -> dict[str, dict[str, float]]:
+        """By product and gemm, the largest of the plain quantizer's relative errors."""
+        sizes: dict[str, dict[str, float]] = defaultdict(dict)
+        for each in self.found():
+            sizes[each.name][each.gemm] = each.most
+        return dict(sizes)
+
+    def wrong_histories(self, accelerator: Accelerator) -> list[str]:
+        """Names in the state of delayed scaling that are not what the amaxes of this pass make them. Collective."""
+        if not self._amaxes:
+            return []
+        names = sorted(self._amaxes)
+        amaxes = torch.stack([torch.stack(list(self._amaxes[each].values())).float().amax() for each in names])
+        steps = torch.zeros(len(names), self._microbatch + 1, device=amaxes.device)
+        for row, each in enumerate(names):
+            for step, amax in self._amaxes[each].items():
+                if each[1] != "weight" or step == 0:  # which is quantized once a step
+                    steps[row, step] = amax
+        if accelerator.num_processes > 1:
+            steps = accelerator.gather(steps[None]).amax(0)
+        settings, wrong = self.active.settings, []
+        after = {name: tensor.cpu() for name, tensor in self._context.state().items()}
+        before = {name: tensor.cpu() for name, tensor in self._before.items()}
+        for (name, role), seen in zip(names, steps.tolist(), strict=True):
+            direction, slot = _PLACES[role]
+            history = before[f"fp8/{name}/{direction}/amax_history"][:, slot].tolist()
+            scale = before[f"fp8/{name}/{direction}/scale"][slot].item()
+            largest = values_of(self.active.precision.grid(settings, role).name)[-1] / 2**settings.margin
+            for amax in filter(None, seen):
+                history[0] = amax
+                scale = largest / (max(history) if settings.amax_compute_algo == "max" else amax)
+                history = [0.0, *history[2:], amax] if len(history) > 1 else [0.0]
+            expected = torch.tensor([scale, *history])
+            key = f"fp8/{name}/{direction}"
+            actual = torch.cat([after[f"{key}/scale"][slot][None], after[f"{key}/amax_history"][:, slot]])
+            if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
+                wrong.append(f"{name} {role}")
+        return wrong
+
+
+def record_of(found: list[ProductParity], shown: int) -> Mapping[str, Any]:
+    """For audit.json: how many there were, and the worst."""
+    return {"compared": len(found), "worst": [asdict(each) for each in found[:shown]]}
+
+
+def _tokens(tensor: Tensor) -> Tensor:
+    """Indices of some rows, from all over the tensor: those that are not zero first, as gradients of masked labels are."""
+    scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
+    order = scattered + (tensor != 0).any(dim=1) * 2**31
+    return order.topk(min(ROWS, len(tensor))).indices
+
+
+def _sampled(size: int) -> slice:
+    """Rows of a matrix that hold whole squares of every format: from a multiple of 128 in its middle on."""
+    begin = (size // 2) // ROWS * ROWS if size >= 2 * ROWS else 0
+    return slice(begin, min(begin + ROWS, size))

@@ -1,0 +1,456 @@
+"""Faults that have happened somewhere, each made on purpose in a small run: what parity and the audit are to catch.
+
+A fault is entered around a run that has been built, and undone when it is left. `applies` says where it can be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from packing.batch import IGNORE, build_microbatch
+from pretrain.model.fused import arithmetic
+from pretrain.model.wrapping import gradient_of
+from pretrain.precision import delayed_state, emulation, linear
+from pretrain.precision.emulation import Operand
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.quantizers import blocks, hadamard, nvfp4, rounding, tensor
+from pretrain.precision.quantizers.grid import E2M1, E4M3, E5M2, Grid
+from pretrain.verify import parity
+from tests.pretrain.verify.small_runs import LENGTH, SmallRun
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`make` changes the run, or through `patch` what it is made of. `recompute`: the run recomputes its layers."""
+
+    what: str
+    make: Callable[[SmallRun, Patch], None]
+    applies: Callable[[SmallRun], bool]
+    recompute: bool = False
+
+    @contextmanager
+    def entered(self, run: SmallRun) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            self.make(run, patch)
+            yield
+
+
+FAULTS: list[Fault] = []
+
+
+def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, recompute: bool = False) -> Callable:
+    def register(make: Callable[[SmallRun, Patch], None]) -> Callable[[SmallRun, Patch], None]:
+        FAULTS.append(Fault(what, make, applies, recompute))
+        return make
+
+    return register
+
+
+def quantized(run: SmallRun) -> bool:
+    return run.active.precision.quantized
+
+
+def in_blocks(run: SmallRun) -> bool:
+    return quantized(run) and run.active.precision.block_scaled
+
+
+def delayed(run: SmallRun) -> bool:
+    return quantized(run) and run.active.precision.keeps_history
+
+
+def transforms(run: SmallRun) -> bool:
+    return quantized(run) and run.active.settings.disable_rht is False
+
+
+def stochastic(run: SmallRun) -> bool:
+    return quantized(run) and run.active.settings.disable_stochastic_rounding is False
+
+
+# ── What goes into the model ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changing_inputs(run: SmallRun, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    run.packed.register_forward_pre_hook(lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True)
+
+
+@fault("documents of a pack see each other")
+def documents_leak(run: SmallRun, patch: Patch) -> None:
+    def packs_only(inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"cu_seqlens": torch.arange(0, inputs["input_ids"].shape[1] + 1, LENGTH, dtype=torch.int32)}
+
+    changing_inputs(run, packs_only)
+
+
+@fault("every second boundary between documents is lost")
+def boundaries_lost(run: SmallRun, patch: Patch) -> None:
+    def fewer(inputs: dict[str, Any]) -> dict[str, Any]:
+        ends = inputs["cu_seqlens"].unique()
+        return {"cu_seqlens": torch.cat([ends[:-1:2], ends[-1:]]).to(torch.int32)}
+
+    changing_inputs(run, fewer)
+
+
+@fault("targets cross the boundaries of documents")
+def targets_cross(run: SmallRun, patch: Patch) -> None:
+    size = len(run.packs) // len(run.step.microbatches)
+    groups = [run.packs[at : at + size] for at in range(0, len(run.packs), size)]
+    run.step = replace(run.step, microbatches=[build_microbatch(group, mask_boundaries=False) for group in groups])
+
+
+@fault("a document's last token has to predict the next one's first, in the model")
+def labels_shifted_again(run: SmallRun, patch: Patch) -> None:
+    def unmasked(inputs: dict[str, Any]) -> dict[str, Any]:
+        labels, ids = inputs["labels"], inputs["input_ids"]
+        after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)  # the token before it has a label: it ends a document
+        return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
+
+    changing_inputs(run, unmasked)
+
+
+@fault("labels are shifted twice")
+def labels_shifted_twice(run: SmallRun, patch: Patch) -> None:
+    changing_inputs(run, lambda inputs: {"labels": inputs["labels"].roll(-1, 1)})
+
+
+@fault("positions run on through a pack")
+def positions_run_on(run: SmallRun, patch: Patch) -> None:
+    def counted(inputs: dict[str, Any]) -> dict[str, Any]:
+        # Rotation knows differences only, which a constant more leaves as they are: so the count also goes at another speed.
+        return {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None] % LENGTH // 2}
+
+    changing_inputs(run, counted)
+
+
+@fault("the tokens at a microbatch's end are dropped")
+def tokens_dropped(run: SmallRun, patch: Patch) -> None:
+    def cut(inputs: dict[str, Any]) -> dict[str, Any]:
+        labels = inputs["labels"].clone()
+        labels[:, -labels.shape[1] // 2 :] = IGNORE
+        return {"labels": labels}
+
+    changing_inputs(run, cut)
+
+
+@fault("one pack is taken twice, and another never")
+def pack_twice(run: SmallRun, patch: Patch) -> None:
+    first, _, *others = run.step.microbatches
+    run.step = replace(run.step, microbatches=[first, first, *others])
+
+
+# ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@fault("the head comes untied from the embedding", lambda run: run.packed.hf.config.tie_word_embeddings)
+def head_untied(run: SmallRun, patch: Patch) -> None:
+    head = run.packed.hf.get_output_embeddings()
+    patch.setattr(head, "weight", nn.Parameter(head.weight.detach().clone()))
+
+
+@fault("attention's scores have another scale", lambda run: hasattr(next(iter(run.layers)), "self_attn"))
+def attention_scale(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(run.layers[0].self_attn, "scaling", run.layers[0].self_attn.scaling / 2)
+
+
+@fault("one layer is left out")
+def layer_left_out(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(run.layers[-1], "forward", lambda hidden, *args, **kwargs: hidden)
+
+
+# ── Gradients and their sums ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changing_loss(run: SmallRun, change: Callable[[Tensor, dict[str, Any]], Tensor]) -> None:
+    run.packed.register_forward_hook(lambda module, args, inputs, loss: change(loss, inputs), with_kwargs=True)
+
+
+@fault("the gradient is halved")
+def gradient_halved(run: SmallRun, patch: Patch) -> None:
+    changing_loss(run, lambda loss, _: loss / 2 + loss.detach() / 2)
+
+
+@fault("the loss is averaged over microbatches, not over tokens")
+def averaged_over_microbatches(run: SmallRun, patch: Patch) -> None:
+    def own_mean(loss: Tensor, inputs: dict[str, Any]) -> Tensor:
+        valid = (inputs["labels"] != IGNORE).sum().clamp(min=1)
+        return loss / valid * run.step.valid_tokens / len(run.step.microbatches)
+
+    changing_loss(run, own_mean)
+
+
+@fault("a microbatch's gradient is lost")
+def microbatch_lost(run: SmallRun, patch: Patch) -> None:
+    changing_loss(run, lambda loss, _: loss if run.packed.context.first_microbatch else loss.detach() + loss * 0)
+
+
+def changing_gradients(run: SmallRun, patch: Patch, name: str, change: Callable[[Tensor], None]) -> None:
+    """Of the parameter that ends in `name`, in the second layer, after each pass."""
+    parameters = [p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)]
+
+    def passed(*args: Any, **kwargs: Any) -> Tensor:
+        loss = forward_backward(*args, **kwargs)
+        for parameter in parameters:
+            change(gradient_of(parameter))
+        return loss
+
+    forward_backward = parity.forward_backward
+    patch.setattr(parity, "forward_backward", passed)
+
+
+@fault("one weight's gradient is lost")
+def gradient_lost(run: SmallRun, patch: Patch) -> None:
+    changing_gradients(run, patch, "_proj.weight", torch.Tensor.zero_)
+
+
+@fault("one weight's gradient is a quarter too large")
+def gradient_too_large(run: SmallRun, patch: Patch) -> None:
+    changing_gradients(run, patch, "_proj.weight", lambda gradient: gradient.mul_(1.25))
+
+
+# ── Copies of weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@fault("a weight's copy is that of an earlier step", lambda run: quantized(run) or bool(run.packed.fused and run.has_copies))
+def stale_copy(run: SmallRun, patch: Patch) -> None:
+    def once(product: emulation.EmulatedProduct, weight: Tensor) -> None:
+        if product.weight is None:
+            quantize(product, weight)
+
+    def cached(weight: arithmetic.StackedWeight, dtype: torch.dtype, *, refresh: bool) -> Tensor:
+        return matrix(weight, dtype, refresh=weight._copy is None)
+
+    quantize, matrix = emulation.EmulatedProduct._quantize_weight, arithmetic.StackedWeight.cached_matrix
+    patch.setattr(emulation.EmulatedProduct, "_quantize_weight", once)
+    patch.setattr(arithmetic.StackedWeight, "cached_matrix", cached)
+
+
+# ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changing_products(patch: Patch, gemm: str, change: Callable[[Operand, Operand], tuple[Operand, Operand]]) -> None:
+    """Of the second layer."""
+    multiply = emulation.EmulatedProduct.multiply
+
+    def changed(product: Any, kind: str, left: Operand, right: Operand, *rest: Any) -> Tensor:
+        if kind == gemm and ".1." in product.name:
+            left, right = change(left, right)
+        return multiply(product, kind, left, right, *rest)
+
+    patch.setattr(emulation.EmulatedProduct, "multiply", changed)
+
+
+def of_values(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
+    return Operand(change(operand.values), operand.scale)
+
+
+@fault("the transposed weight has the wrong rows", quantized)
+def transposed_of_the_wrong_rows(run: SmallRun, patch: Patch) -> None:
+    changing_products(patch, "dgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 0))))
+
+
+@fault("the transposed input has the wrong tokens", quantized)
+def input_of_the_wrong_tokens(run: SmallRun, patch: Patch) -> None:
+    changing_products(patch, "wgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 1))))
+
+
+@fault("the gradient of the input is a quarter too large", quantized)
+def dgrad_too_large(run: SmallRun, patch: Patch) -> None:
+    changing_products(patch, "dgrad", lambda left, right: (of_values(left, lambda values: values * 1.25), right))
+
+
+@fault("a weight's gradient is that of every second token, doubled", quantized)
+def half_of_the_tokens(run: SmallRun, patch: Patch) -> None:
+    def halved(left: Operand, right: Operand) -> tuple[Operand, Operand]:
+        return of_values(left, lambda values: values[:, ::2] * 2), of_values(right, lambda values: values[:, ::2])
+
+    changing_products(patch, "wgrad", halved)
+
+
+@fault("one product's backward is not quantized", quantized)
+def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
+    prepare = emulation.EmulationBackend.prepare
+
+    def unquantized(backend: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
+        operand, amax = prepare(backend, role, x, along, scale)
+        return (
+            (Operand(x.float() if along == "features" else x.t().float(), None), amax)
+            if role == "grad_output"
+            else (operand, amax)
+        )
+
+    patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
+
+
+@fault("nothing is quantized, under the name of the precision", quantized)
+def not_quantized(run: SmallRun, patch: Patch) -> None:
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", lambda x, grid: x)
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: x)
+
+
+@fault("low precision is entered by no forward", quantized)
+def never_entered(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(run.packed.context, "forward", lambda **_: nullcontext())
+
+
+@fault("a recomputed layer is computed outside of low precision", quantized, recompute=True)
+def recomputed_outside(run: SmallRun, patch: Patch) -> None:
+    real = run.packed.context.backend.checkpoint
+
+    def outside(function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
+        def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+            return nullcontext(), linear.holding(run.packed.context, low_precision=False)
+
+        return real(function, *args, context_fn=contexts, **kwargs)
+
+    patch.setattr(run.packed.context.backend, "checkpoint", outside)
+
+
+# ── Rounding and formats ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def changing_rounding(patch: Patch, change: Callable[[Tensor, Grid], Tensor]) -> None:
+    """To nearest and by chance alike."""
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", change)
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: change(x, grid))
+
+
+@fault("values are truncated, not rounded", quantized)
+def truncated(run: SmallRun, patch: Patch) -> None:
+    def toward_zero(x: Tensor, grid: Grid) -> Tensor:
+        x, quantum, per_quantum = rounding._in_quanta(x, grid)
+        return torch.trunc(x * per_quantum) * quantum
+
+    changing_rounding(patch, toward_zero)
+
+
+@fault("codes have a mantissa bit less", quantized)
+def bit_less(run: SmallRun, patch: Patch) -> None:
+    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+
+    def coarser(grid: Grid) -> Grid:
+        return replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
+
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", lambda x, grid: nearest(x, coarser(grid)))
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, coarser(grid), uniform))
+
+
+@fault("codes have a mantissa bit more", quantized)
+def bit_more(run: SmallRun, patch: Patch) -> None:
+    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+
+    def finer(grid: Grid) -> Grid:
+        return replace(grid, mantissa_bits=grid.mantissa_bits + 1)
+
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", lambda x, grid: nearest(x, finer(grid)))
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, finer(grid), uniform))
+
+
+@fault("E5M2 in place of E4M3, or E4M3 in place of the others", quantized)
+def another_format(run: SmallRun, patch: Patch) -> None:
+    other = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
+    nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
+
+    def of_scaled(x: Tensor, grid: Grid) -> Tensor:  # at the scale of its own format
+        return nearest(x, replace(other[grid], maximum=grid.maximum))
+
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", of_scaled)
+    patch.setattr(
+        blocks,
+        "round_stochastically",
+        lambda x, grid, uniform: by_chance(x, replace(other[grid], maximum=grid.maximum), uniform),
+    )
+
+
+@fault("a block is decoded by its neighbour's scale", in_blocks)
+def neighbours_scale(run: SmallRun, patch: Patch) -> None:
+    real = blocks.Blocks.quantized
+
+    def shifted(self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any, **options: Any) -> Any:
+        axis = 2 if self.two_dimensional and scale.shape[2] > 1 else 0 if self.two_dimensional or self.transposed else -2
+        return real(self, scaled, scale.roll(1, axis), *rest, **options)
+
+    patch.setattr(blocks.Blocks, "quantized", shifted)
+
+
+@fault("one scale a tensor in place of one a block", in_blocks)
+def no_blocks(run: SmallRun, patch: Patch) -> None:
+    def by_tensor(self: Any, settings: Any, role: str) -> Any:
+        grid = self.grid(settings, role)
+        return lambda x, scale, amax: tensor.quantize_by_amax(x, amax, grid, power_of_two=False)
+
+    patch.setattr(type(run.active.precision), "along_features", by_tensor)
+    patch.setattr(type(run.active.precision), "block_scaled", True)
+    run.packed.context.backend._prepare.cache_clear()
+
+
+@fault("the tensor's scale is twice what fits", lambda run: quantized(run) and run.active.precision.tensor_scaled)
+def saturating_scale(run: SmallRun, patch: Patch) -> None:
+    real = tensor.scale_from_amax
+    for module in (tensor, nvfp4):
+        patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
+
+
+@fault("the Hadamard transform is made on one side only", transforms)
+def one_side_transformed(run: SmallRun, patch: Patch) -> None:
+    def of_inputs(self: Any, settings: Any, role: str) -> Any:
+        return hadamard.transform if role == "input" else None
+
+    patch.setattr(QuantizedPrecision, "transform", of_inputs)
+    run.packed.context.backend._prepare.cache_clear()
+
+
+@fault("the Hadamard transform is left out", transforms)
+def not_transformed(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(QuantizedPrecision, "transform", lambda *_: None)
+    run.packed.context.backend._prepare.cache_clear()
+
+
+@fault("gradients are rounded to nearest, not by chance", stochastic)
+def not_stochastic(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(QuantizedPrecision, "uniform", lambda *_: lambda x: None)
+    run.packed.context.backend._prepare.cache_clear()
+
+
+@fault("rounding by chance always goes up", stochastic)
+def always_up(run: SmallRun, patch: Patch) -> None:
+    real = rounding.round_stochastically
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)))
+
+
+# ── Delayed scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@fault("a scale is never updated", delayed)
+def scale_never_updated(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(delayed_state.AmaxHistory, "update", lambda self: None)
+
+
+@fault("the gradients' scales are never updated", delayed)
+def backward_never_updated(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(delayed_state.DelayedState, "_finish_backward", lambda self: None)
+
+
+@fault("a linear takes its neighbour's scale", delayed)
+def anothers_scale(run: SmallRun, patch: Patch) -> None:
+    real, modules = delayed_state.DelayedState.scale, len(run.packed.context.backend.delayed._modules)
+    patch.setattr(delayed_state.DelayedState, "scale", lambda self, module, role: real(self, (module + 1) % modules, role))
+
+
+@fault("amaxes of a part of the tokens are noted", delayed)
+def part_of_the_amax(run: SmallRun, patch: Patch) -> None:
+    real = emulation.absolute_maximum
+    patch.setattr(emulation, "absolute_maximum", lambda x: real(x[: len(x) // 4]))
+    run.packed.context.backend._prepare.cache_clear()

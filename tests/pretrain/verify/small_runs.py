@@ -1,0 +1,165 @@
+"""Small models as a run assembles them, with a step of packs, for parity and the audit to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+
+from packing.arrow import Pack
+from packing.batch import StepBatches, build_microbatch
+from pretrain.model import huggingface as model
+from pretrain.model.distributed import prepare
+from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
+from pretrain.model.wrapping import attach_main_gradients, convert, fuse, wrap_layers
+from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import Decision, decide
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
+from pretrain.verify import audit
+from pretrain.verify.parity import Parity, check_parity
+
+CPU = torch.device("cpu")
+VOCABULARY, LENGTH, HIDDEN = 128, 128, 128
+LLAMA = {"hidden_size": HIDDEN, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+# Weights as far from zero as those of 2,048 features are at 0.02: attention then has something to choose.
+LLAMA |= {"initializer_range": 0.08, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {**LLAMA, "tie_word_embeddings": True},
+    "llama": {**LLAMA, "tie_word_embeddings": False},
+    "gpt2": {"n_embd": HIDDEN, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY, "initializer_range": 0.08}
+    | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
+    "gemma": {**LLAMA, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+LAYERS = {"gpt2": "n_layer"}
+
+
+@dataclass
+class SmallRun:
+    """One model with its step 0. A mutation changes any of it, or what it is made of, before it is checked."""
+
+    packed: PackedLanguageModel
+    model: torch.nn.Module  # `packed`, or what DDP puts around it
+    optimizer: ExactAdamW
+    active: ActivePrecision
+    decisions: dict[str, Decision]
+    step: StepBatches
+    packs: Sequence[Pack]
+    accelerator: Accelerator
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        return list(decoder_layers(self.packed.hf).values())
+
+    @property
+    def has_copies(self) -> bool:
+        """Of weights in the compute dtype, which is another."""
+        return self.packed.hf.dtype != self.packed.context.compute_dtype
+
+    def audit(self) -> list[audit.Entry]:
+        batch = build_microbatch(self.packs[:1], mask_boundaries=True)
+        audit.check_trained(self.packed.hf, self.optimizer)
+        scale = 1 / self.step.tokens
+        entries = audit.observe(self.packed, lambda: self.packed(**inputs_of(batch, CPU)) * scale, self.active, self.decisions)
+        clear_gradients(self.optimizer, self.packed)
+        return entries
+
+    def confirm(self, entries: list[audit.Entry]) -> None:
+        if self.packed.context.backend is not None:
+            with audit.confirming(self.packed, self.active, entries):
+                forward_backward(self.packed, self.step, self.accelerator)
+            clear_gradients(self.optimizer, self.packed)
+
+    def parity(self) -> Parity:
+        return check_parity(self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator)
+
+
+@contextmanager
+def on_a_cpu() -> Iterator[Accelerator]:
+    """accelerate keeps its state in the process: begun anew here, and not left behind."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=True, mixed_precision="no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def build_run(
+    accelerator: Accelerator,
+    precision: str = "bf16",
+    kind: str = "qwen3",
+    *,
+    layers: int = 2,
+    fused: bool = False,
+    recompute: bool = False,
+    packs_a_microbatch: int = 2,
+    weights: torch.dtype = torch.float32,
+    seed: int = 1,
+    **fp8_config: Any,
+) -> SmallRun:
+    """As `assemble` does it, on a CPU, quantization emulated. Delayed scaling has seen the step before."""
+    settings = ModelSettings(
+        config={"model_type": kind, **ARCHITECTURES[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
+        gradient_checkpointing="full" if recompute else "none",
+    )
+    wanted = PRECISIONS[precision]
+    options = LowPrecisionSettings(**fp8_config).resolved(precision)
+    active = ActivePrecision(precision, wanted, "emulation" if wanted.quantized else "torch", options)
+    hf = model.build(settings, model.load_config(settings), weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
+    compute = getattr(torch, wanted.compute_dtype)
+    context = PrecisionContext(EmulationBackend(active, CPU) if wanted.quantized else None, compute)
+    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=256), context)
+    inside = decoder_layers(hf)
+    decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
+    if fused:
+        packed.fused = fuse(inside, decisions, Arithmetic(context))
+    convert(hf, decisions, context)
+    wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
+    prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
+    if accelerator.num_processes > 1:
+        prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
+    else:
+        attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+    packs = random_packs(8, seed)
+    step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
+    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator)
+    if context.state():
+        rehearse(run)
+    return run
+
+
+def rehearse(run: SmallRun) -> None:
+    """History for delayed scaling."""
+    for _ in range(2):
+        forward_backward(run.model, run.step, run.accelerator)
+        clear_gradients(run.optimizer, run.model)
+
+
+def random_packs(count: int, seed: int = 0) -> list[Pack]:
+    """Four documents each, of random tokens; the first pack ends with padding."""
+    draw = np.random.default_rng(seed)
+    packs = []
+    for number in range(count):
+        cuts = np.sort(draw.choice(np.arange(12, LENGTH - 12), 3, replace=False))
+        lengths = np.diff([0, *cuts, LENGTH - (9 if number == 0 else 0)])
+        tokens = draw.integers(VOCABULARY, size=LENGTH)
+        packs.append(Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
+    return packs
+
+
+def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1) -> StepBatches:
+    """One process's part of a step."""
+    groups = [packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)]
+    microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
+    squares = sum(each.sum_squared_lengths for each in microbatches)
+    valid_tokens = sum(each.valid_tokens for each in microbatches)
+    return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, len(packs), 1.0)
