@@ -38,6 +38,7 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.run.assembly import EXAMINED_AGAIN
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify import audit
 
@@ -90,7 +91,7 @@ class Trained:
 
     def audited(self) -> None:
         with (
-            audit.confirming(self.packed, self.active, self.entries, step=100),
+            audit.confirming(self.packed, self.active, self.entries, step=100, one_in=EXAMINED_AGAIN),
             audit.confirming_histories(self.context, self.active) if self.active.precision.keeps_history else nullcontext(),
         ):
             self.microbatch()

@@ -12,7 +12,7 @@ around a call which product it is (`ProductObserver.during`); what is multiplied
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
@@ -96,12 +96,14 @@ class ProductObserver:
     engine runs. Recomputation nests forwards in such a node, hence a stack.
     """
 
-    def __init__(self, active: ActivePrecision | None, seed: int = 0) -> None:
-        """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks."""
+    def __init__(self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None) -> None:
+        """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks.
+        `examined`: the linears whose operands are held against it, where not all are."""
         self.products: dict[str, list[ObservedProduct]] = {}
         self.multiplying = False
         self._active = active if active and active.precision.quantized else None
         self._seed = seed
+        self._examined = examined
         self._calls: list[_Call] = []
         self._findings: list[_Finding] = []
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -174,8 +176,9 @@ class ProductObserver:
             return
         roles = OPERANDS[call.gemm]
         self._note(call, *(self._active.precision.operand_kind(self._active.settings, role) for role in roles))
-        for role, matrix, scales in zip(roles, (left, right.mT), call.scales, strict=True):
-            self._examine_emulated(call, role, matrix, scales)
+        if self._is_examined(call):
+            for role, matrix, scales in zip(roles, (left, right.mT), call.scales, strict=True):
+                self._examine_emulated(call, role, matrix, scales)
 
     def _examine_emulated(self, call: _Call, role: Role, matrix: Tensor, scales: ScalesOf) -> None:
         grid, scaling = self._format(role)
@@ -211,7 +214,7 @@ class ProductObserver:
         gemm = call.gemm or _GEMMS[first[1], not second[1]]
         call = _Call(call.names, gemm)
         self._note(call, operand_kind(te, left[0]), operand_kind(te, right[0]))
-        if self._active is not None:
+        if self._active is not None and self._is_examined(call):
             for role, (operand, by_rows) in zip(OPERANDS[gemm], (left, right), strict=True):
                 self._examine_te(te, call, role, operand, by_rows)
 
@@ -253,6 +256,9 @@ class ProductObserver:
     def _note(self, call: _Call, left: str, right: str) -> None:
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
+
+    def _is_examined(self, call: _Call) -> bool:
+        return self._examined is None or not self._examined.isdisjoint(call.names)
 
     def _find(self, call: _Call, role: Role, grid: Grid, scaling: Scaling, blocks: Sample, largest: Tensor | None = None) -> None:
         self._keep(call, role, grid, scaling, examine(blocks, grid, scaling, largest))

@@ -8,8 +8,9 @@ training (`confirming`, `confirming_histories`). Where request and effect differ
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -103,24 +104,31 @@ def _entry(
 
 
 @contextmanager
-def observing(packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0) -> Iterator[ProductObserver]:
-    """While entered, every product of ours is seen, in forward and backward. `seed` picks the blocks that are looked at."""
-    observer = ProductObserver(active, seed)
+def observing(
+    packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0, examined: Set[str] | None = None
+) -> Iterator[ProductObserver]:
+    """While entered, every product of ours is seen, in forward and backward. `seed` picks the blocks that are looked at, of the
+    operands of the linears `examined`, or of all."""
+    observer = ProductObserver(active, seed, examined)
     with packed.context.observed_by(observer), packed.fused.observed_by(observer) if packed.fused else nullcontext():
         yield observer
 
 
 @contextmanager
-def confirming(packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int) -> Iterator[None]:
+def confirming(
+    packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, one_in: int = 1
+) -> Iterator[None]:
     """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
-    under `observe`, which returned `products`; else InputError. `step` picks the blocks of operands that are looked at. Inside of
-    another one it leaves all to that."""
+    under `observe`, which returned `products`; else InputError. `step` draws the blocks of operands that are looked at, and
+    which linears' they are, where it is only those of `one_in` linears. Inside of another one it leaves all to that."""
     context = packed.context
     if context.observed:
         yield
         return
     context.calls_outside.clear()
-    with observing(packed, active, step) as observer:
+    low = [entry["name"] for entry in products if entry["products"]]
+    examined = set(random.Random(step).sample(low, -(-len(low) // one_in)))
+    with observing(packed, active, step, examined) as observer:
         yield
     checked, faults = [], observer.faults()
     for entry in (entry for entry in products if entry["products"]):
