@@ -1,6 +1,6 @@
 """Which precision works on this machine, on what, and how fast for one layer: `python -m pretrain doctor`.
 
-    python -m pretrain doctor                                   a table in some minutes
+    python -m pretrain doctor                                   a table in about a minute
     python -m pretrain doctor --recipe recipes/my_model.yaml    for the layers of that model
     python -m pretrain doctor --full --out doctor.md            all that can be proven here, in one file (docs/b200.md)
 
@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,20 +23,8 @@ from foundation.errors import InputError
 from pretrain.compare.report import UNKNOWN, markdown
 from pretrain.precision.registry import PRECISIONS
 from pretrain.run.examination import examine_fully
-from pretrain.run.trial import (
-    FAILED,
-    MARK,
-    PASSED,
-    TIMEOUT,
-    Finding,
-    Patient,
-    collect,
-    describe,
-    examine,
-    in_process,
-    machine,
-    plain,
-)
+from pretrain.run.processes import MARK, Bench, Finding, Process, told, wait_for_turn
+from pretrain.run.trial import FAILED, PASSED, TIMEOUT, Patient, check, describe, examine, machine, measure, plain
 
 
 @dataclass
@@ -61,25 +50,29 @@ class Row:
 HEADER = ("precision", "computes on", "ms", "tokens/s", "agree", "off FP32", "why not on hardware")
 
 
-def rows_of(patient: Patient, precisions: Sequence[str], found: Finding, arguments: Sequence[str]) -> Iterator[Row]:
-    """A row a precision: on hardware where it works, else emulated, else the reason."""
-    version = found["environment"]["packages"].get("transformer_engine")
-    for name in precisions:
-        quantized = PRECISIONS[name].quantized
-        why = found["missing"].get(name) if quantized else None
-        ways = ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]
-        row = Row(name, why=why or "")
-        for way in ways:
-            findings: list[Finding] = []
-            collect(patient, name, way, arguments, full=False, found=findings.append)
-            failed = [finding for finding in findings if finding["status"] == FAILED]
-            on = {"transformer_engine": f"hardware (TE {version})", "torch": f"torch {torch.__version__}"}.get(way, way)
-            if not failed:
-                row = Row(name, on, row.why, tuple(findings))
-                break
-            reason = "; ".join(dict.fromkeys(f"{finding['part']}: {finding['said']}" for finding in failed))
-            row = Row(name, "nothing", "; ".join(filter(None, (row.why, f"{way} fails: {reason}"))), tuple(findings))
-        yield row
+def row_of(
+    patient: Patient, bench: Bench, name: str, process: Process | None, machine_: Finding, arguments: Sequence[str]
+) -> Row:
+    """On hardware where it works, else emulated, else the reason."""
+    version = machine_["environment"]["packages"].get("transformer-engine")
+    quantized = PRECISIONS[name].quantized
+    why = machine_["missing"].get(name) if quantized else None
+    row = Row(name, why=why or "")
+    for way in ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]:
+        findings: list[Finding] = []
+        check(patient, name, way, arguments, process, full=False, found=findings.append)
+        if not any(finding["status"] == FAILED for finding in findings):
+            measure(bench, process, findings.append)
+        failed = [finding for finding in findings if finding["status"] == FAILED]
+        on = {"transformer_engine": f"hardware (TE {version})", "torch": f"torch {torch.__version__}"}.get(way, way)
+        if not failed:
+            return Row(name, on, row.why, tuple(findings))
+        reason = "; ".join(dict.fromkeys(f"{finding['part']}: {finding['said']}" for finding in failed))
+        row = Row(name, "nothing", "; ".join(filter(None, (row.why, f"{way} fails: {reason}"))), tuple(findings))
+        if process and way == "transformer_engine":
+            process.end()
+            process = bench.start()
+    return row
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -93,7 +86,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="operands bit for bit, parity, resuming, ten steps too; writes --out")
     parser.add_argument("--out", type=Path, default=Path("doctor.md"), help="the file of --full")
     parser.add_argument("--try", nargs=2, dest="only", metavar=("PRECISION", "BACKEND"), help=argparse.SUPPRESS)
+    parser.add_argument("--train", nargs="+", metavar="ARGUMENT", help=argparse.SUPPRESS)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     parsed = parser.parse_args(arguments)
     if unknown := [name for name in parsed.precisions or () if name not in PRECISIONS]:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
@@ -105,33 +100,53 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: list[str]) -> int:
     """Print the table; the status is 1 where something fails that should work."""
     parsed = parse(arguments)
-    if parsed.machine:
-        print(MARK + json.dumps(machine("cuda")), flush=True)
-        return 0
+    if parsed.wait:
+        return as_told()
+    began = time.monotonic()
     patient = Patient.of(parsed)
-    if parsed.only:
-        for finding in examine(patient, *parsed.only, full=parsed.full):
-            print(MARK + json.dumps(plain(finding)), flush=True)
-        return 0
-    found: list[Finding] = []
-    if patient.device.type == "cuda":  # this process must hold no memory there, and outlive what fails
-        if ended := in_process(["--machine"], TIMEOUT, found.append):
-            raise InputError(f"this machine cannot even be described: its process {ended}")
-    else:
-        found.append(machine("cpu"))
-    precisions = parsed.precisions or list(PRECISIONS)
+    precisions = list(dict.fromkeys(parsed.precisions or PRECISIONS))
     passed_on = [*(["--recipe", str(parsed.recipe.resolve())] if parsed.recipe else []), *(["--cpu"] if parsed.cpu else [])]
     passed_on += ["--tokens", str(patient.tokens)]
-    if parsed.full:
-        return examine_fully(patient, precisions, found[0], passed_on, parsed.out)
-    rows = []
-    for row in rows_of(patient, precisions, found[0], passed_on):
-        rows.append(row)
-        print(f"{row.name}: {row.on}", file=sys.stderr, flush=True)
+    with Bench(gpu=patient.device.type == "cuda") as bench:
+        found: list[Finding] = []
+        processes: dict[str, Process] = {}
+        if bench.gpu:  # this process must hold no memory there, and outlive what fails
+            describer = bench.start()
+            processes = {name: bench.start() for name in precisions}
+            if ended := describer.tell(["--machine"], TIMEOUT, found.append):
+                raise InputError(f"this machine cannot even be described: its process {ended}")
+        else:
+            found.append(machine("cpu"))
+        if parsed.full:
+            return examine_fully(patient, precisions, found[0], passed_on, parsed.out, bench, processes, began)
+        rows: dict[str, Row] = {}
+
+        def look(name: str) -> None:
+            rows[name] = row = row_of(patient, bench, name, processes.get(name), found[0], passed_on)
+            print(f"{time.monotonic() - began:4.0f} s  {name}: {row.on}", file=sys.stderr, flush=True)
+
+        bench.each(look, precisions)
     print("\n".join(describe(patient, found[0])) + "\n")
-    print(markdown(HEADER, [row.cells() for row in rows], names=2))
-    for row in rows:
-        for finding in row.findings:
+    print(markdown(HEADER, [rows[name].cells() for name in precisions], names=2))
+    for name in precisions:
+        for finding in rows[name].findings:
             if "errors" in finding and not finding["said"].startswith("agrees"):
-                print(f"{row.name}: {finding['part']} {finding['said']}")
-    return int(any(row.on == "nothing" for row in rows))
+                print(f"{name}: {finding['part']} {finding['said']}")
+    return int(any(row.on == "nothing" for row in rows.values()))
+
+
+def as_told() -> int:
+    """Do what the doctor that has started this process tells it: describe the machine, try a precision, or train."""
+    if (order := told()) is None:
+        return 0
+    arguments, train = order
+    parsed = parse(arguments)
+    if parsed.train:
+        sys.argv = ["train_accelerate.py", *parsed.train]
+        return train()
+    found = (
+        [machine("cuda")] if parsed.machine else examine(Patient.of(parsed), *parsed.only, full=parsed.full, wait=wait_for_turn)
+    )
+    for finding in found:
+        print(MARK + json.dumps(plain(finding)), flush=True)
+    return 0

@@ -1,18 +1,13 @@
 """One precision tried on this machine, alone: its operands, its kernels, one layer's agreement and speed.
 
-On a GPU that happens in a process of its own, because an error of CUDA's takes its whole process with it. Whatever fails becomes
-a finding. `pretrain.run.doctor` makes a table of them, and `pretrain.run.examination` a file.
+On a GPU that happens in a process of its own (`pretrain.run.processes`). Whatever fails becomes a finding. `pretrain.run.doctor`
+makes a table of them, and `pretrain.run.examination` a file.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,13 +29,13 @@ from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import check_shapes
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.run.processes import Bench, Finding, Process
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify.kernels import Verdict, choose, failures, relative_error
 from pretrain.verify.one_layer import Situation, loss_and_gradients, microbatch_of, one_layer
 from pretrain.verify.operands import compare_operands
 
-ROOT = Path(__file__).resolve().parents[2]
 QWEN3_1_7B = {
     "model_type": "qwen3",
     "vocab_size": 151936,
@@ -63,11 +58,8 @@ SMALL = QWEN3_1_7B | {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-TIMEOUT = 150  # seconds for one precision
-MARK = "DOCTOR "  # begins a line of what a process of ours has found
+TIMEOUT = 150  # seconds for what one precision checks, and again for what it measures
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not here"
-
-Finding = dict[str, Any]  # part, status (passed, failed, not here), said, and figures
 
 
 @dataclass(frozen=True)
@@ -121,8 +113,13 @@ class Patient:
 # ── In the process that tries it ───────────────────────────────────────────────────────────────────────────────
 
 
-def examine(patient: Patient, name: str, backend: str, *, full: bool) -> Iterator[Finding]:
-    """What works of precision `name` on `backend` (torch, transformer_engine, emulation); every failure is a finding."""
+def examine(
+    patient: Patient, name: str, backend: str, *, full: bool, wait: Callable[[], None] = lambda: None
+) -> Iterator[Finding]:
+    """What works of precision `name` on `backend` (torch, transformer_engine, emulation); every failure is a finding.
+
+    `wait` returns when nothing else computes on the device, so that speed can be measured.
+    """
     precision = PRECISIONS[name]
     active = ActivePrecision(name, precision, backend, LowPrecisionSettings().resolved(name))
     if full and backend == "transformer_engine":
@@ -144,6 +141,11 @@ def examine(patient: Patient, name: str, backend: str, *, full: bool) -> Iterato
         yield {"part": "kernels", "status": FAILED, "said": failure}
         return
     yield tried("against FP32", lambda: agreement(chosen.situation))
+    if backend == "emulation" and patient.device.type == "cuda":
+        return  # it has no speed of interest, and what it compiles takes minutes
+    if patient.device.type == "cuda":
+        torch.cuda.empty_cache()
+    wait()
     yield tried("speed of a layer", lambda: speed(chosen.situation, patient.tokens))
 
 
@@ -185,7 +187,7 @@ def agreement(run: Situation) -> Finding:
 def speed(run: Situation, tokens: int) -> Finding:
     """Forward and backward of one layer, without the optimizer; weights are quantized every time."""
     gpu = run.device.type == "cuda"
-    compiled = gpu and not run.fused and run.active.backend != "emulation"  # which compiles what it quantizes by itself
+    compiled = gpu and not run.fused
     packed = one_layer(run, run.active, fused=run.fused, backend=run.attention, compiled=compiled)
     inputs = microbatch_of(run, tokens)
     count = inputs["input_ids"].numel()
@@ -237,62 +239,37 @@ def machine(device_type: str) -> Finding:
     return {"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}}
 
 
-def in_process(arguments: Sequence[str], timeout: float, found: Callable[[Finding], None]) -> str | None:
-    """Run `python -m pretrain doctor` with `arguments` in a process of its own; `found` gets each finding as it comes.
-
-    Returns how the process ended before its time, None if it came to its end. After `timeout` seconds it is killed.
-    """
-    command = [sys.executable, "-m", "pretrain", "doctor", *arguments]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    said: list[str] = []
-    reader = threading.Thread(target=lambda: said.extend(process.stderr), daemon=True)
-    reader.start()
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        os.killpg(process.pid, signal.SIGKILL)
-
-    timer = threading.Timer(timeout, end)
-    timer.start()
-    try:
-        for line in process.stdout:
-            if line.startswith(MARK) and line.endswith("\n"):
-                found(json.loads(line.removeprefix(MARK)))
-        status = process.wait()
-    finally:
-        timer.cancel()
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    reader.join(timeout=5)
-    if late.is_set():
-        return f"took longer than {timeout:.0f} s"
-    last = next((line.strip() for line in reversed(said) if line.strip()), "")
-    return f"ended with status {status}: {last[:300]}" if status else None
-
-
-def collect(
-    patient: Patient, name: str, backend: str, arguments: Sequence[str], *, full: bool, found: Callable[[Finding], None]
+def check(
+    patient: Patient,
+    name: str,
+    backend: str,
+    arguments: Sequence[str],
+    process: Process | None,
+    *,
+    full: bool,
+    found: Callable[[Finding], None],
 ) -> None:
-    """Findings of one precision: on a GPU from a process of its own, on a CPU from this one."""
-    if patient.device.type != "cuda":
+    """Findings of one precision, of `process` up to where it waits to measure; without one, all of them, of this process."""
+    if process is None:
         for finding in examine(patient, name, backend, full=full):
             found(finding)
-        return
-    seconds = 2 * TIMEOUT if backend == "emulation" else TIMEOUT  # it compiles what it quantizes, shape by shape
-    ended = in_process([*arguments, "--try", name, backend, *(["--full"] if full else [])], seconds, found)
-    if ended:
+    elif ended := process.tell([*arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found):
         found({"part": "process", "status": FAILED, "said": ended})
+
+
+def measure(bench: Bench, process: Process | None, found: Callable[[Finding], None]) -> None:
+    """The findings of a process that waits for its turn."""
+    if process and process.waits:
+        with bench.alone():
+            if ended := process.tell([], TIMEOUT, found):
+                found({"part": "process", "status": FAILED, "said": ended})
 
 
 def describe(patient: Patient, found: Finding) -> list[str]:
     """The machine and the layer, in two lines."""
     environment = found["environment"]
     packages = environment["packages"]
-    library = f", Transformer Engine {packages['transformer_engine']}" if "transformer_engine" in packages else ""
+    library = f", Transformer Engine {packages['transformer-engine']}" if "transformer-engine" in packages else ""
     device = ", ".join(dict.fromkeys(environment["gpus"])) if patient.device.type == "cuda" else "CPU"
     versions = f"torch {packages.get('torch')}, CUDA {environment['cuda']}{library}"
     shape = Shape.of(patient.hf)

@@ -203,12 +203,13 @@ def test_a_broken_librarys_product_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 @cuda_only
 def test_the_doctor_makes_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    precisions = ["bf16", *(name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))]
+    precisions = ["bf16", "mxfp4", *(name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))]
     assert commands.main(["doctor", "--precisions", ",".join(precisions)]) == 0
     said = capsys.readouterr().out
     with capsys.disabled():
         print(f"\n{said}")
-    assert all(f"| {name} " in said for name in precisions) and "Traceback" not in said
+    assert all(f"| {name} " in said for name in precisions) and "Traceback" not in said and "TE None" not in said
+    assert "| emulation " in said, "mxfp4 is tried, not timed"
 
 
 @cuda_only
@@ -220,4 +221,5 @@ def test_the_full_examination_of_a_precision_passes_on_this_gpu(tmp_path: Path, 
         print(f"\n{text.partition('## Figures')[0]}")
     found = json.loads(text.partition("```json\n")[2].partition("```")[0])["findings"][name]
     assert status == 0 and {each["status"] for each in found} == {"passed"}, text
+    assert all(each["seconds"] >= 0 for each in found)
     assert {"speed of a layer", "parity at step 0", "audit", "resuming", "ten steps"} <= {each["part"] for each in found}

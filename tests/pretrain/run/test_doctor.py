@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,11 @@ import yaml
 from foundation.errors import InputError
 from pretrain import __main__ as commands
 from pretrain.precision.emulation import EmulatedProduct
-from pretrain.run import examination, trial
+from pretrain.run import doctor, trial
 from pretrain.run.doctor import parse
 from pretrain.run.examination import Examination, audit_finding, examine_fully, parity_finding, resume_finding
-from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Finding, Patient, in_process, machine
+from pretrain.run.processes import Bench, Finding, Process
+from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Patient, describe, machine, measure
 
 SOME = ["--cpu", "--tokens", "128"]
 
@@ -113,19 +115,85 @@ FOUND = 'echo noise; echo \'DOCTOR {"part": "first"}\''
     [
         ("exit 0", None),
         ("echo CUDA error: an illegal memory access >&2; exit 1", "ended with status 1: CUDA error: an illegal memory access"),
-        ("printf 'DOCTOR {\"half'; kill -9 $$", "ended with status -9: "),
+        ("echo error: fp9 >&2; echo more; exit 2", "ended with status 2: error: fp9"),
+        ("printf 'DOCTOR {\"half'; kill -9 $$", 'ended with status -9: DOCTOR {"half'),
     ],
 )
 def test_what_a_process_found_before_it_ended_is_kept(then: str, ended: str | None, processes_run: Callable) -> None:
     processes_run(f"{FOUND}; {then}")
     found: list[Finding] = []
-    assert in_process([], 60, found.append) == ended and found == [{"part": "first"}]
+    assert Process(cpu=True).tell([], 60, found.append) == ended and found == [{"part": "first"}]
 
 
 def test_a_process_that_hangs_is_ended(processes_run: Callable) -> None:
     processes_run(f"{FOUND}; exec sleep 600")
+    assert Process(cpu=True).tell([], 0.3) == "took longer than 0 s"
+
+
+MEASURES = """
+read order
+echo DOCTOR WAITS
+read go
+test -e "$0.alone" && echo "not alone" >&2 && exit 1
+touch "$0.alone"
+sleep 0.05
+rm "$0.alone"
+"""
+
+
+@pytest.mark.parametrize(
+    ("breaks", "ended"),
+    [(":", None), ("exit 7", "ended with status 7: it said nothing"), ("exec sleep 600", "took longer than 0 s")],
+)
+def test_one_measures_at_a_time_and_the_dead_and_the_hanging_pass_the_turn_on(
+    breaks: str, ended: str | None, processes_run: Callable
+) -> None:
+    processes_run(MEASURES.replace("read go", f"read go\ncase $order in *broken*) {breaks};; esac"))
+    names, said, checked = ["broken", *"abcdefg"], {}, []
+    with Bench(gpu=True) as bench:
+
+        def work(name: str) -> None:
+            process = bench.start()
+            assert process.tell([name], 60) is None and process.waits
+            checked.append(name)
+            with bench.alone():
+                said[name] = process.tell([], 0.3 if name == "broken" and "sleep" in breaks else 60)
+
+        bench.each(work, names)
+    assert said == dict.fromkeys(names) | {"broken": ended} and sorted(checked) == sorted(names)
+
+
+@pytest.mark.parametrize(("dies", "ended"), [("", None), ("exit 7", "ended with status 7: noise")])
+def test_what_a_process_measures_is_found_and_so_is_its_death(dies: str, ended: str | None, processes_run: Callable) -> None:
+    processes_run(f"read order; echo DOCTOR WAITS; read go; {FOUND}; {dies}")
     found: list[Finding] = []
-    assert in_process([], 0.3, found.append) == "took longer than 0 s"
+    with Bench(gpu=True) as bench:
+        process = bench.start()
+        trial.check(Patient.of(parse(SOME)), "fp32", "torch", SOME, process, full=False, found=found.append)
+        assert found == [] and process.waits
+        bench.each(lambda _: measure(bench, process, found.append), ["fp32"])
+    assert found[0] == {"part": "first"} and [each["said"] for each in found[1:]] == ([ended] if ended else [])
+
+
+def test_what_breaks_an_examination_off_ends_all_of_its_processes(processes_run: Callable) -> None:
+    processes_run("exec sleep 600")
+    with pytest.raises(InputError, match="no place"), Bench(gpu=True) as bench:
+        others = [bench.start(), bench.start()]
+
+        def work(name: str) -> None:
+            if name == "fails":
+                raise InputError("no place")
+            others[int(name)].tell([], 60, pytest.fail)
+
+        bench.each(work, ["0", "1", "fails"])
+    assert all(each._process.wait() == -9 for each in others)
+
+
+def test_a_process_that_waits_trains_when_it_is_told_to(tmp_path: Path) -> None:
+    """The whole way that a GPU takes too: imports, the order, the launcher, how it ended."""
+    with Bench(gpu=False) as bench:
+        said = bench.start().tell(["--train", str(tmp_path / "none.yaml")], 120)
+    assert said.startswith("ended with status 2: error: ") and "none.yaml" in said
 
 
 # ── The whole examination ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -135,9 +203,12 @@ def test_a_process_that_hangs_is_ended(processes_run: Callable) -> None:
 def examine(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, list[Finding]]]]:
     """Examine on this CPU: the status, the file, and its findings by precision."""
 
-    def run(launch: Callable[..., Any], *precisions: str) -> tuple[int, str, dict[str, list[Finding]]]:
+    def run(start: Callable[..., Any], *precisions: str) -> tuple[int, str, dict[str, list[Finding]]]:
         out = tmp_path / "doctor.md"
-        status = examine_fully(Patient.of(parse(SOME)), precisions, machine("cpu"), SOME, out, launch)
+        with Bench(gpu=False) as bench:
+            status = examine_fully(
+                Patient.of(parse(SOME)), precisions, machine("cpu"), SOME, out, bench, {}, time.monotonic(), start
+            )
         text = out.read_text()
         return status, text, figures_of(text)["findings"]
 
@@ -153,16 +224,20 @@ def verdicts(found: Sequence[Finding]) -> dict[str, str]:
 
 
 def test_on_a_cpu_it_does_what_can_be_done_in_small(examine: Callable, launcher_here: Callable) -> None:
-    def launch(arguments: Sequence[str], timeout: float) -> tuple[int, str]:
-        status, out, err = launcher_here(*arguments)
-        return status, out + err
+    def start(arguments: Sequence[str]) -> Callable[[float], str | None]:
+        def train(seconds: float) -> str | None:
+            status, out, err = launcher_here(*arguments)
+            return out + err if status else None
 
-    status, text, found = examine(launch, "bf16")
+        return train
+
+    status, text, found = examine(start, "bf16")
     assert status == 0, text
     expected = dict.fromkeys(("against FP32", "speed of a layer", "parity at step 0", "audit", "resuming"), PASSED)
     assert verdicts(found["bf16"]) == expected | {"ten steps": NOT_HERE}
-    assert "steps 4 to 6 repeat bit for bit" in text and "Finished: 5 passed, 0 failed, 1 not here." in text
+    assert "steps 4 to 6 repeat bit for bit" in text and "Finished: 5 passed, 0 failed, 1 not here; " in text
     figures = figures_of(text)
+    assert 0 < sum(each["seconds"] for each in found["bf16"]) <= figures["seconds"] + 1
     assert (
         figures["finished"]
         and figures["environment"]["packages"]["torch"]
@@ -174,11 +249,14 @@ def test_on_a_cpu_it_does_what_can_be_done_in_small(examine: Callable, launcher_
 def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable, tmp_path: Path) -> None:
     seen = []
 
-    def launch(arguments: Sequence[str], timeout: float) -> tuple[int | None, str]:
-        seen.append((tmp_path / "doctor.md").read_text())
-        return (None, "") if "current" in arguments[0] else (3, "halted: parity")
+    def start(arguments: Sequence[str]) -> Callable[[float], str | None]:
+        def train(seconds: float) -> str | None:
+            seen.append((tmp_path / "doctor.md").read_text())
+            return f"took longer than {seconds:.0f} s" if "current" in arguments[0] else "status 3: halted: parity"
 
-    status, text, found = examine(launch, "fp32", "current")
+        return train
+
+    status, text, found = examine(start, "fp32", "current")
     assert (
         status == 1
         and "**Not finished" in seen[0]
@@ -190,10 +268,9 @@ def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable,
 
 
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--out .*: there is no folder"):
-        examine_fully(
-            Patient.of(parse(SOME)), ["fp32"], machine("cpu"), SOME, tmp_path / "none" / "doctor.md", lambda *_: (0, "")
-        )
+    with pytest.raises(InputError, match=r"--out .*: there is no folder"), Bench(gpu=False) as bench:
+        out = tmp_path / "none" / "doctor.md"
+        examine_fully(Patient.of(parse(SOME)), ["fp32"], machine("cpu"), SOME, out, bench, {}, 0.0)
 
 
 def metrics(folder: Path, losses: dict[int, float]) -> Path:
@@ -224,9 +301,22 @@ def test_an_audit_passes_only_where_all_computed_as_asked_and_the_first_step_agr
     audit = dict.fromkeys(("backend", "computed_by", "fused", "loss"), "x") | {"attention": {"kind": "packed_sdpa"}}
     audit |= {"products": [{"name": "a", "requested": "current", "effective": "current"}], "confirmed_in_step": 1}
     judge = partial(audit_finding, quantized=True)
-    assert judge(audit)["status"] == PASSED
-    assert judge({key: value for key, value in audit.items() if key != "confirmed_in_step"})["status"] == FAILED
+    assert judge(audit)["status"] == PASSED and "not confirmed" not in judge(audit)["said"]
+    unconfirmed = judge({key: value for key, value in audit.items() if key != "confirmed_in_step"})
+    assert unconfirmed["status"] == FAILED and unconfirmed["said"].endswith("; not confirmed in step 1")
     assert judge(audit | {"products": [{"name": "a", "requested": "current", "effective": "bf16"}]})["status"] == FAILED
+
+
+def test_the_librarys_version_is_in_its_row(processes_run: Callable) -> None:
+    processes_run("read order; echo DOCTOR WAITS; read go")
+    found = machine("cpu") | {"missing": {}}
+    found["environment"]["packages"]["transformer-engine"] = "2.20.2"
+    rows = []
+    with Bench(gpu=True) as bench:
+        bench.each(
+            lambda name: rows.append(doctor.row_of(Patient.of(parse(SOME)), bench, name, bench.start(), found, SOME)), ["current"]
+        )
+    assert rows[0].on == "hardware (TE 2.20.2)" and "Transformer Engine 2.20.2" in describe(Patient.of(parse(SOME)), found)[0]
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -243,4 +333,3 @@ def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:
     examination_.add("bf16", {"part": "a | b", "status": FAILED, "said": "one\ntwo | three", "errors": {"dq": float("nan")}})
     text = examination_.out.read_text()
     assert figures_of(text)["findings"]["bf16"][0]["errors"] == {"dq": "NaN"} and "one two / three" in text
-    assert examination.AT_ONCE > 1
