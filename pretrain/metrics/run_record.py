@@ -120,6 +120,9 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
+IN_WORDS = {"halted", "frozen_most"}  # what a step's line says beside its figures
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The objects of `run_dir`/metrics.jsonl, steps and evaluations as written; a last line still being written is left out.
 
@@ -132,7 +135,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         wanted = ("step",) if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
         if lacking := [key for key in wanted if key not in record]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
-        strange = [key for key in record if "event" not in record and not isinstance(record[key], (int, float, type(None)))]
+        figures = () if "event" in record else record.keys() - IN_WORDS
+        strange = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
         if strange := strange or [key for key in ("step", "tokens") if type(record.get(key, 0)) is not int]:
             raise InputError(f"{path}, line {number}: `{strange[0]}` is no number; resuming the run mends its metrics")
     return records

@@ -85,8 +85,8 @@ import os, signal, sys
 from packing import sources, token_log
 from packing.prepare import prepare
 from packing.settings import DataSettings
-sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.0
 left = int(sys.argv[2]) if len(sys.argv) > 2 else None
+sources.CHUNK_BYTES, token_log._COMMIT_SECONDS = 10_000, 0.0 if left else 60.0
 def watch(event, values):
     global left
     if left is not None and event == "os.rename" and str(values[1]).endswith("progress.json"):

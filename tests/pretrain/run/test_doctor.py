@@ -275,7 +275,8 @@ def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
 
 def metrics(folder: Path, losses: dict[int, float]) -> Path:
     folder.mkdir()
-    lines = [json.dumps({"step": step, "loss": loss, "gradient_norm": 1.0}) for step, loss in losses.items()]
+    same = {"tokens": 256, "epoch": 0.1, "gradient_norm": 1.0, "step_ms": 10.0}
+    lines = [json.dumps({"step": step, "loss": loss} | same) for step, loss in losses.items()]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
