@@ -91,7 +91,7 @@ class Trained:
 
     def audited(self) -> None:
         with (
-            audit.confirming(self.packed, self.active, self.entries, step=100, one_in=EXAMINED_AGAIN),
+            audit.confirming(self.packed, self.active, self.entries, step=100, most=EXAMINED_AGAIN),
             audit.confirming_histories(self.context, self.active) if self.active.precision.keeps_history else nullcontext(),
         ):
             self.microbatch()

@@ -60,7 +60,7 @@ class EmulationBackend:
         self.observer: ProductObserver | None = None
         self._products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
-        if device.type == "cuda":
+        if device.type == "cuda" and torch.cuda.is_available():
             products_of_bf16_give_fp32()  # tried now, as the first product's observer would take the trial for a part of it
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:

@@ -116,18 +116,18 @@ def observing(
 
 @contextmanager
 def confirming(
-    packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, one_in: int = 1
+    packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int | None = None
 ) -> Iterator[None]:
     """Around training, compiled and recomputed as it is: what the low-precision products multiply there must be what they did
     under `observe`, which returned `products`; else InputError. `step` draws the blocks of operands that are looked at, and
-    which linears' they are, where it is only those of `one_in` linears. Inside of another one it leaves all to that."""
+    which linears' they are, where those of `most` linears are enough. Inside of another one it leaves all to that."""
     context = packed.context
     if context.observed:
         yield
         return
     context.calls_outside.clear()
     low = [entry["name"] for entry in products if entry["products"]]
-    examined = set(random.Random(step).sample(low, -(-len(low) // one_in)))
+    examined = set(random.Random(step).sample(low, min(len(low), most or len(low))))
     with observing(packed, active, step, examined) as observer:
         yield
     checked, faults = [], observer.faults()

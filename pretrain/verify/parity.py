@@ -77,7 +77,7 @@ from pretrain.verify.reference_model import (
 )
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
-TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
+TOKENS, DOCUMENTS = 1024, 4  # of each rank, at most, that the plain side computes
 LONGEST = TOKENS // 2  # what is taken of one document
 DRAWS = 2  # of the noise that stands in for quantization
 # How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
