@@ -77,7 +77,7 @@ class SmallRun:
 
     def confirm(self, entries: list[audit.Entry]) -> None:
         if self.packed.context.backend is not None:
-            with audit.confirming(self.packed, self.active, entries):
+            with audit.confirming(self.packed, self.active, entries, step=1):
                 forward_backward(self.packed, self.step, self.accelerator)
             clear_gradients(self.optimizer, self.packed)
 
