@@ -77,7 +77,7 @@ from pretrain.verify.reference_model import (
 )
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
-TOKENS, DOCUMENTS = 1024, 4  # of each rank, at most, that the plain side computes
+TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
 LONGEST = TOKENS // 2  # what is taken of one document
 DRAWS = 2  # of the noise that stands in for quantization
 # How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
@@ -460,9 +460,15 @@ def _worst_first(tensors: list[TensorParity]) -> tuple[TensorParity, ...]:
 
 
 def chosen_of(documents: Sequence[Sequence[Document]]) -> list[list[Document]]:
-    """Of each microbatch's documents those that are compared, in turns, from all over it: whole, or beginnings of long ones."""
+    """Of each microbatch's documents those that are compared, in turns, from all over it: whole, or beginnings of long ones.
+
+    Neighbours come together, since what leaks may leak over every second boundary."""
     draw = np.random.default_rng(0)
-    waiting = [[of_batch[i] for i in draw.permutation(len(of_batch)) if of_batch[i].valid_tokens] for of_batch in documents]
+    waiting = []
+    for of_batch in documents:
+        trained = [document for document in of_batch if document.valid_tokens]
+        pairs = draw.permutation(-(-len(trained) // 2))
+        waiting.append([document for pair in pairs for document in trained[2 * pair : 2 * pair + 2]])
     chosen: list[list[Document]] = [[] for _ in documents]
     room, number = TOKENS, 0
     while room > 0 and sum(map(len, chosen)) < DOCUMENTS and any(waiting):
