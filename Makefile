@@ -11,8 +11,8 @@ WORKERS ?= logical
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train (5 minutes, no GPU)"
-	@echo "make test    install what the tests need, and run them (8 minutes on 2 cores)"
+	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train (4 minutes, no GPU)"
+	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
 	@echo "make lint    check style and formatting with ruff"
 	@echo "make docs    write docs/settings.md from the classes that check recipes"
 	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
