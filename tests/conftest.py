@@ -26,9 +26,10 @@ from packing.arrow import Pack, PackWriter
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
 
-# Whoever starts the tests in the background lets them ignore Ctrl-C, and what they start would inherit that.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Whoever starts the tests in the background, or under nohup, lets them ignore signals, and what they start would inherit that.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 ROOT = Path(__file__).resolve().parents[1]
 PACK_LENGTH = 32
