@@ -39,12 +39,12 @@ from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.run.assembly import EXAMINED_AGAIN
+from pretrain.run.trial import QWEN3_1_7B
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify import audit
 
 SHAPES: dict[str, dict[str, Any]] = {
-    "cuda": {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "head_dim": 128}
-    | {"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 32768},
+    "cuda": QWEN3_1_7B,
     "cpu": {"vocab_size": 1024, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "head_dim": 64}
     | {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 4096},
 }
@@ -72,8 +72,7 @@ class Trained:
         arithmetic, _ = choose_arithmetic("auto", self.active, device.type, self.context)
         if arithmetic:
             self.packed.fused = fuse(layers, decisions, arithmetic)
-        inside = tuple(f"{name}." for name in self.packed.fused.layers) if self.packed.fused else ()
-        convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, self.context)
+        convert(hf, decisions, self.context, self.packed.fused)
         attach_main_gradients(self.packed, torch.float32, self.packed.fused.stacks if self.packed.fused else ())
         packs, length = PACKS[device.type]
         draw = np.random.default_rng(0)

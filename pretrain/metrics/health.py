@@ -29,8 +29,6 @@ SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
 SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by six of their tiny deviations
 CONSECUTIVE_SKIPS = 10
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
-
-
 FROZEN_SHARE = 0.05  # of all updates lost: from here on it is said which parameters lose them
 
 

@@ -44,10 +44,14 @@ def fuse(layers: Mapping[str, nn.Module], decisions: Mapping[str, Decision], ari
     return FusedLayers(fused, left_out, arithmetic)
 
 
-def convert(hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext) -> None:
-    """Let every module that was decided for multiply in low precision; in place, and on the same Parameters."""
+def convert(
+    hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
+) -> None:
+    """Let every module that was decided for multiply in low precision; in place, and on the same Parameters. Those inside of
+    `fused` layers stay: the layers multiply by themselves."""
+    inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):
-        if name not in decisions or decisions[name].reason is not None:
+        if name not in decisions or decisions[name].reason is not None or name.startswith(inside):
             continue
         if isinstance(module, LINEARS):
             product = context.backend.product(name, *features_of(module), bias=module.bias is not None)

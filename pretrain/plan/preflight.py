@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
@@ -50,6 +50,7 @@ class Job:
     plan: Plan
     run_dir: Path
     model_config: PretrainedConfig
+    shapes: PreTrainedModel  # the model on the meta device: its modules, without memory for weights
     data: Data | None  # None only for a plan that is made before the packs are prepared
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
@@ -172,7 +173,7 @@ def prepare_job(
     )
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
-    return Job(plan, run_dir, model_config, data, tokenizer, backend)
+    return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend)
 
 
 def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:

@@ -29,8 +29,8 @@ from pretrain.precision.observation import ProductObserver
 from pretrain.precision.settings import ActivePrecision
 
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
-# Transformer Engine's name of a direction's state -> ours, in checkpoints.
-_DIRECTIONS = {"scaling_fwd": "forward", "scaling_bwd": "backward"}
+# A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
+TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
 _BLACKWELL = (10, 0)  # whose FP8 products read operands as they lie
 _MISSING = object()
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
@@ -182,7 +182,7 @@ class TransformerEngineBackend:
         return {
             f"fp8/{name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
             for name, product in self._products.items()
-            for theirs, direction in _DIRECTIONS.items()
+            for direction, theirs in TE_DIRECTIONS.items()
             for key in ("amax_history", "scale")
         }
 

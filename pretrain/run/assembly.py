@@ -174,8 +174,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
-    inside = tuple(f"{name}." for name in fused.layers) if fused else ()
-    convert(hf, {name: each for name, each in decisions.items() if not name.startswith(inside)}, context)
+    convert(hf, decisions, context, fused)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")

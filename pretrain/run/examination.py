@@ -207,7 +207,7 @@ def train_small(name: str, folder: Path, start: Start) -> Iterator[Finding]:
     """A small model: step 0 beside plain transformers, the audit of its first step, and again from its first checkpoint. Both
     trainings are started at once, the second one waits; what is returned trains."""
     settings = {
-        "parity": True,
+        "parity": "on",
         "batch": {"tokens": 8 * SMALL_LENGTH, "microbatch": 2},
         "train": {"steps": SMALL_STEPS},
         "checkpoint": {"every": SAVED_AT},
@@ -290,7 +290,7 @@ def resume_finding(run_dir: Path, again: Path) -> Finding:
 def ten_steps(name: str, folder: Path, start: Start) -> Callable[[], Finding]:
     """Speed and memory of training Qwen3-1.7B's shape: it is started, and what is returned trains."""
     settings = {
-        "parity": False,  # the small model's business
+        "parity": "off",  # the small model's business
         "batch": {"tokens": PACKS * LENGTH, "microbatch": PACKS},
         "optimizer": {"learning_rate": 2e-5},
         "train": {"steps": TIMED_STEPS},

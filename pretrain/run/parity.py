@@ -44,10 +44,8 @@ class LeftOut:
 def hold_to_parity(
     job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
 ) -> Parity | LeftOut:
-    """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it."""
+    """The comparison, or why it was left out under `auto`; the same on every rank. `compiled`: what the audit says of it."""
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
-    if setting == "off":
-        return LeftOut("parity is off")
     if compiled == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
     if setting == "auto":

@@ -19,11 +19,11 @@ from pretrain.settings import config
 def roll_back(run: Run, reason: str) -> None:
     """Put the run back to its newest good checkpoint, to go on with the packs after those of the step just judged.
 
-    All ranks call it after that step. A checkpoint that the run has gone back to already, and from which other packs led no
-    further than to here, is not taken for good: it is the turn of the one before, if that is still kept.
+    All ranks call it after that step. Where the run has gone back to that checkpoint before, and has failed again on other packs,
+    it takes the checkpoint before it, if that is still kept.
 
-    The steps given up leave metrics.jsonl as lines and stand in one line of event `rollback`, which counts as a part of the step
-    to come: whoever resumes from the checkpoint itself does not find it there, and goes back by itself.
+    The abandoned steps leave metrics.jsonl as lines and stand inside one line of event `rollback`. Its step is the next one to
+    come: a run that is resumed from the checkpoint drops that line, meets the same step, and goes back by itself.
     """
     judged, rollbacks, checkpoints = run.state, run.health.rollbacks + 1, run.checkpoints
     path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from

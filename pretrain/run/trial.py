@@ -32,7 +32,7 @@ from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.run.processes import Bench, Finding, Process
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from pretrain.verify.kernels import Verdict, choose, failures, relative_error
+from pretrain.verify.kernels import Verdict, choose, failures, relative_error, rounds_of
 from pretrain.verify.one_layer import Situation, loss_and_gradients, microbatch_of, one_layer
 from pretrain.verify.operands import compare_operands
 
@@ -129,9 +129,7 @@ def examine(
     try:
         run, choice = patient.situation(active)
         chosen = choose(run, choice, "auto", "auto", verdicts=verdicts)
-    except InputError as error:
-        failure = str(error)
-    except failures() as error:
+    except (InputError, *failures()) as error:
         failure = in_a_line(error)
     for verdict in verdicts:
         status = PASSED if verdict.agrees or verdict.instead else FAILED
@@ -153,9 +151,7 @@ def tried(part: str, examine_part: Callable[[], Finding]) -> Finding:
     """The finding, or that of its failure."""
     try:
         return examine_part()
-    except InputError as error:
-        return {"part": part, "status": FAILED, "said": str(error)}
-    except failures() as error:
+    except (InputError, *failures()) as error:
         return {"part": part, "status": FAILED, "said": in_a_line(error)}
 
 
@@ -165,18 +161,15 @@ def each_operand(active: ActivePrecision, device: torch.device) -> Iterator[Find
         for operand, differs in compare_operands(active, device):
             said = differs or "the emulation's, bit for bit"
             yield {"part": f"operand: {operand}", "status": FAILED if differs else PASSED, "said": said}
-    except InputError as error:
-        yield {"part": "operands", "status": FAILED, "said": str(error)}
-    except failures() as error:
+    except (InputError, *failures()) as error:
         yield {"part": "operands", "status": FAILED, "said": in_a_line(error)}
 
 
 def agreement(run: Situation) -> Finding:
     """The layer as it would train beside the same one in FP32: what is quantized is off by what quantization costs."""
     fp32 = ActivePrecision("fp32", UNQUANTIZED["float32"], "torch", LowPrecisionSettings().resolved("fp32"))
-    rounds = 4 if getattr(run.active.precision, "keeps_history", False) else 1
     plain = loss_and_gradients(one_layer(run, fp32, fused=False, backend="packed_sdpa", in_fp32=True), run)
-    ours = loss_and_gradients(one_layer(run, run.active, fused=run.fused, backend=run.attention), run, rounds)
+    ours = loss_and_gradients(one_layer(run, run.active, fused=run.fused, backend=run.attention), run, rounds_of(run.active))
     whole, theirs = (torch.cat([found[name].flatten() for name in plain if name != "loss"]) for found in (ours, plain))
     off = relative_error(whole, theirs)
     finding = {"part": "against FP32", "gradient_error": off, "loss_error": (ours["loss"] - plain["loss"]).abs().item()}
@@ -226,6 +219,9 @@ def speed(run: Situation, tokens: int) -> Finding:
 
 
 def in_a_line(error: BaseException) -> str:
+    """A message to the user as it is, any other error cut to a line."""
+    if isinstance(error, InputError):
+        return str(error)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 

@@ -27,7 +27,6 @@ from torch import Tensor
 from foundation.errors import InputError
 from packing.batch import IGNORE
 from pretrain.metrics.flops import Shape
-from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import HeadNorms
 from pretrain.model.distributed import largest_over_ranks
@@ -52,6 +51,12 @@ ROUNDING_IN_PRODUCT = 0.05  # sums come in another order, and FP8's forward ones
 ROUNDING_IN_LAYER = {"float32": 1e-3, "bfloat16": 0.1, "FP8": 0.3, "E2M1": 0.7}
 NEGLIGIBLE = 1e-2  # a gradient this small beside the largest is the noise of all others
 REHEARSALS = 4  # of delayed scaling, whose first scales are one
+
+
+def rounds_of(active: ActivePrecision) -> int:
+    """Forwards and backwards until a result is looked at."""
+    return REHEARSALS if active.precision.quantized and active.precision.keeps_history else 1
+
 
 Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, by the kernel, by its plain form, relative error allowed
 
@@ -313,7 +318,7 @@ def _multiplied(active: ActivePrecision, device: torch.device, x: Tensor, weight
     product = backend.product("product", *reversed(weight.shape), bias=False)
     x, weight = (each.detach().requires_grad_() for each in (x, weight))
     with torch.compiler.set_stance("force_eager"):
-        for _ in range(REHEARSALS if active.precision.keeps_history else 1):
+        for _ in range(rounds_of(active)):
             with backend.forward():
                 y = product(x, weight, None, first_microbatch=True)
             found = torch.autograd.grad(y, (x, weight), gradient)
@@ -333,7 +338,7 @@ def _layer(run: Situation) -> Compared:
     for active, fused, backend in ((without_chance[0], run.fused, run.attention), (without_chance[1], False, "packed_sdpa")):
         widen = in_fp32 and active is without_chance[1]
         packed = one_layer(run, active, fused=fused, backend=backend, in_fp32=widen)
-        exact.append(loss_and_gradients(packed, run, rounds=REHEARSALS if getattr(precision, "keeps_history", False) else 1))
+        exact.append(loss_and_gradients(packed, run, rounds_of(run.active)))
     ours, plain = exact
     in_bf16 = torch.bfloat16 in (run.dtype, getattr(torch, WEIGHT_DTYPES[run.weights]))
     key = precision.format_name if precision.quantized else "bfloat16" if in_bf16 else "float32"
@@ -458,14 +463,13 @@ class Chosen:
 def situation_of(job: Job, accelerator: Accelerator) -> Situation:
     """The one of a run, as it was planned."""
     recipe, device = job.recipe, accelerator.device
-    meta = model.build_on_meta(job.model_config, recipe.model.trust_remote_code)
     bf16 = recipe.weights == "bf16"
     gradients = recipe.gradients_kept_in(accelerator.num_processes)
     fused = not_fused_because(recipe.model.fused, job.active, device.type, job.compute_dtype) is None
     moments = recipe.optimizer.moments or ("bf16" if bf16 else "fp32")
     return Situation(
         device=device,
-        hf=meta,
+        hf=job.shapes,
         length=recipe.data.length,
         active=job.active,
         attention=job.attention.name,

@@ -112,8 +112,7 @@ def one_layer(
     decisions = decide(hf, list(layers.values()), active) if low_precision else {}
     arithmetic = choose_arithmetic("on", active, run.device.type, context)[0] if fused else None
     packed.fused = fuse(layers, decisions, arithmetic) if arithmetic else None
-    inside = tuple(f"{name}." for name in packed.fused.layers) if packed.fused else ()
-    convert(hf, {name: each for name, each in decisions.items() if not (inside and name.startswith(inside))}, context)
+    convert(hf, decisions, context, packed.fused)
     if packed.fused:
         attach_main_gradients(packed, run.gradients, packed.fused.stacks)
     stored = next(hf.parameters()).dtype

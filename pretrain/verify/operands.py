@@ -12,10 +12,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.quantizers.grid import Quantized
 from pretrain.precision.settings import ActivePrecision
-from pretrain.precision.transformer_engine import TransformerEngineBackend
+from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend
 from pretrain.verify.one_layer import without_stochastic_rounding
 
 ROWS, FEATURES = 512, 768
@@ -24,11 +25,6 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
 TRANSFORMED = 0.01  # of the codes may differ after a Hadamard transform, whose sums come in another order
 _NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be its scale
-_QUANTIZERS: dict[Role, tuple[str, int]] = {
-    "input": ("scaling_fwd", 0),
-    "weight": ("scaling_fwd", 1),
-    "grad_output": ("scaling_bwd", 0),
-}
 
 
 def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[tuple[str, str | None]]:
@@ -39,10 +35,11 @@ def compare_operands(active: ActivePrecision, device: torch.device) -> Iterator[
     backend = TransformerEngineBackend(active, device)
     quantizers = backend.product("operands", FEATURES, FEATURES, bias=False).linear.quantizers
     for role in get_args(Role):
-        direction, index = _QUANTIZERS[role]
-        quantizer = quantizers[direction][index]
+        direction, slot = PLACES[role]
+        direction = TE_DIRECTIONS[direction]
+        quantizer = quantizers[direction][slot]
         quantizer.set_usage(rowwise=True, columnwise=True)
-        x = values(device, seed=index + len(direction))
+        x = values(device, seed=slot + len(direction))
         scale = None
         if precision.keeps_history:
             quantizer.scale.fill_(37.0)

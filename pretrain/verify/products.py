@@ -28,6 +28,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from pretrain.model.packed import PackedLanguageModel
+from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.linear import LinearProduct, holding
 from pretrain.precision.settings import ActivePrecision
@@ -47,7 +48,6 @@ PRODUCTS: dict[str, tuple[Role, Role, Along, Along]] = {
     "dgrad": ("grad_output", "weight", "features", "rows"),
     "wgrad": ("grad_output", "input", "rows", "rows"),
 }
-_PLACES: dict[Role, tuple[str, int]] = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ProductProbe:
     def _scale(self, name: str, role: Role) -> Tensor | None:
         if not self.active.precision.keeps_history:
             return None
-        direction, slot = _PLACES[role]
+        direction, slot = PLACES[role]
         return self._before[f"fp8/{name}/{direction}/scale"][slot]
 
     def found(self) -> list[ProductParity]:
@@ -215,7 +215,7 @@ class ProductProbe:
         after = {name: tensor.cpu() for name, tensor in self._context.state().items()}
         before = {name: tensor.cpu() for name, tensor in self._before.items()}
         for (name, role), seen in zip(names, steps.tolist(), strict=True):
-            direction, slot = _PLACES[role]
+            direction, slot = PLACES[role]
             history = before[f"fp8/{name}/{direction}/amax_history"][:, slot].tolist()
             scale = before[f"fp8/{name}/{direction}/scale"][slot].item()
             largest = values_of(self.active.precision.grid(settings, role).name)[-1] / 2**settings.margin
