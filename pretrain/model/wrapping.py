@@ -100,11 +100,12 @@ def wrap_layers(
             continue
         # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
         # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
-        # rounding of its weight out.
+        # rounding of its weight out. The norm's graph serves any number of tokens: beside fused layers nothing else is compiled.
         in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
-        casts_outside = in_pieces or not isinstance(unit, GradientCheckpointingLayer)
+        alone = not isinstance(unit, GradientCheckpointingLayer)
+        casts_outside = in_pieces or alone
         if compile_layers and casts_outside:
-            unit.forward = torch.compile(unit.forward, dynamic=False, fullgraph=not in_pieces)
+            unit.forward = torch.compile(unit.forward, dynamic=alone, fullgraph=not in_pieces)
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
         if compile_layers and not casts_outside:

@@ -46,19 +46,23 @@ def distances(measured: Gradients, reference: Gradients) -> dict[str, Distance]:
     """By name. Collective where gradients are sharded. A parameter that only one side has, such as a head that came untied,
     counts as zero on the other."""
     names = [*reference, *(name for name in measured if name not in reference)]
-    return {name: _distance(measured.get(name), reference.get(name)) for name in names}
+    found = {name: _sums(measured.get(name), reference.get(name)) for name in names}
+    present = {name: sums for name, sums in found.items() if sums is not None}
+    numbers = torch.stack(list(present.values())).tolist() if present else []  # the device is waited for once
+    of_name = {name: Distance(*map(math.sqrt, each[:3]), each[3]) for name, each in zip(present, numbers, strict=True)}
+    return {name: of_name.get(name, Distance(0.0, 0.0, 0.0)) for name in names}
 
 
-def _distance(measured: Tensor | None, reference: Tensor | None) -> Distance:
-    """Products in FP32, summed in FP64: a cosine is read at its sixth digit."""
+def _sums(measured: Tensor | None, reference: Tensor | None) -> Tensor | None:
+    """[4] in FP64: the squares of both, of their difference, and their product. Products are made in FP32 and summed in FP64: a
+    cosine is read at its sixth digit."""
     a, b = (None if gradient is None else whole(gradient).float() for gradient in (measured, reference))
     a, b = (torch.zeros_like(b) if a is None and b is not None else a, torch.zeros_like(a) if b is None and a is not None else b)
     if a is None:
-        return Distance(0.0, 0.0, 0.0)
+        return None
     difference = a - b
     pairs = ((a, a), (b, b), (difference, difference), (a, b))
-    *squares, product = torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs]).tolist()
-    return Distance(*map(math.sqrt, squares), product)
+    return torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])
 
 
 def total_norm(found: Mapping[str, Distance], side: str = "reference") -> float:

@@ -22,7 +22,6 @@ attention averages equal values whichever it sees. Dropout is off on both sides.
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import time
@@ -30,7 +29,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -63,7 +61,7 @@ from pretrain.verify.comparison import (
     total_norm,
     typical_error,
 )
-from pretrain.verify.products import ProductParity, ProductProbe, record_of
+from pretrain.verify.products import ProductParity, ProductProbe, noise_of, record_of
 from pretrain.verify.reference_model import (
     Document,
     Pass,
@@ -72,6 +70,7 @@ from pretrain.verify.reference_model import (
     in_bf16,
     reference_model,
     reference_pass,
+    release,
     valid_tokens_of,
     whole,
 )
@@ -181,7 +180,6 @@ def check_parity(
     finally:
         clear_gradients(optimizer, model)
         check.forget_copies()  # of the unquantized path, which training may never take
-        gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is training's
@@ -245,7 +243,7 @@ class _Check:
             histories = probe.wrong_histories(self.accelerator)
             products = probe.found()
         with self._timed("noise"), holding(self.context, quantizing=False):
-            sizes = self._noise_of_parameters(probe.noise())
+            sizes = self._noise_of_parameters(noise_of(products))
             draws, losses = [], []
             for draw in range(DRAWS):
                 with self._noisy({name: max(each.values()) for name, each in sizes.items()}, seed=draw):
@@ -253,7 +251,7 @@ class _Check:
                 draws.append(dict(with_total(distances(noisy.gradients, unquantized.gradients))))
                 losses.append(abs(noisy.loss - unquantized.loss) / share)
             # To first order; a few draws of one number may all be small by chance.
-            spread = math.sqrt(sum(map(self._loss_variance, unquantized.gradients.items(), repeat(sizes)))) / share
+            spread = math.sqrt(self._loss_variance(unquantized.gradients, sizes)) / share
         noisy_draws, own = _Draws(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
         tensors = [noisy_draws.allow(name, each, own.get(name, 0.0)) for name, each in with_total(found)]
         quantized = Comparison(
@@ -288,6 +286,7 @@ class _Check:
         plain = reference_model(self.hf, self.accelerator.device)
         reference = self._over_ranks(reference_pass(plain, documents, valid_tokens))
         rounded = self._over_ranks(reference_pass(in_bf16(plain), documents, valid_tokens))
+        release(plain)
         squares = (rounded.token_losses - reference.token_losses).double().square().sum().item()
         loss_noise = math.sqrt(self._summed(squares) / max(self._summed(reference.token_losses.numel()), 1))
         return reference, dict(with_total(distances(rounded.gradients, reference.gradients))), loss_noise
@@ -359,13 +358,14 @@ class _Check:
         every = {name: names[id(p)] for name, p in self.hf.named_parameters(remove_duplicate=False)}  # a tied head's is one
         return {every[name]: sizes for name, sizes in found.items() if name in every}
 
-    def _loss_variance(self, named: tuple[str, Tensor | None], sizes: Mapping[str, Mapping[str, float]]) -> float:
-        """What the noise of one parameter makes of the loss, to first order."""
-        name, gradient = named
-        if name not in sizes or gradient is None:
-            return 0.0
-        product = whole(gradient).float() * whole(self.hf.get_parameter(name).detach())
-        return max(sizes[name].values()) ** 2 * product.square().sum(dtype=torch.float64).item()
+    def _loss_variance(self, gradients: Mapping[str, Tensor | None], sizes: Mapping[str, Mapping[str, float]]) -> float:
+        """What the noise of all parameters makes of the loss, to first order."""
+        variances = []
+        for name, gradient in gradients.items():
+            if name in sizes and gradient is not None:
+                product = whole(gradient).float() * whole(self.hf.get_parameter(name).detach())
+                variances.append(max(sizes[name].values()) ** 2 * product.square().sum(dtype=torch.float64))
+        return torch.stack(variances).sum().item() if variances else 0.0
 
     def _over_ranks(self, own: Pass) -> Pass:
         """The sum over ranks of plain passes over each rank's own packs; the fast path's backward has made it already."""

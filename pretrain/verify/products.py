@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -177,7 +177,13 @@ class ProductProbe:
     def found(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
         found = []
-        for (name, gemm), figures in self._figures.items():
+        if not self._figures:
+            return found
+        sizes = [figures.shape for figures in self._figures.values()]
+        flat = torch.cat([figures.flatten() for figures in self._figures.values()]).cpu()  # the device is waited for once
+        parts = flat.split([size.numel() for size in sizes])
+        for (name, gemm), part, size in zip(self._figures, parts, sizes, strict=True):
+            figures = part.view(size)
             exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
             if exact == 0 and error == 0:
                 continue
@@ -190,13 +196,6 @@ class ProductProbe:
             exact = exact or math.nan
             found.append(ProductParity(name, gemm, error / exact, min(plain) / exact, max(plain) / exact, likeness))
         return sorted(found, key=lambda each: each.excess, reverse=True)
-
-    def noise(self) -> dict[str, dict[str, float]]:
-        """By product and gemm, the largest of the plain quantizer's relative errors."""
-        sizes: dict[str, dict[str, float]] = defaultdict(dict)
-        for each in self.found():
-            sizes[each.name][each.gemm] = each.most
-        return dict(sizes)
 
     def wrong_histories(self, accelerator: Accelerator) -> list[str]:
         """Names in the state of delayed scaling that are not what the amaxes of this pass make them. Collective."""
@@ -229,6 +228,14 @@ class ProductProbe:
             if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
                 wrong.append(f"{name} {role}")
         return wrong
+
+
+def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
+    """By product and gemm, the largest of the plain quantizer's relative errors."""
+    sizes: dict[str, dict[str, float]] = defaultdict(dict)
+    for each in found:
+        sizes[each.name][each.gemm] = each.most
+    return dict(sizes)
 
 
 def record_of(found: list[ProductParity], shown: int) -> Mapping[str, Any]:

@@ -152,6 +152,12 @@ def in_bf16(plain: PreTrainedModel) -> PreTrainedModel:
     return plain
 
 
+def release(plain: PreTrainedModel) -> None:
+    """Give back the memory of its parameters: modules whose forward was replaced are cycles, which wait for the collector."""
+    for parameter in plain.parameters():
+        parameter.grad, parameter.data = None, parameter.data.new_empty(0)
+
+
 def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], valid_tokens: int) -> Pass:
     """Forward and backward of each document alone. The sum of losses is divided by `valid_tokens`, of a whole step if need be.
 
