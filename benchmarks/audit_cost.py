@@ -30,9 +30,10 @@ from packing.batch import build_microbatch
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model import huggingface as model
 from pretrain.model.fused.layers import choose_arithmetic
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import attach_main_gradients, clear_main_gradients, convert, fuse
+from pretrain.model.wrapping import convert, fuse
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide

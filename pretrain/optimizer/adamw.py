@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from pretrain.model.wrapping import clear_main_gradients, gradient_of
+from pretrain.model.gradients import clear_main_gradients, gradient_of
 from pretrain.optimizer.adamw_update import (
     Hyperparameters,
     ParameterTensors,

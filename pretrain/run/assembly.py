@@ -32,8 +32,9 @@ from pretrain.metrics.trackers import Trackers
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import prepare, sharded_like, unwrapped
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import attach_main_gradients, convert, fuse, low_precision_weights, wrap_layers
+from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job

@@ -17,8 +17,8 @@ from torch import nn
 from foundation.errors import InputError
 from packing.batch import Microbatch
 from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapped
+from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
-from pretrain.model.wrapping import clear_main_gradients
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import listed
 

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from foundation.errors import InputError
+from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import was_reached
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.linear import PREFIX, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name

@@ -20,8 +20,9 @@ from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
 from pretrain.model.fused.layers import Parts, assess_layer, choose_arithmetic, parts_of
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import attach_main_gradients, clear_main_gradients, convert, fuse, gradient_of, wrap_layers
+from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES

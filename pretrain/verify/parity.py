@@ -44,8 +44,8 @@ from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import unwrapped
+from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import forward_backward
-from pretrain.model.wrapping import gradient_of
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.linear import holding

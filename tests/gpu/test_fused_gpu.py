@@ -15,9 +15,10 @@ from torch import Tensor
 
 from pretrain.model import huggingface as model
 from pretrain.model.fused.layers import choose_arithmetic
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import attach_main_gradients, clear_main_gradients, convert, fuse, gradient_of, wrap_layers
+from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
-from pretrain.model.wrapping import attach_main_gradients, casting_parameters
+from pretrain.model.wrapping import casting_parameters
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend, Operand
 from pretrain.precision.linear import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.registry import PRECISIONS

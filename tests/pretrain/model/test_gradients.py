@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from packing.batch import StepBatches, build_microbatch
+from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.model.wrapping import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.settings.recipe import LossSettings, OptimizerSettings
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pretrain.model.wrapping import attach_main_gradients
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_update import split
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
-from pretrain.model.wrapping import attach_main_gradients, was_reached
+from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS

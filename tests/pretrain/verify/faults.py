@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from packing.batch import IGNORE, build_microbatch
 from pretrain.model.fused import arithmetic
-from pretrain.model.wrapping import gradient_of
+from pretrain.model.gradients import gradient_of
 from pretrain.precision import delayed_state, emulation, linear
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision

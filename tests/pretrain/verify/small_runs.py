@@ -17,9 +17,10 @@ from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import prepare
 from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
-from pretrain.model.wrapping import attach_main_gradients, convert, fuse, wrap_layers
+from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext

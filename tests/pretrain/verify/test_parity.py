@@ -18,8 +18,8 @@ from packing.arrow import Pack
 from packing.batch import IGNORE, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
+from pretrain.model.gradients import was_reached
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import was_reached
 from pretrain.verify.comparison import NEGLIGIBLE, distances, total_norm, typical_error
 from pretrain.verify.parity import (
     DOCUMENTS,

@@ -15,9 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from foundation.errors import InputError
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.model.wrapping import attach_main_gradients, convert, wrap_layers
+from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext

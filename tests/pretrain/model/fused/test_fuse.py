@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.settings.recipe import LossSettings, ModelSettings

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import FusedLayers
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import attach_main_gradients, fuse, wrap_layers
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observation import ProductObserver
 from pretrain.settings.recipe import LossSettings, ModelSettings

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
-from pretrain.model.wrapping import attach_main_gradients
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.precision.linear import PrecisionContext
 
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
