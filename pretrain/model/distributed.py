@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import psutil
@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from foundation.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
+_RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
 def make_accelerator() -> Accelerator:
@@ -27,6 +28,9 @@ def make_accelerator() -> Accelerator:
     form a group (accelerate would train that many copies), and where the launch asks for what is done here or not at all."""
     # Views into the communication buckets spare a copy of all gradients.
     views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    by_memory = os.environ.get(_RESHARD, "").lower() == "auto"
+    if by_memory:
+        os.environ[_RESHARD] = "true"  # accelerate knows no third value
     try:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[views])
@@ -45,18 +49,36 @@ def make_accelerator() -> Accelerator:
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         _enable_fsdp(accelerator)
+    if accelerator.is_fsdp2 and by_memory:
+        accelerator.state.fsdp_plugin.reshard_after_forward = None
     _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
     return accelerator
 
 
+def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
+    """Under FSDP2, which of the two ways of pretrain.model.sharding was asked for; None: the one that the plan's memory allows.
+    False elsewhere."""
+    if not accelerator.is_fsdp2:
+        return False
+    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
+    return None if reshards is None else not reshards
+
+
 def prepare(
-    accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype
+    accelerator: Accelerator,
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    compute_dtype: torch.dtype,
+    *,
+    once_a_step: bool = False,
 ) -> tuple[M, torch.optim.Optimizer]:
     """The model wrapped for this topology and the optimizer over its (perhaps sharded) parameters.
 
-    Under FSDP2, parameters are gathered in `compute_dtype` and gradients are summed over ranks in FP32.
+    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in
+    FP32; pretrain.model.sharding says more.
     """
     if accelerator.is_fsdp2:
+        accelerator.state.fsdp_plugin.reshard_after_forward = not once_a_step
         accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -68,9 +90,8 @@ def prepare(
 
 
 def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step. FSDP2 sums
-    them after each microbatch all the same: waiting would hold the whole model's gradients, unsharded and in FP32."""
-    return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
+    """For every microbatch of a step but the last: gradients are summed over ranks once a step, where there is memory for it."""
+    return model.sharding.accumulating() if accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -95,8 +116,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for group in groups:
-            group.reshard()
+        for module in model.modules():  # layers too: they may have been kept after their forward
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def device_of(accelerator: Accelerator) -> tuple[str, int]:
@@ -114,6 +136,7 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
+        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
     }
 
 

@@ -15,6 +15,7 @@ from pretrain.model.attention import backends as attention
 from pretrain.model.distributed import accumulating, unwrapped
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.model.sharding import Sharding
 from pretrain.precision.linear import PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
@@ -33,6 +34,7 @@ class PackedLanguageModel(nn.Module):
         self.backend = backend
         self.context = context or PrecisionContext(None, hf.dtype)
         self.fused: FusedLayers | None = None
+        self.sharding: Sharding | None = None  # under FSDP2
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

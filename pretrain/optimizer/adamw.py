@@ -216,6 +216,8 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     Main gradients are cleared in place. So are gradients under DistributedDataParallel, which are views into its buckets: new
     ones beside the buckets would be a second copy of all gradients. Any others give their memory back.
     """
+    if sharding := getattr(model, "sharding", None):
+        sharding.abandon()
     clear_main_gradients(model.parameters())
     optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
 

@@ -83,6 +83,7 @@ class MemoryEstimate:
         world_size: int,
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
+        gathered: bool = False,
     ) -> MemoryEstimate:
         """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2). `layers`:
         of the model, in order; None: all are compiled, none is fused."""

@@ -35,6 +35,7 @@ class Devices:
     sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
     name: str | None = None
     memory: int | None = None
+    gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Plan:
     @cached_property
     def memory(self) -> MemoryEstimate:
         precision, devices = self.active.precision.name, self.devices
-        return MemoryEstimate.of(self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers)
+        return MemoryEstimate.of(self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers, devices.gathered)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""

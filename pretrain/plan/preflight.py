@@ -21,7 +21,7 @@ from pretrain.metrics.trackers import check_services, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
-from pretrain.model.distributed import device_of
+from pretrain.model.distributed import device_of, gathers_once_a_step
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
@@ -41,6 +41,9 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
+
+WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
+KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def prepare_job(
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
-    check_settings(recipe, active.precision.name, accelerator.num_processes)
+    check_settings(recipe, active.precision.name, accelerator.num_processes, accelerator.is_fsdp2)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if recipe.data.source is None else None
@@ -171,9 +174,22 @@ def prepare_job(
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
+    plan = replace(plan, devices=replace(plan.devices, gathered=gathers_once(plan, accelerator)))
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend)
+
+
+def gathers_once(plan: Plan, accelerator: Accelerator) -> bool:
+    """Whether sharded weights are gathered once a step. `fsdp_reshard_after_forward: auto` does where the memory of a device takes
+    it with the microbatch of the recipe, or with as many packs as resharding takes, but no more than fill the device well."""
+    asked = gathers_once_a_step(accelerator)
+    if asked is not None:
+        return asked
+    kept = replace(plan, devices=replace(plan.devices, gathered=True))
+    enough = max(1, WELL_FILLED // plan.recipe.data.length)
+    wanted = plan.microbatch or min(plan.expected_microbatch, enough)
+    return plan.devices.memory is None or kept.memory.total(wanted) <= (1 - KEPT_FREE) * plan.devices.memory
 
 
 def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:

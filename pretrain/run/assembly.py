@@ -34,6 +34,7 @@ from pretrain.model.distributed import prepare, sharded_like, unwrapped
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
@@ -182,8 +183,9 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
     adamw.by_kernel = kernels.optimizer
-    prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
-    kept_in = recipe.gradients_kept_in(accelerator.num_processes)
+    once_a_step = job.plan.devices.gathered
+    prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
+    kept_in = recipe.gradients_kept_in(accelerator.num_processes, accelerator.is_fsdp2)
     # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
     adds = fused or (job.active.backend == "emulation" and kept_in == "fp32")
     if accelerator.num_processes == 1 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
@@ -191,6 +193,9 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     for name, parameter in hf.named_parameters():
         if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
+    if accelerator.is_fsdp2:
+        stacks = fused.stacks if fused else ()
+        packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
     adamw.materialise()
 
     products = rehearse(job, accelerator, prepared, packed, adamw, decisions)

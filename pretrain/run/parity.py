@@ -93,7 +93,7 @@ def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, A
         "compiled": compiled,
         "loss": recipe.loss.model_dump(mode="json"),
         "weights": recipe.weights,
-        "gradients": recipe.gradients_kept_in(accelerator.num_processes),
+        "gradients": recipe.gradients_kept_in(accelerator.num_processes, accelerator.is_fsdp2),
         "precision": job.precision.name,
         "backend": job.active.backend,
         "fp8_config": job.active.settings.model_dump(mode="json") if job.precision.quantized else None,

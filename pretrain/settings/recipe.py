@@ -183,11 +183,12 @@ class Recipe(Settings):
     def _true_and_false_are_on_and_off(cls, value: Any) -> Any:
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-    def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
+    def gradients_kept_in(self, world_size: int, sharded: bool = False) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.
 
         Several processes exchange gradients in the parameters' dtype, and `pretrain.plan.checks` refuses the wish for another.
+        Where the model is `sharded` they always add up in FP32, and this is what the shards' gradients are kept in.
         """
-        if world_size > 1:
+        if world_size > 1 and not sharded:
             return "fp32" if self.weights == "fp32" else "bf16"
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
