@@ -74,7 +74,9 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     elif recipe.loss.kind == "chunked" and recipe.loss.chunk > _SMALL_CHUNK:
         yield f"loss.chunk={_SMALL_CHUNK}", _with(plan, "loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
-        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True))
+        yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))
+    if devices.count > 1 and (devices.gathered or not devices.sharded):
+        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=False))
 
 
 def _with(plan: Plan, section: str, **values: Any) -> Plan:

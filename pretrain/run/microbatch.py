@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -82,15 +83,18 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
-            # DistributedDataParallel must not wait here for a rank that has run out of memory.
-            with accumulating(accelerator, model):
+        for last in (False, True):  # the second pass holds gradients as well, as every later microbatch does
+            # DistributedDataParallel must not wait here for a rank that has run out of memory. Shards wait in any case, and the
+            # last microbatch takes the most of them.
+            with nullcontext() if last and accelerator.is_fsdp2 else accumulating(accelerator, model):
                 accelerator.backward(model(**inputs_of(batch, device)))
     except torch.OutOfMemoryError:
         return False
     finally:
-        # Zeroed, not freed: the gradients' memory belongs to every trial.
-        model.zero_grad(set_to_none=False)
+        if sharding := getattr(model, "sharding", None):
+            sharding.abandon()
+        # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
+        model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
     if device.type != "cuda":
         return True
