@@ -14,6 +14,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -78,8 +79,13 @@ def prepare(
     FP32; pretrain.model.sharding says more.
     """
     if accelerator.is_fsdp2:
-        accelerator.state.fsdp_plugin.reshard_after_forward = not once_a_step
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        plugin = accelerator.state.fsdp_plugin
+        plugin.reshard_after_forward = not once_a_step
+        # A group of each decoder layer, whatever was asked for. accelerate would ask the model for the names of its layers' classes;
+        # it has none for one that is inside of another, and makes one group of them all.
+        layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+        plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     model, wrapped = accelerator.prepare(model, optimizer)
