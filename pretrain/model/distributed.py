@@ -81,8 +81,8 @@ def prepare(
     if accelerator.is_fsdp2:
         plugin = accelerator.state.fsdp_plugin
         plugin.reshard_after_forward = not once_a_step
-        # A group of each decoder layer, whatever was asked for. accelerate would ask the model for the names of its layers' classes;
-        # it has none for one that is inside of another, and makes one group of them all.
+        # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
+        # around transformers' model and names none, and then all layers would be one group, gathered at once.
         layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
         plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
         plugin.mixed_precision_policy = MixedPrecisionPolicy(

@@ -1,8 +1,8 @@
 """FSDP2 as accelerate has set it up: when weights are gathered, and where gradients add up. Configured, not rewritten.
 
 accelerate makes a shard group of each decoder layer, of the embedding, of the head (of both where they are tied) and of what is
-left, the final norm. torch gathers a group's weights in the compute dtype before they are used, and reduces its gradients in FP32.
-There are two ways to go through the microbatches of a step:
+left, the final norm. torch gathers a group's weights in the compute dtype before they are used, and reduces its gradients in
+FP32. There are two ways to go through the microbatches of a step:
 
 * Once a step (ZeRO-2; `fsdp_reshard_after_forward: false`): a group is gathered in the first microbatch and kept. Each rank adds
   its gradients up whole, in FP32, and in the last microbatch's backward each group is reduced as soon as it is done, while the
@@ -152,7 +152,7 @@ class Sharding:
         if group.adds_up or group.sums is None:  # an earlier microbatch's, or that of another module of the group
             return
         if group.shares and any(other.shares and other.adds_up for other in self._groups):
-            raise RuntimeError("FSDP2: the backward of one shard group began before that of another had ended, in the same memory")
+            raise RuntimeError("FSDP2: the backward of a shard group began before that of another had ended, in the same memory")
         empty_sums(group.sums)
         for each in group.trained:
             each.unsharded_accumulated_grad = each._unsharded_param.main_grad

@@ -65,8 +65,8 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        precision, devices = self.active.precision.name, self.devices
-        return MemoryEstimate.of(self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers, devices.gathered)
+        precision, of = self.active.precision.name, self.devices
+        return MemoryEstimate.of(self.recipe, self.flops, precision, of.count, of.sharded, self.layers, of.gathered)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -195,6 +195,8 @@ class Plan:
 def render(plan: Plan) -> str:
     """The plan as a user reads it, a few lines to a subject."""
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
+    if plan.devices.sharded:
+        devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
     compute = f"{plan.active.precision.name} compute, emulated" if plan.emulated else f"{plan.active.precision.name} compute"
     title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {

@@ -174,18 +174,16 @@ def prepare_job(
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
-    plan = replace(plan, devices=replace(plan.devices, gathered=gathers_once(plan, accelerator)))
+    asked = gathers_once_a_step(accelerator)
+    plan = replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend)
 
 
-def gathers_once(plan: Plan, accelerator: Accelerator) -> bool:
-    """Whether sharded weights are gathered once a step. `fsdp_reshard_after_forward: auto` does where the memory of a device takes
-    it with the microbatch of the recipe, or with as many packs as resharding takes, but no more than fill the device well."""
-    asked = gathers_once_a_step(accelerator)
-    if asked is not None:
-        return asked
+def fits_gathered(plan: Plan) -> bool:
+    """What `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step, with the
+    recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device well."""
     kept = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     wanted = plan.microbatch or min(plan.expected_microbatch, enough)

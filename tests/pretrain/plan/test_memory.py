@@ -43,10 +43,16 @@ def recipe(**changes: object) -> Recipe:
 
 
 def estimate(
-    flops: ModelFlops, *, world_size: int = 1, sharded: bool = False, precision: str = "bf16", **changes: object
+    flops: ModelFlops,
+    *,
+    world_size: int = 1,
+    sharded: bool = False,
+    gathered: bool = False,
+    precision: str = "bf16",
+    **changes: object,
 ) -> MemoryEstimate:
     """Of layers that are compiled."""
-    return MemoryEstimate.of(recipe(**changes), flops, precision, world_size, sharded)
+    return MemoryEstimate.of(recipe(**changes), flops, precision, world_size, sharded, gathered=gathered)
 
 
 @pytest.fixture
@@ -219,11 +225,17 @@ def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(
     assert fused("bf16", **again).working_copies == 2 * 1_409_286_144
 
 
-def test_sharding_spreads_weights_gradients_and_moments(qwen3: ModelFlops) -> None:
-    whole, shard = estimate(qwen3, world_size=4).parts(1), estimate(qwen3, world_size=4, sharded=True).parts(1)
-    for name in ("parameters", "gradients", "optimizer moments"):
-        assert shard[name] == whole[name] // 4
-    assert shard["activations"] == whole["activations"]
+def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(qwen3: ModelFlops) -> None:
+    every, layer, head = 1_720_574_976, 50_336_128, 151_936 * 2048  # the final norm, too small to matter, is among the layers
+    whole = estimate(qwen3, world_size=4, weights="fp32").parts(8)
+    shards = {way: estimate(qwen3, world_size=4, sharded=True, gathered=way, weights="fp32").parts(8) for way in (True, False)}
+    for shard in shards.values():
+        assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
+        assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
+    assert shards[True]["gathered weights"] == 2 * every
+    assert shards[True]["gradients"] == 4 * every + every
+    assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
+    assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
 
 
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
