@@ -6,9 +6,10 @@ the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`,
 
 All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds negative
 zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still all negative zeros is one that nothing was
-added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0.
+added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0. They lie in about the order in which backward finishes them,
+so that what is whole is in one piece: ranks begin to exchange it while backward still runs (pretrain.model.rank_sums).
 
-One process alone: DistributedDataParallel and FSDP2 exchange what is in `.grad`, and keep it as torch does.
+FSDP2 exchanges what is in `.grad`, and keeps it as torch does.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
+    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)  # backward begins at the end
     sizes = [-(-sum(map(torch.numel, run)) // _ALIGNMENT) * _ALIGNMENT for run in runs]
     memory = torch.full((sum(sizes),), _EMPTY, dtype=dtype, device=trained[0].device)
     begin = 0

@@ -23,8 +23,8 @@ Around low-precision products a layer is compiled in pieces, which keep some of 
 H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 
-Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
-the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
+Not counted: libraries' workspaces (a tenth of a GiB), what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
+`sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
 tries on the device.
 """
 
@@ -61,7 +61,7 @@ class MemoryEstimate:
     """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
 
     parameters: int
-    gradients: int  # one sum a parameter for the whole step; under DDP views into its buckets, so no second copy
+    gradients: int  # one sum a parameter for the whole step, which is also what ranks exchange
     moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # of the layers' FP32 weights in BF16, for forward and backward
@@ -108,7 +108,7 @@ class MemoryEstimate:
         logits = shape.vocabulary * logit
         return cls(
             parameters=values * stored,
-            gradients=values * _BYTES[recipe.gradients_kept_in(world_size)],
+            gradients=values * _BYTES[recipe.gradients_kept_in(sharded)],
             moments=2 * values * _BYTES[moments],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=_working_copies(layers, again),
@@ -118,8 +118,8 @@ class MemoryEstimate:
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
             logits_at_most=recipe.loss.chunk * logits if kind == "chunked" else None,
-            # One process adds it to the main gradient at once.
-            backward=stored * head if flops.tied and world_size > 1 else 0,
+            # Where gradients are not sharded, it is added to the main gradient at once.
+            backward=stored * head if flops.tied and sharded else 0,
             backward_by_pack=length * _backward(layers, kept),
         )
 

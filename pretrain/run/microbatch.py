@@ -16,7 +16,7 @@ from torch import nn
 
 from foundation.errors import InputError
 from packing.batch import Microbatch
-from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapped
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
 from pretrain.plan.preflight import Job
@@ -51,7 +51,7 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
 
 def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
     """Whether ranks exchange something within a forward and backward: shards of weights, or the amaxes of delayed scaling."""
-    context = getattr(unwrapped(model), "context", None)
+    context = getattr(model, "context", None)
     return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and context is not None and bool(context.state()))
 
 
@@ -83,9 +83,7 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
         torch.cuda.reset_peak_memory_stats(device)
     try:
         for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
-            # DistributedDataParallel must not wait here for a rank that has run out of memory.
-            with accumulating(accelerator, model):
-                accelerator.backward(model(**inputs_of(batch, device)))
+            accelerator.backward(model(**inputs_of(batch, device)))
     except torch.OutOfMemoryError:
         return False
     finally:

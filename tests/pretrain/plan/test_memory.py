@@ -124,22 +124,22 @@ def test_moments_are_as_many_bytes_as_the_recipe_says(qwen3: ModelFlops) -> None
 
 
 @pytest.mark.parametrize(
-    ("weights", "gradients", "world_size", "size"),
+    ("weights", "gradients", "sharded", "size"),
     [
-        ("fp32", None, 1, 4),
-        ("bf16_exact", None, 1, 4),
-        ("bf16", None, 1, 2),
-        ("fp32", "bf16", 1, 2),
-        ("bf16", "fp32", 1, 4),
-        ("bf16_exact", None, 2, 2),  # what processes exchange has the parameters' dtype
-        ("fp32", None, 2, 4),
+        ("fp32", None, False, 4),
+        ("bf16_exact", None, False, 4),
+        ("bf16", None, False, 2),
+        ("fp32", "bf16", False, 2),
+        ("bf16", "fp32", False, 4),
+        ("bf16_exact", None, True, 2),  # FSDP2 keeps them in the parameters' dtype
+        ("fp32", None, True, 4),
     ],
 )
 def test_gradients_are_as_many_bytes_as_what_they_add_up_in(
-    qwen3: ModelFlops, weights: str, gradients: str | None, world_size: int, size: int
+    qwen3: ModelFlops, weights: str, gradients: str | None, sharded: bool, size: int
 ) -> None:
-    found = estimate(qwen3, world_size=world_size, weights=weights, optimizer={"gradients": gradients})
-    assert found.parts(1)["gradients"] == size * 1_720_574_976
+    found = estimate(qwen3, world_size=2, sharded=sharded, weights=weights, optimizer={"gradients": gradients})
+    assert found.parts(1)["gradients"] == size * 1_720_574_976 // (2 if sharded else 1)
 
 
 def test_working_copies_exist_only_beside_fp32_weights_in_bf16_compute(qwen3: ModelFlops) -> None:
@@ -205,10 +205,10 @@ def test_an_fp32_head_is_copied_for_its_bf16_product_at_the_loss_alone(fused: Ca
     assert fused("delayed", weights="fp32", fp8_config={"scope": "linear+head"}).loss == fused("delayed", **EXACT).loss
 
 
-def test_a_tied_heads_gradient_waits_for_the_embeddings_where_processes_exchange_them(qwen3: ModelFlops) -> None:
-    assert estimate(qwen3, **EXACT).backward == 0
-    assert estimate(qwen3, world_size=2, **EXACT).backward == 2 * 151_936 * 2048
-    assert estimate(qwen3, world_size=2, weights="fp32").backward == 4 * 151_936 * 2048
+def test_a_tied_heads_gradient_waits_for_the_embeddings_where_they_are_sharded(qwen3: ModelFlops) -> None:
+    assert estimate(qwen3, **EXACT).backward == estimate(qwen3, world_size=2, **EXACT).backward == 0
+    assert estimate(qwen3, world_size=2, sharded=True, **EXACT).backward == 2 * 151_936 * 2048
+    assert estimate(qwen3, world_size=2, sharded=True, weights="fp32").backward == 4 * 151_936 * 2048
 
 
 def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(

@@ -70,13 +70,13 @@ def test_bf16_weights_with_fp32_compute_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("weights", "gradients"), [("bf16_exact", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
-def test_gradients_in_another_dtype_than_several_processes_exchange_are_refused(weights: str, gradients: str) -> None:
+def test_gradients_in_another_dtype_than_fsdp2_keeps_are_refused(weights: str, gradients: str) -> None:
     asked = recipe(weights=weights, optimizer={"gradients": gradients})
-    with pytest.raises(InputError, match=rf"optimizer\.gradients: {gradients}`: 2 processes .*`weights: {weights}`; leave"):
-        check_settings(asked, "bf16", 2)
-    check_settings(asked, "bf16", 1)
+    with pytest.raises(InputError, match=rf"optimizer\.gradients: {gradients}`: FSDP2 .*`weights: {weights}`; leave"):
+        check_settings(asked, "bf16", 2, sharded=True)
+    check_settings(asked, "bf16", 2)
     same = {"fp32": "fp32"}.get(weights, "bf16")
-    check_settings(recipe(weights=weights, optimizer={"gradients": same}), "bf16", 2)
+    check_settings(recipe(weights=weights, optimizer={"gradients": same}), "bf16", 2, sharded=True)
 
 
 def test_packs_longer_than_the_models_positions_are_refused() -> None:
