@@ -49,6 +49,7 @@ from pretrain.model.distributed import (
     full_state_dict,
     largest_over_ranks,
     make_accelerator,
+    require_same_on_all_ranks,
     same_on_all_ranks,
 )
 from pretrain.model.packed import forward_backward
@@ -106,8 +107,8 @@ def launch(arguments: argparse.Namespace) -> int:
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
-    # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
+    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
+    # group that ended first was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -135,6 +136,8 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
+    if source:
+        require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state():
         job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process

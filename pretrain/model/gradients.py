@@ -6,10 +6,10 @@ the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`,
 
 All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds negative
 zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still all negative zeros is one that nothing was
-added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0.
+added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0. They lie in about the order in which backward finishes them,
+so that what is whole is in one piece: ranks begin to exchange it while backward still runs (pretrain.model.rank_sums).
 
-One process alone: DistributedDataParallel exchanges what is in `.grad`, and keeps it as torch does. Under FSDP2 the gathered
-parameters have sums, which pretrain.model.sharding hands to it; what it returns is in the shards' `.grad`.
+Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it. What it gives is in the shards' `.grad`.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ def attach_sums(
     values at least; several sets of parameters may share it that never add up at the same time. Returns the part that is used."""
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
+    places = {id(parameter): place for place, parameter in enumerate(trained)}
+    runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)  # backward begins at the end
     sizes = [-(-sum(map(torch.numel, run)) // _ALIGNMENT) * _ALIGNMENT for run in runs]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)

@@ -34,18 +34,12 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     return steps
 
 
-def check_settings(recipe: Recipe, precision: str, world_size: int, sharded: bool = False) -> None:
-    """What needs nothing but the recipe, the effective `precision`, the number of devices and whether they shard the model."""
+def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
+    """What needs nothing but the recipe, the effective `precision` and the number of devices."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
-        )
-    gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size, sharded)
-    if gradients and gradients != kept:
-        raise InputError(
-            f"`optimizer.gradients: {gradients}`: {world_size} processes exchange gradients in the parameters' dtype, which is "
-            f"{kept.upper()} under `weights: {recipe.weights}`; leave `optimizer.gradients` out, or train in one process"
         )
     tokens, length = recipe.batch.tokens, recipe.data.length
     unit = length * world_size

@@ -23,8 +23,8 @@ Around low-precision products a layer is compiled in pieces, which keep some of 
 H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 
-Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
-the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
+Not counted: libraries' workspaces (a tenth of a GiB), what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
+`sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
 tries on the device.
 """
 
@@ -62,7 +62,7 @@ class MemoryEstimate:
 
     parameters: int
     gathered_weights: int  # of shards, in the compute dtype: all of them, or the groups in use
-    gradients: int  # one sum a parameter for the whole step; under DDP views into its buckets, so no second copy
+    gradients: int  # one sum a parameter for the whole step, which is also what ranks exchange; of shards, their parts of it too
     moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # of the layers' FP32 weights in BF16, for forward and backward
@@ -72,8 +72,7 @@ class MemoryEstimate:
     loss_by_pack: int  # the last hidden states, the final norm's output and its gradient
     logits_by_pack: int  # the loss's buffers, were all logits held at once
     logits_at_most: int | None  # the same for one chunk; None: not chunked
-    # A tied head's gradient, where autograd holds it until it has the embedding's; of shards, a group's sums on their way.
-    backward: int
+    backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
 
     @classmethod
@@ -110,9 +109,8 @@ class MemoryEstimate:
         # reference keeps the product, the softmax and its gradient, the last two in FP32.
         logit = {"chunked": computed + (2 if head_quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
         logits = shape.vocabulary * logit
-        gradients = values * _BYTES[recipe.gradients_kept_in(world_size, sharded)]
-        backward = stored * head if flops.tied and world_size > 1 else 0  # one process adds it to the main gradient at once
-        in_use = 0
+        gradients = values * _BYTES[recipe.gradients_kept_in]
+        in_use = backward = 0
         if sharded:
             group = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)
             largest = group if flops.tied else max(group, head)

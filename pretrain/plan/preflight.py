@@ -125,7 +125,7 @@ def prepare_job(
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
-    check_settings(recipe, active.precision.name, accelerator.num_processes, accelerator.is_fsdp2)
+    check_settings(recipe, active.precision.name, accelerator.num_processes)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if recipe.data.source is None else None

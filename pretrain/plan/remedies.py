@@ -67,7 +67,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             layers = plan.layers and [replace(layer, working_copies=0) for layer in plan.layers]
             yield f"weights={mode}", replace(plan, recipe=plan.recipe.model_copy(update={"weights": mode}), layers=layers)
     yield "optimizer.moments=bf16", _with(plan, "optimizer", moments="bf16")
-    if devices.count == 1:
+    if not devices.sharded:
         yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
     if recipe.loss.kind == "reference":
         yield "loss.kind=chunked", _with(plan, "loss", kind="chunked")
