@@ -9,7 +9,7 @@ zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still
 added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0. They lie in about the order in which backward finishes them,
 so that what is whole is in one piece: ranks begin to exchange it while backward still runs (pretrain.model.rank_sums).
 
-Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it. What it gives is in the shards' `.grad`.
+Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it; what it gives is the shards' `.grad`.
 """
 
 from __future__ import annotations
