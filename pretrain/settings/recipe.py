@@ -74,8 +74,7 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate
     decay: Literal["matrices", "all"] = "matrices"  # what decays: matrices and embeddings; all: norms and biases too, as in torch
     moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
-    # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case. FSDP2
-    # keeps gradients in the weights' dtype.
+    # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
 

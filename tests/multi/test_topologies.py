@@ -84,6 +84,18 @@ def test_a_run_of_two_processes_resumes_in_one(one: Any, two: Any, train_here: C
     assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
 
 
+def test_a_run_of_two_processes_resumes_in_two_bit_for_bit(two: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
+    """Under FSDP2 too: what ranks add up, and in which order, is fixed before the first step."""
+    topology = two.run_dir.name
+    resumed = train_as_ranks(sent_back(two.run_dir, tmp_path / "again"), launch=TOPOLOGIES[topology])
+    assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
+    assert resumed.losses() == two.losses()
+    assert all(
+        (resumed.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
+        for file in (two.run_dir / "final").glob("*.safetensors")
+    )
+
+
 def test_a_run_of_one_process_resumes_in_two(one: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
     resumed = train_as_ranks(sent_back(one.run_dir, tmp_path / "moved"), launch=TOPOLOGIES["ddp"])
     assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
