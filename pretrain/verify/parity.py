@@ -22,6 +22,7 @@ attention averages equal values whichever it sees. Dropout is off on both sides.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import time
@@ -169,6 +170,8 @@ def check_parity(
     are as before. InputError where the plain model does not fit into memory beside the run.
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
+    collected = gc.isenabled()
+    gc.disable()  # a collection among all modules of a model takes as long as a pass, and nothing large is left to it
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             return check.run(step, packs, mask_boundaries)
@@ -179,6 +182,8 @@ def check_parity(
         ) from None
     finally:
         clear_gradients(optimizer, model)
+        if collected:
+            gc.enable()
         check.forget_copies()  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -402,8 +407,7 @@ TOTAL = "all of them together"
 
 def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
     """The tensors, and all of them as one."""
-    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
-    together = Distance(*norms, sum(each.product for each in found.values()))
+    together = Distance(*(total_norm(found, side) for side in ("measured", "reference", "apart")))
     return [*found.items(), (TOTAL, together)]
 
 

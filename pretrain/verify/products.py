@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +41,8 @@ ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in a
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
 HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
+
+Key = TypeVar("Key")
 
 # The left and the right operand of each product, and the axis that its sum runs along, seen from them.
 PRODUCTS: dict[str, tuple[Role, Role, Along, Along]] = {
@@ -177,13 +179,7 @@ class ProductProbe:
     def found(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
         found = []
-        if not self._figures:
-            return found
-        sizes = [figures.shape for figures in self._figures.values()]
-        flat = torch.cat([figures.flatten() for figures in self._figures.values()]).cpu()  # the device is waited for once
-        parts = flat.split([size.numel() for size in sizes])
-        for (name, gemm), part, size in zip(self._figures, parts, sizes, strict=True):
-            figures = part.view(size)
+        for (name, gemm), figures in _on_cpu(self._figures).items():
             exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
             if exact == 0 and error == 0:
                 continue
@@ -202,8 +198,7 @@ class ProductProbe:
         if not self._amaxes:
             return []
         names = sorted(self._amaxes)
-        amaxes = torch.stack([torch.stack(list(self._amaxes[each].values())).float().amax() for each in names])
-        steps = torch.zeros(len(names), self._microbatch + 1, device=amaxes.device)
+        steps = torch.zeros(len(names), self._microbatch + 1, device=accelerator.device)
         for row, each in enumerate(names):
             for step, amax in self._amaxes[each].items():
                 if each[1] != "weight" or step == 0:  # which is quantized once a step
@@ -211,8 +206,7 @@ class ProductProbe:
         if accelerator.num_processes > 1:
             steps = accelerator.gather(steps[None]).amax(0)
         settings, wrong = self.active.settings, []
-        after = {name: tensor.cpu() for name, tensor in self._context.state().items()}
-        before = {name: tensor.cpu() for name, tensor in self._before.items()}
+        after, before = _on_cpu(self._context.state()), _on_cpu(self._before)
         for (name, role), seen in zip(names, steps.tolist(), strict=True):
             direction, slot = PLACES[role]
             history = before[f"fp8/{name}/{direction}/amax_history"][:, slot].tolist()
@@ -228,6 +222,15 @@ class ProductProbe:
             if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
                 wrong.append(f"{name} {role}")
         return wrong
+
+
+def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Tensors of one dtype, in one copy: the device is waited for once."""
+    if not tensors:
+        return {}
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    return {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
 
 
 def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
