@@ -23,12 +23,14 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Distance:
-    """Norms of a tensor's gradient on the measured side and on the reference's, of their difference, and their scalar product."""
+    """Norms of a tensor's gradient on the measured side and on the reference's and of their difference, their scalar product, and
+    how many values the tensor has."""
 
     measured: float
     reference: float
     apart: float
     product: float = 0.0
+    values: int = 1
 
     @property
     def error(self) -> float:
@@ -58,7 +60,7 @@ def _distance(measured: Tensor | None, reference: Tensor | None) -> Distance:
     difference = a - b
     pairs = ((a, a), (b, b), (difference, difference), (a, b))
     *squares, product = torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs]).tolist()
-    return Distance(*map(math.sqrt, squares), product)
+    return Distance(*map(math.sqrt, squares), product, a.numel())
 
 
 def total_norm(found: Mapping[str, Distance], side: str = "reference") -> float:
