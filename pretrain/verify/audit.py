@@ -25,7 +25,8 @@ from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import was_reached
 from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.linear import PREFIX, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import PREFIX, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
@@ -157,10 +158,23 @@ def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision
 
 @contextmanager
 def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
-    """Around one microbatch, forward and backward: InputError where a history of delayed scaling did not move on by one entry, or
-    its scale is not the one that the rule makes of it. Nothing where scales come from the tensors themselves."""
+    """Around a step's first microbatch: InputError where a history of delayed scaling did not move on by one entry, or its scale is
+    not the one that the rule makes of it. A history whose operand is all zeros may stay as it was. Nothing where scales come from
+    the tensors themselves."""
     before = {name: tensor.clone() for name, tensor in context.state().items()}
-    yield
+    if not before:
+        yield
+        return
+    not_zero: dict[tuple[str, Role], Tensor] = {}
+
+    def see(name: str, role: Role, operand: Tensor, _: LinearProduct) -> None:
+        not_zero[name, role] = operand.any() | not_zero.get((name, role), False)
+
+    context.observers.append(see)
+    try:
+        yield
+    finally:
+        context.observers.remove(see)
     after, stale = context.state(), []
     for role, (direction, slot) in PLACES.items():
         histories = [name.removesuffix("/scale") for name in before if name.endswith(f"/{direction}/scale")]
@@ -175,10 +189,16 @@ def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> 
         rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
         history, scale = update_scale(entered, old[1], *rule)
         same = (history == new[0]).all(0) & torch.isclose(scale, new[1], rtol=2**-20, atol=0)
-        # A microbatch whose amax is zero, infinite or NaN leaves a history as it is, or in the hands of the health check.
-        moved = (new[0][-1] > 0) & new[0].isfinite().all(0)
+        stayed = (new[0] == old[0]).all(0) & (new[1] == old[1])
+        names = [name.removeprefix(PREFIX).rpartition("/")[0] for name in histories]
+        nothing = torch.zeros((), dtype=torch.bool, device=same.device)
+        moves = torch.stack([not_zero.get((name, role), nothing) for name in names])
+        # An overflow is left to the health check, and of a history of one microbatch nothing is left to look at. Zeros are this
+        # rank's own: another's amax may have moved the history.
+        known = new[0].isfinite().all(0) & (len(new[0]) > 1)
         pending = new[0][0] != 0  # noted, and never moved on
-        for name in (name for name, wrong in zip(histories, ((moved & ~same) | pending).tolist(), strict=True) if wrong):
+        wrong_ones = (known & ~(same | (stayed & ~moves))) | pending
+        for name in (name for name, wrong in zip(histories, wrong_ones.tolist(), strict=True) if wrong):
             stale.append(f"{name.removeprefix(PREFIX).rpartition('/')[0]} ({role})")
     if stale:
         raise InputError(

@@ -238,13 +238,14 @@ class Layer(nn.Module):
         self.product.operand = operand
         return self
 
-    def microbatch(self) -> None:
+    def microbatch(self, scale: float = 1.0) -> None:
+        """`scale`: of the gradient."""
         tokens, into, out = self.SIZES
         x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
         x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
         with self.context.forward(training=True):
             y = self.context.multiply("layer", self.product, x.bfloat16().requires_grad_(), self.weight, None)
-        y.backward((1e-3 * gradient).bfloat16())
+        y.backward((scale * 1e-3 * gradient).bfloat16())
 
     def faults(self, claimed: ActivePrecision) -> list[str]:
         """After a microbatch that teaches delayed scaling its scales."""
@@ -355,6 +356,14 @@ def test_histories_that_are_kept_pass_from_the_first_microbatch_on() -> None:
     layer = Layer(emulated("delayed"))
     for _ in range(3):
         microbatch(layer)
+
+
+def test_a_microbatch_in_which_nothing_is_to_be_learnt_leaves_histories_alone() -> None:
+    """None of its tokens has a label, or a layer is idle: its gradients are zero."""
+    layer = Layer(emulated("delayed"))
+    for scale in (1.0, 0.0, 1.0, 0.0):
+        with audit.confirming_histories(layer.context, emulated("delayed")):
+            layer.microbatch(scale)
 
 
 def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
