@@ -229,11 +229,10 @@ def rehearse(
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
     prepared.train()
-    run = prepared if packed.context.backend or packed.fused else packed  # where gradients are looked at, all ranks take part
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
-        return run(**inputs_of(batch, accelerator.device)) * scale
+        return prepared(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
     if packed.context.state():
