@@ -28,7 +28,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import repeat
 from statistics import mean, median
@@ -238,7 +238,7 @@ class _Check:
         text = self._text(compared, int(tokens), step.microbatches[0].max_seqlen)
         share = max(tokens, 1) / max(valid_tokens, 1)
 
-        with training_without_dropout(self.model):
+        with training_without_dropout(self.model), self._loss_in_chunks(step):
             with self._timed("unquantized"), holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
@@ -419,6 +419,12 @@ class _Check:
             return [value]
         own = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
         return self.accelerator.gather(own).tolist()
+
+    def _loss_in_chunks(self, step: StepBatches) -> AbstractContextManager[None]:
+        """The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger."""
+        head = self.hf.get_output_embeddings()
+        half = -(-step.microbatches[0].input_ids.shape[1] // 2)
+        return holding(head, settings=head.settings.model_copy(update={"chunk": min(head.settings.chunk, half)}))
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

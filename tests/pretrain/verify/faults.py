@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from packing.batch import IGNORE, build_microbatch
 from pretrain.model.attention import backends
 from pretrain.model.fused import arithmetic
+from pretrain.model.loss import head as loss_head
 from pretrain.model.wrapping import gradient_of
 from pretrain.precision import delayed_state, emulation, linear
 from pretrain.precision.emulation import Operand
@@ -238,6 +239,12 @@ def averaged_over_microbatches(run: SmallRun, patch: Patch) -> None:
 @fault("a microbatch's gradient is lost")
 def microbatch_lost(run: SmallRun, patch: Patch) -> None:
     changing_loss(run, lambda loss, _: loss if run.packed.context.first_microbatch else loss.detach() + loss * 0)
+
+
+@fault("the loss forgets all but its last chunk of tokens in the head's gradient")
+def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
+    add = loss_head.add_product_
+    patch.setattr(loss_head, "add_product_", lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True))
 
 
 def changing_gradients(run: SmallRun, patch: Patch, name: str, change: Callable[[Tensor], None]) -> None:
