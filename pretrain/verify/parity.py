@@ -146,7 +146,7 @@ class Parity:
             return "parity with plain transformers: nothing to compare, as no document of the first microbatches has a label"
         text = f"parity with plain transformers: {loss}, gradients at {worst_of(self.plain):.0%} of what is tolerated at worst"
         if self.text.different < DIFFERENT:
-            text += f"; the text has {self.text.different} different tokens, too few to compare more"
+            text += f"; the text has {self.text.different} different tokens, which tell little"
         if self.quantized and self.products:
             text += (
                 f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradients at "
