@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
+# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
+SEEN_UNQUANTIZED = 512
 
 
 @dataclass(frozen=True)
@@ -230,11 +232,12 @@ def rehearse(
     audit.check_trained(packed.hf, adamw)
     scale = accelerator.num_processes / job.plan.tokens_per_step
     prepared.train()
-    run = prepared if packed.context.backend or packed.fused else packed  # where gradients are looked at, all ranks take part
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
-        return run(**inputs_of(batch, accelerator.device)) * scale
+        if packed.context.backend is None and packed.fused is None:
+            batch = beginning_of(batch, SEEN_UNQUANTIZED)
+        return prepared(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
     if packed.context.state():
@@ -246,6 +249,13 @@ def rehearse(
             lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
     clear_gradients(adamw, prepared)
     return entries
+
+
+def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
+    """The first `tokens` of a microbatch of one pack, as a shorter pack; all of it where that is as short."""
+    length = min(tokens, batch.max_seqlen)
+    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")}
+    return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
 def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:

@@ -23,11 +23,12 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Distance:
-    """Norms of a tensor's gradient on the measured side and on the reference's, and of their difference."""
+    """Norms of a tensor's gradient on the measured side and on the reference's, of their difference, and its number of values."""
 
     measured: float
     reference: float
     apart: float
+    values: int = 1
 
     @property
     def error(self) -> float:
@@ -48,8 +49,15 @@ def distances(measured: Gradients, reference: Gradients) -> dict[str, Distance]:
     found = {name: _norms(measured.get(name), reference.get(name)) for name in names}
     present = {name: norms for name, norms in found.items() if norms is not None}
     numbers = torch.stack(list(present.values())).tolist() if present else []  # the device is waited for once
-    of_name = {name: Distance(*each) for name, each in zip(present, numbers, strict=True)}
+    of_name = {
+        name: Distance(*each, _either(measured.get(name), reference.get(name)).numel())
+        for name, each in zip(present, numbers, strict=True)
+    }
     return {name: of_name.get(name, Distance(0.0, 0.0, 0.0)) for name in names}
+
+
+def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return other if one is None else one
 
 
 def _norms(measured: Tensor | None, reference: Tensor | None) -> Tensor | None:

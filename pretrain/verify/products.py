@@ -15,6 +15,7 @@ Under delayed scaling the amaxes that were seen must be where the histories keep
 from __future__ import annotations
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,6 +95,8 @@ class ProductProbe:
         self._microbatch = -1
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
+        low_precision = packed.hf.get_output_embeddings().low_precision
+        self._head = low_precision.name if low_precision else None  # whose product is called for a chunk of tokens at a time
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -118,9 +121,9 @@ class ProductProbe:
         if self.active.precision.keeps_history:
             of_tensor, at = self._amaxes[name, role], self._microbatch
             of_tensor[at] = torch.maximum(of_tensor[at], amax) if at in of_tensor else amax
-        if self._microbatch > 0 or (name, role, "features") in self._samples:
-            return  # a layer that is recomputed, or the head's next tokens
-        rows, columns = (_sampled(size) for size in tensor.shape)
+        if self._microbatch > 0 or (name != self._head and (name, role, "features") in self._samples):
+            return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
+        rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = self._rows[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
@@ -135,14 +138,14 @@ class ProductProbe:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        if self._microbatch > 0 or (name, gemm) in self._figures:
+        if self._microbatch > 0 or (name != self._head and (name, gemm) in self._figures):
             return
         left_role, right_role, left_along, right_along = PRODUCTS[gemm]
         left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
         if left is None or right is None:
             return
-        rows = _sampled(len(result)) if gemm == "wgrad" else self._rows[name, left_role]
-        columns = _sampled(result.shape[1])
+        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, left_role]
+        columns = _sampled(name, result.shape[1])
         measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
@@ -253,7 +256,9 @@ def _tokens(tensor: Tensor) -> Tensor:
     return order.topk(min(ROWS, len(tensor))).indices
 
 
-def _sampled(size: int) -> slice:
-    """Rows of a matrix that hold whole squares of every format: from a multiple of 128 in its middle on."""
-    begin = (size // 2) // ROWS * ROWS if size >= 2 * ROWS else 0
+def _sampled(name: str, size: int) -> slice:
+    """Rows of a matrix of the product `name` that hold whole squares of every format: a block of 128 that the name draws, so that
+    the products of a model's layers are looked at in all places, at their ends too."""
+    blocks = -(-size // ROWS)
+    begin = ROWS * (zlib.crc32(name.encode()) % blocks)
     return slice(begin, min(begin + ROWS, size))

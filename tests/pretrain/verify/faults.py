@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from packing.batch import IGNORE, build_microbatch
+from pretrain.model.attention import backends
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
+from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation, linear
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -151,6 +153,13 @@ def pack_twice(run: SmallRun, patch: Patch) -> None:
     run.step = replace(run.step, microbatches=[first, first, *others])
 
 
+@fault("the labels of a step's third microbatch are shifted twice")
+def third_microbatch_shifted(run: SmallRun, patch: Patch) -> None:
+    first, second, third, *others = run.step.microbatches
+    third = replace(third, labels=third.labels.roll(-1, 1))
+    run.step = replace(run.step, microbatches=[first, second, third, *others])
+
+
 # ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -163,6 +172,52 @@ def head_untied(run: SmallRun, patch: Patch) -> None:
 @fault("attention's scores have another scale", lambda run: hasattr(next(iter(run.layers)), "self_attn"))
 def attention_scale(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.layers[0].self_attn, "scaling", run.layers[0].self_attn.scaling / 2)
+
+
+def in_torch(run: SmallRun) -> bool:
+    """Fused, by torch's own operations."""
+    return run.packed.fused is not None and type(run.packed.fused.arithmetic) is arithmetic.Arithmetic
+
+
+def rotates(run: SmallRun) -> bool:
+    return hasattr(run.packed.hf.base_model, "rotary_emb")
+
+
+@fault("one layer rotates by another base", rotates)
+def another_base(run: SmallRun, patch: Patch) -> None:
+    forward, config = run.layers[1].forward, run.packed.hf.config
+    half = config.head_dim // 2
+    frequencies = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
+
+    def rotated(
+        hidden: Tensor, *args: Any, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> Any:
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        tables = tuple(table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin()))
+        return forward(hidden, *args, position_ids=position_ids, position_embeddings=tables, **others)
+
+    patch.setattr(run.layers[1], "forward", rotated)
+
+
+@fault("a token does not see itself")
+def blind_to_itself(run: SmallRun, patch: Patch) -> None:
+    def others_only(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+        mask = document_mask(cu_seqlens, max_seqlen, tokens)
+        first = mask.sum(-1, keepdim=True) == 1  # of a document: it would see nothing
+        return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
+
+    document_mask = backends.document_mask
+    patch.setattr(backends, "document_mask", others_only)
+
+
+@fault("the residual is lost on its way back", in_torch)
+def residual_lost(run: SmallRun, patch: Patch) -> None:
+    def without(arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor | None) -> Any:
+        of_last = norm is list(run.packed.fused.layers.values())[-1].parts.mlp_norm
+        return norm_backward(arithmetic, d_normed, x, statistics, norm, None if of_last else residual)
+
+    norm_backward = arithmetic.Arithmetic.norm_backward
+    patch.setattr(arithmetic.Arithmetic, "norm_backward", without)
 
 
 @fault("one layer is left out")
@@ -194,6 +249,12 @@ def averaged_over_microbatches(run: SmallRun, patch: Patch) -> None:
 @fault("a microbatch's gradient is lost")
 def microbatch_lost(run: SmallRun, patch: Patch) -> None:
     changing_loss(run, lambda loss, _: loss if run.packed.context.first_microbatch else loss.detach() + loss * 0)
+
+
+@fault("the loss forgets all but its last chunk of tokens in the head's gradient")
+def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
+    add = loss_head.add_product_
+    patch.setattr(loss_head, "add_product_", lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True))
 
 
 def changing_gradients(run: SmallRun, patch: Patch, name: str, change: Callable[[Tensor], None]) -> None:
