@@ -63,7 +63,7 @@ from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, pr
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, planned_resume, restore
-from pretrain.run.rollback import halted, require_finite_weights, roll_back
+from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 
@@ -204,6 +204,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
+        if decision.proceed and (due(state.step, recipe.checkpoint.every) or state.finished):
+            decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
         if decision.action == "rollback":
@@ -219,6 +221,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             evaluate(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or stop.requested or 0):
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
+            if not (decision := judge_weights(run)).proceed:
+                raise halted(run, decision)
             save(run)
             if lost:
                 raise lost
@@ -294,7 +298,6 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 def save(run: Run) -> None:
     """A checkpoint of this step, after which the older ones may go."""
     began = time.perf_counter()
-    require_finite_weights(run)
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),

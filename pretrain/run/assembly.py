@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
@@ -55,6 +56,8 @@ EXAMINED_AGAIN = 13
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
 SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
+# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
+SEEN_UNQUANTIZED = 512
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,8 @@ def rehearse(
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
+        if packed.context.backend is None and packed.fused is None:
+            batch = beginning_of(batch, SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
@@ -249,6 +254,13 @@ def rehearse(
                 loss_of(pack).backward()
     clear_gradients(adamw, packed)
     return entries
+
+
+def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
+    """The first `tokens` of a microbatch of one pack, as a shorter pack; all of it where that is as short."""
+    length = min(tokens, batch.max_seqlen)
+    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")}
+    return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
 def what_is_compiled(compiled: bool, context: PrecisionContext, fused: FusedLayers | None) -> str:

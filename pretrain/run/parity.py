@@ -14,13 +14,12 @@ from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job
 from pretrain.verify.kept import KeptResult
-from pretrain.verify.parity import MICROBATCHES, TOKENS, Parity, check_parity
+from pretrain.verify.parity import MICROBATCHES, PLAIN_BYTES, TOKENS, Parity, check_parity
 
 SMALL_SHARE = 0.01  # of what a run computes, that a check may cost under `auto`
 # What the check costs, in tokens trained: each packed pass by its tokens (two of them, with a microbatch before each, and the
 # draws of noise), and plain FP32 and BF16 over a document at a time as ten times as much.
 PACKED_PASSES, PLAIN_TOKENS = 5, 12
-MODEL_BYTES = 12  # a parameter: plain weights, their gradient, and one to compare with, in FP32
 MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
 
 
@@ -58,9 +57,9 @@ def hold_to_parity(
         if share > SMALL_SHARE:
             return LeftOut(f"it would cost {share:.0%} of this short run; `parity=on` checks it all the same")
         if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
-            return LeftOut(f"plain transformers in FP32 does not fit beside the run ({MODEL_BYTES} bytes a parameter)")
+            return LeftOut(f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)")
     found = compare_step_0(job, model, optimizer, accelerator)
-    if accelerator.is_main_process and not found.failures:
+    if accelerator.is_main_process and not found.failures and found.text.tells_all:
         kept.write(found.record())
     return found
 
@@ -78,7 +77,7 @@ def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return MODEL_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
+    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
 
 
 def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, Any]:
