@@ -115,3 +115,16 @@ def test_sharding_options_that_would_train_another_model_are_refused(train_as_ra
     finished = train_as_ranks(launch=["--config_file", str(config), "--mixed_precision", "no"])
     assert finished.status != 0
     assert key in finished.output and "set it" in finished.output
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_processes_that_do_not_divide_the_packs_train_what_one_trains(
+    one: Any, train_as_ranks: Callable, tmp_path: Path, topology: str
+) -> None:
+    """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
+    arguments = [f"run_dir={tmp_path / 'three'}", "batch.microbatch=1", "train.steps=12", "evaluate.every=null"]
+    three = train_as_ranks(*arguments, launch=TOPOLOGIES[topology], processes=3)
+    assert three.status == 0 and "3 microbatches x 1 pack, 1 place empty" in three.output, three.output
+    assert three.losses() == pytest.approx(one.losses(), abs=1e-6)
+    norms = [[record["gradient_norm"] for record in run.records() if "loss" in record] for run in (one, three)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
