@@ -52,9 +52,17 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
-from pretrain.run.command_line import parse_arguments, say_once
+from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
-from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, explaining_memory, prepare_rescue, vanished
+from pretrain.run.faults import (
+    FOLDER_GONE,
+    METRICS_GONE,
+    TIME_IS_UP,
+    explaining_memory,
+    prepare_rescue,
+    time_is_up,
+    vanished,
+)
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, planned_resume, restore
@@ -70,10 +78,10 @@ def main() -> int:
         return launch(arguments)
     except InputError as error:
         say_once(f"error: {error}")
-        return 2
+        return leave_status(2)
     except TrainingHalted as halt:
         say_once(f"halted: {halt}")
-        return 3
+        return leave_status(3)
 
 
 # ── Act 1: what is asked for, and what would happen ───────────────────────────────────────────────────────────────────────────
@@ -102,12 +110,13 @@ def launch(arguments: argparse.Namespace) -> int:
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
+    status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
     # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+    return status
 
 
 def carry_out(
@@ -210,14 +219,14 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
             evaluate(run)
-        if asked := largest_over_ranks(accelerator, vanished(run) or stop.requested or 0):
+        if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             save(run)
             if lost:
                 raise lost
-            name = signal.Signals(asked).name
-            run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
-            return asked
+            why = f"`train.max_hours: {recipe.train.max_hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
+            run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
+            return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
         if due(state.step, recipe.checkpoint.every) and not state.finished:
             save(run)
     return None

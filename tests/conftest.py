@@ -188,7 +188,7 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def start_as_ranks(caches: str) -> Callable[..., Finished]:
-    """As `start_in_processes` with these options of `accelerate launch`, in forked `processes`, two of them by default (tests/ranks.py)."""
+    """As `start_in_processes` with these options of `accelerate launch`, in two forked `processes` by default; tests/ranks.py."""
 
     def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any) -> Finished:
         from tests.ranks import start_ranks
