@@ -23,6 +23,7 @@ from typing import Any
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
@@ -69,6 +70,7 @@ from pretrain.run.resume import find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, require_finite_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch_topology import put_right
 
 
 def main() -> int:
@@ -90,7 +92,8 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    accelerator = make_accelerator()
+    asked = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    recipe, accelerator = asked.recipe, make_accelerator(asked.replicas)
     main_process = accelerator.is_main_process
     if arguments.preview_schedule:
         steps, picture = planned_steps(recipe, accelerator), arguments.preview_schedule
@@ -101,6 +104,8 @@ def launch(arguments: argparse.Namespace) -> int:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
     console = Console(job.plan.steps, enabled=main_process)
+    for text in asked.notices:
+        console.notice(text)
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:

@@ -83,11 +83,12 @@ class MemoryEstimate:
         world_size: int,
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
+        replicas: int = 1,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2). `layers`:
-        of the model, in order; None: all are compiled, none is fused."""
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
+        those of one of `replicas`. `layers`: of the model, in order; None: all are compiled, none is fused."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
-        values = math.ceil(flops.parameters / (world_size if sharded else 1))
+        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]

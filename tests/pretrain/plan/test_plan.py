@@ -51,7 +51,7 @@ def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedMod
     assert (four.packs_per_rank, four.accumulation) == (8, 1)
 
 
-def test_packs_that_do_not_divide_over_the_devices_leave_places_empty_and_the_plan_says_how_many(qwen3: PreTrainedModel) -> None:
+def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(qwen3: PreTrainedModel) -> None:
     three = plan(qwen3, devices=Devices(3))
     assert (three.packs_per_rank, three.accumulation, three.empty_places) == (11, 2, 16)
     assert "3 devices x 2 microbatches x 8 packs, 16 places empty" in render(three)
