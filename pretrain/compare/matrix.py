@@ -227,19 +227,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
+    parser.add_argument(
+        "--cell", type=int, metavar="N", help="run one cell alone, of those picked the N-th from 0, as an array of jobs does"
+    )
+    parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
     options = parser.parse_intermixed_args(arguments)
     matrix = load_matrix(options.matrix, options.overrides)
     runs = matrix.only(options.only)
+    if options.count:
+        print(len(runs))
+        return 0
+    if options.cell is not None:
+        if not 0 <= options.cell < len(runs):
+            raise InputError(f"command line: --cell {options.cell}: there are {len(runs)} cells, from 0 to {len(runs) - 1}")
+        runs = [runs[options.cell]]
     if options.dry_run:
         for run in runs:
             print(f"# {run.name}{' (finished)' if run.is_finished() else ''}\n{shlex.join(command_of(matrix, run))}")
         return 0
-    with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:  # its lock: two of these would start the same runs
+    # Its lock: two of these would start the same runs. Single cells run beside each other, each under its own run's lock.
+    lock = RunFolder(matrix.folder) if options.cell is None else contextlib.nullcontext()
+    with lock, StopRequest(passed_on=True) as stop:
         outcomes = run_all(matrix, runs, stop)
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
-        print(write_report(matrix))
+        if options.cell is None:
+            print(write_report(matrix))
     if stop.requested:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 128 + stop.requested

@@ -70,10 +70,10 @@ def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: li
         for variable in _GROUP:
             environ.pop(variable, None)
     # Processes of one machine see the same devices. On several, one that has lost its GPU must not go on with a CPU.
-    if world > 1 and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
-        if environ.get("LOCAL_WORLD_SIZE") == environ["WORLD_SIZE"]:
-            environ["ACCELERATE_USE_CPU"] = "true"
-            said.append(f"no GPU is seen here, so {world} processes train on the CPU")
+    alone = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    if world > 1 and alone and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
+        environ["ACCELERATE_USE_CPU"] = "true"
+        said.append(f"no GPU is seen here, so {world} processes train on the CPU")
     return world
 
 

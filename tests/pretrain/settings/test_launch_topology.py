@@ -260,8 +260,8 @@ def test_gradient_accumulation_of_an_environment_is_left_out() -> None:
 
 def test_an_address_to_meet_at_that_a_job_script_exports_does_not_matter_to_one_process() -> None:
     """accelerate sets one for several processes: it is theirs only where the process that started us did not have it."""
-    code = "import os; from tests.pretrain.settings.test_launch_topology import settle"
-    code += "; settle(os.environ); print('MASTER_ADDR' in os.environ)"
+    code = "import os; from pretrain.settings.launch_topology import put_right; "  # which needs no torch
+    code += "put_right(None, os.environ, has_gpu=True); print('MASTER_ADDR' in os.environ)"
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
     exported = kept | {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "ACCELERATE_DYNAMO_BACKEND": "NO"}
     done = subprocess.run(
