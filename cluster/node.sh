@@ -11,7 +11,7 @@ here="${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-}}"
 : "${here:?no GPU is allocated, so say how many processes a node runs: PROCESSES_PER_NODE}"
 read -r -a options <<<"${LAUNCH_OPTIONS:-}"
 
-accelerate launch --config_file "$CONFIG" \
+accelerate launch --quiet --config_file "$CONFIG" \
     --num_machines "$SLURM_NNODES" --machine_rank "$SLURM_NODEID" --num_processes "$((SLURM_NNODES * here))" \
     --main_process_ip "$MAIN_PROCESS_IP" --main_process_port "$MAIN_PROCESS_PORT" --same_network \
     "${options[@]}" train_accelerate.py "$RECIPE" "$@" &

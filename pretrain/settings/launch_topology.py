@@ -111,7 +111,7 @@ def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: i
         why = "one process has nothing to share" if world == 1 else f"{world} replicas of one shard are DDP"
         said.append(f"FSDP is left out: {why}")
         replicas = 1
-    if _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    if shards > 1 and _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         said.append("`fsdp_cpu_ram_efficient_loading: true` is taken as false: it would untie the head from the embedding")
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
         text = "`fsdp_activation_checkpointing: true`"

@@ -93,7 +93,7 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_goes_on_in_anoth
         CONFIG="accelerate_configs/ddp.yaml",
         RECIPE=str(recipe),
         PROCESSES_PER_NODE="1",
-        LAUNCH_OPTIONS="--quiet",
+        LAUNCH_OPTIONS="--main_training_function main",
     )
     first.wait_for((tmp_path / "waits").exists)
     os.kill(first.process.pid, 10)

@@ -224,6 +224,8 @@ def test_sharding_spreads_weights_gradients_and_moments(qwen3: ModelFlops) -> No
     for name in ("parameters", "gradients", "optimizer moments"):
         assert shard[name] == whole[name] // 4
     assert shard["activations"] == whole["activations"]
+    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", 4, True, replicas=2).parts(1)
+    assert two_replicas["parameters"] == whole["parameters"] // 2
 
 
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:

@@ -112,7 +112,7 @@ def topology(environ: dict[str, str]) -> str:
         (8, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, []),
         (2, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, []),
         (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2}, SHARDED, [UNTIED]),
-        (1, {"distributed_type": "FSDP", "fsdp_config": FSDP2}, PLAIN, ["FSDP is left out: one process", UNTIED]),
+        (1, {"distributed_type": "FSDP", "fsdp_config": FSDP2}, PLAIN, ["FSDP is left out: one process"]),
         (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"}}, SHARDED, [UNTIED]),
         (
             4,
@@ -151,7 +151,7 @@ def topology(environ: dict[str, str]) -> str:
             4,
             {"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "NO_SHARD"}},
             DDP,
-            ["`fsdp_version: 1` (no_shard) is taken as DDP", "FSDP is left out: 4 replicas", UNTIED],
+            ["`fsdp_version: 1` (no_shard) is taken as DDP", "FSDP is left out: 4 replicas"],
         ),
         (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(1, 1)}, SHARDED, [UNTIED]),
         (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(1, 4)}, SHARDED, [UNTIED]),
@@ -159,7 +159,7 @@ def topology(environ: dict[str, str]) -> str:
             4,
             {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(4, 1)},
             DDP,
-            ["FSDP is left out: 4 replicas of one shard are DDP", UNTIED],
+            ["FSDP is left out: 4 replicas of one shard are DDP"],
         ),
     ],
 )
