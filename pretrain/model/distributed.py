@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import psutil
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin, gather_object
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -24,9 +24,12 @@ M = TypeVar("M", bound=nn.Module)
 _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
-def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, in no precision of its own. InputError where several processes were launched but do not
-    form a group (accelerate would train that many copies), and where the launch asks for what is done here or not at all."""
+def make_accelerator(replicas: int = 1) -> Accelerator:
+    """The Accelerator of this process, in no precision of its own; the environment is as `settings.launch_topology` leaves it.
+
+    `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
+    InputError where several processes were launched but do not form a group: accelerate would train that many copies.
+    """
     by_memory = os.environ.get(_RESHARD, "").lower() == "auto"
     if by_memory:
         os.environ[_RESHARD] = "true"  # accelerate knows no third value
@@ -35,12 +38,6 @@ def make_accelerator() -> Accelerator:
         accelerator = Accelerator(mixed_precision="no")
     except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
         raise InputError(f"accelerate configuration: accelerate does not take it: {' '.join(str(error).split())[:300]}") from None
-    # What `accelerate launch` sets for several processes, even where it then starts only one of them.
-    if {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        raise InputError(
-            "accelerate configuration: `num_processes` is more than 1 and `distributed_type: NO` starts one; set "
-            "`distributed_type: MULTI_GPU`, or `num_processes: 1` and leave MASTER_ADDR out of the environment"
-        )
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
@@ -50,7 +47,8 @@ def make_accelerator() -> Accelerator:
         _enable_fsdp(accelerator)
     if accelerator.is_fsdp2 and by_memory:
         accelerator.state.fsdp_plugin.reshard_after_forward = None
-    _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
+    if replicas > 1:  # after FSDP2, without which accelerate refuses them
+        _set_replicas(accelerator, replicas)
     return accelerator
 
 
@@ -129,13 +127,20 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """What accelerate set up, for the run's environment file."""
+    replicas = replicas_of(accelerator)
     return {
         "distributed_type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
         **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
+        **({"replicas": replicas} if replicas > 1 else {}),
     }
+
+
+def replicas_of(accelerator: Accelerator) -> int:
+    """How many times the sharded parameters are held; 1 where they are not sharded."""
+    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -146,38 +151,16 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> 
 
 def _enable_fsdp(accelerator: Accelerator) -> None:
     """Turn FSDP2 on where the launch asked for it but accelerate chose DDP, as it does for CPU processes."""
-    if accelerator.num_processes == 1:
-        raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> None:
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise InputError(f"accelerate configuration: `distributed_type: {kind.value}` is not supported; use MULTI_GPU or FSDP")
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # what `accelerate config` writes
-        raise InputError(
-            "accelerate configuration: `fsdp_cpu_ram_efficient_loading: true` would untie the head from the embedding; set it "
-            "to false"
-        )
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
-        raise InputError(
-            "accelerate configuration: `fsdp_activation_checkpointing` would recompute unknown to the plan; "
-            "set it to false, and `model.gradient_checkpointing: full` in the recipe"
-        )
-    parallel = accelerator.parallelism_config
-    if parallel is not None and parallel.non_data_parallel_size > 1:  # its ranks would train on other packs and drift apart
-        raise InputError("accelerate configuration: tensor, context and sequence parallelism are not supported; remove them")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise InputError(
-            "accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`"
-        )
-    if accelerator.gradient_accumulation_steps != 1:  # accelerate would divide a loss that is already a mean over the step
-        raise InputError("accelerate configuration: `gradient_accumulation_steps` is not used; remove it and set `batch.tokens`")
+def _set_replicas(accelerator: Accelerator, replicas: int) -> None:
+    """Lay the processes out as `replicas` of equally many shards each; the processes of a replica follow each other."""
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=accelerator.num_processes // replicas)
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:

@@ -85,12 +85,13 @@ class MemoryEstimate:
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
         gathered: bool = False,
+        replicas: int = 1,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), and
-        `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`: of the model, in order; None: all
-        are compiled, none is fused."""
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
+        those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding).
+        `layers`: of the model, in order; None: all are compiled, none is fused."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
-        values = math.ceil(flops.parameters / (world_size if sharded else 1))
+        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
@@ -161,12 +162,24 @@ class MemoryEstimate:
 
 
 def microbatch_candidates(
-    packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
+    sizes: Sequence[int], estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
 ) -> list[int]:
-    """Microbatches (packs at once) worth trying, largest first: the divisors of a device's packs a step of which `share` of the
-    estimate fits into `device_memory` (bytes; None: any), and always 1."""
+    """Those of `sizes` (packs at once, ascending) worth trying, largest first: of which `share` of the estimate fits into
+    `device_memory` (bytes; None: any), and always 1."""
     limit = math.inf if device_memory is None else device_memory
-    return [size for size in divisors_of(packs_per_rank)[::-1] if size == 1 or share * estimate.total(size) <= limit]
+    return [size for size in sizes[::-1] if size == 1 or share * estimate.total(size) <= limit]
+
+
+def microbatch_sizes(packs: int, devices: int) -> list[int]:
+    """Microbatches, in packs, that suit a step of so many packs on so many devices; ascending, from 1.
+
+    They divide what a device takes. Where not all devices can take equally many, some places stay empty whatever the size; then
+    it is the least size of every number of microbatches.
+    """
+    most = -(-packs // devices)
+    if packs % devices == 0:
+        return divisors_of(most)
+    return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
 def divisors_of(number: int) -> list[int]:

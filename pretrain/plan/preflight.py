@@ -21,7 +21,7 @@ from pretrain.metrics.trackers import check_services, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
-from pretrain.model.distributed import device_of, gathers_once_a_step
+from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
@@ -164,7 +164,7 @@ def prepare_job(
     plan = Plan(
         recipe,
         active,
-        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator)),
+        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas_of(accelerator)),
         model_config.model_type,
         ModelFlops.of(shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from foundation import units
-from pretrain.plan.memory import divisors_of
 from pretrain.plan.plan import GIB, Plan
 
 # Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
@@ -56,7 +55,7 @@ def takes_less(plan: Plan) -> list[tuple[str, int]]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     recipe, devices = plan.recipe, plan.devices
-    smaller = [size for size in divisors_of(plan.packs_per_rank) if size < plan.expected_microbatch]
+    smaller = [size for size in plan.microbatch_sizes if size < plan.expected_microbatch]
     for size in {*smaller[-1:], *smaller[:1]}:  # the next one, and the least
         yield f"batch.microbatch={size}", plan.with_microbatch(size)
     plan = plan.with_microbatch(plan.expected_microbatch)

@@ -35,7 +35,7 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     if job.plan.microbatch:
         return job.plan.microbatch
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
-    if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
+    if same_split and resumed["microbatch"] in job.plan.microbatch_sizes:
         return resumed["microbatch"]
     # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting. So only what the
     # estimate expects to fit is tried there.

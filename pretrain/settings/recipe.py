@@ -101,11 +101,13 @@ class ScheduleSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """The horizon: exactly one of the three."""
+    """The horizon: exactly one of `steps`, `tokens` and `epochs`."""
 
     steps: PositiveCount | None = None  # optimizer steps
     tokens: PositiveCount | None = None  # rounded up to whole steps
     epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
+    # After so many hours of its process, a run saves and ends with the status of SIGUSR1; the same command goes on. null: never.
+    max_hours: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:

@@ -383,7 +383,9 @@ class _Check:
             for number, (name, parameter) in enumerate(parameters.items()):
                 part = local_part(parameter).detach()
                 before[name] = part.clone()
-                rank = self.accelerator.process_index if isinstance(parameter, DTensor) else 0
+                # Of a DTensor the number of the shard, which is the last dimension of its mesh: replicas stay alike.
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                rank = mesh.get_local_rank(mesh.ndim - 1) if mesh else 0
                 generator = torch.Generator(part.device).manual_seed(1000 * (1000 * rank + number) + seed)
                 noise = torch.randn(part.shape, device=part.device, generator=generator)
                 part.copy_(part.float() * (1 + sizes[name] * noise))

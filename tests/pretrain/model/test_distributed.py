@@ -10,7 +10,6 @@ import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from foundation.errors import InputError
 from pretrain.model.distributed import describe_topology, device_of, make_accelerator, prepare
 
 
@@ -32,23 +31,6 @@ def test_one_process_on_a_cpu() -> None:
     name, memory = device_of(accelerator)
     assert name == "CPU" and memory > 2**28
     assert accelerator.mixed_precision == "no"
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "set `model.compile`"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "set `batch.tokens`"),
-        ("ACCELERATE_USE_FSDP", "true", "FSDP2 was asked for with one process"),
-    ],
-)
-def test_what_accelerate_would_do_silently_is_refused(
-    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(InputError) as error:
-        make_accelerator()
-    assert said in str(error.value) and str(error.value).startswith("accelerate configuration: ")
 
 
 def test_preparing_on_one_process_changes_neither_model_nor_optimizer() -> None:

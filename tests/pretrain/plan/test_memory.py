@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates
+from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
@@ -227,16 +227,28 @@ def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_su
     assert shards[True]["gradients"] == 4 * every + every
     assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
     assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
+    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", 4, True, replicas=2).parts(1)
+    assert two_replicas["parameters"] == 2 * every
 
 
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
     memory = estimate(qwen3, weights="bf16")
-    assert microbatch_candidates(32, memory, None) == [32, 16, 8, 4, 2, 1]
-    assert microbatch_candidates(32, memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
-    assert microbatch_candidates(32, memory, 76 * GIB, share=1.0) == [4, 2, 1]
-    assert microbatch_candidates(32, memory, 1 * GIB) == [1]
+    assert microbatch_candidates(divisors_of(32), memory, None) == [32, 16, 8, 4, 2, 1]
+    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
+    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB, share=1.0) == [4, 2, 1]
+    assert microbatch_candidates(divisors_of(32), memory, 1 * GIB) == [1]
 
 
 @given(st.integers(1, 20_000))
 def test_divisors_are_all_of_them_in_order(number: int) -> None:
     assert divisors_of(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_microbatch_sizes_waste_no_place_that_another_size_would_not(packs: int, devices: int) -> None:
+    """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
+    sizes = microbatch_sizes(packs, devices)
+    most = -(-packs // devices)
+    assert sizes[0] == 1 and sizes[-1] == most
+    assert len({-(-most // size) for size in sizes}) == len(sizes)
+    assert packs % devices or all(most % size == 0 for size in sizes)

@@ -52,6 +52,15 @@ def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedMod
     assert (four.packs_per_rank, four.accumulation) == (8, 1)
 
 
+def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(qwen3: PreTrainedModel) -> None:
+    three = plan(qwen3, devices=Devices(3))
+    assert (three.packs_per_rank, three.accumulation, three.empty_places) == (11, 2, 16)
+    assert "3 devices x 2 microbatches x 8 packs, 16 places empty" in render(three)
+    (warning,) = three.warnings
+    assert "16 of 48 places stay empty, 33.3 % of the time. `batch.microbatch: 6` leaves 4, and" in warning
+    assert "a multiple of 12,288 can leave none" in warning
+
+
 def test_auto_has_no_accumulation_until_its_microbatch_is_found(qwen3: PreTrainedModel) -> None:
     made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": "auto"}), devices=Devices(memory=120 * GIB))
     assert made.accumulation is None

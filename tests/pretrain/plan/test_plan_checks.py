@@ -49,9 +49,18 @@ def test_a_batch_that_is_no_multiple_of_a_pack_is_refused_with_the_nearest_that_
         check_settings(recipe(batch={"tokens": 100_000}), "bf16", 1)
 
 
-def test_a_batch_that_does_not_divide_over_the_devices_is_refused() -> None:
-    with pytest.raises(InputError, match=r"batch\.tokens: 131072.*x 3 devices = 12288 tokens.*122880 and 135168"):
-        check_settings(recipe(batch={"tokens": 131_072}), "bf16", 3)
+def test_a_batch_with_fewer_packs_than_processes_is_refused() -> None:
+    with pytest.raises(
+        InputError, match=r"batch\.tokens: 131072` are 32 packs.*33 processes; set it to 135168 at least, or start 32"
+    ):
+        check_settings(recipe(batch={"tokens": 131_072}), "bf16", 33)
+
+
+def test_any_microbatch_is_taken_where_the_processes_do_not_divide_the_packs() -> None:
+    for size in (1, 2, 8, 11, "auto"):
+        check_settings(recipe(batch={"tokens": 131_072, "microbatch": size}), "bf16", 3)
+    with pytest.raises(InputError, match=r"batch\.microbatch: 12`.* 11 packs.*one of 1, 2, 3, 4, 6, 11, or"):
+        check_settings(recipe(batch={"tokens": 131_072, "microbatch": 12}), "bf16", 3)
 
 
 def test_a_batch_smaller_than_a_pack_is_refused_with_one_pack_as_the_nearest() -> None:
