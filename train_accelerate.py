@@ -22,6 +22,10 @@ from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
+    # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 import torch
 from accelerate import Accelerator
@@ -46,6 +50,7 @@ from pretrain.model.distributed import (
     full_state_dict,
     largest_over_ranks,
     make_accelerator,
+    require_same_on_all_ranks,
     same_on_all_ranks,
 )
 from pretrain.model.packed import forward_backward
@@ -116,8 +121,8 @@ def launch(arguments: argparse.Namespace) -> int:
     with RunFolder(job.run_dir, owner=main_process) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
     status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
-    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
-    # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
+    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
+    # group that ended first was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
@@ -145,6 +150,8 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
+    if source:
+        require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state():
         job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process

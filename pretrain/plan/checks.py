@@ -41,12 +41,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
-    gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size)
-    if gradients and gradients != kept:
-        raise InputError(
-            f"`optimizer.gradients: {gradients}`: {world_size} processes exchange gradients in the parameters' dtype, which is "
-            f"{kept.upper()} under `weights: {recipe.weights}`; leave `optimizer.gradients` out, or train in one process"
-        )
     tokens, length = recipe.batch.tokens, recipe.data.length
     if tokens % length:
         lower, upper = tokens // length * length, (tokens // length + 1) * length

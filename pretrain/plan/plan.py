@@ -35,6 +35,7 @@ class Devices:
     sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
     name: str | None = None
     memory: int | None = None
+    gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
     replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
 
 
@@ -65,10 +66,9 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        precision, devices = self.active.precision.name, self.devices
-        return MemoryEstimate.of(
-            self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers, devices.replicas
-        )
+        precision, of = self.active.precision.name, self.devices
+        shards = (of.count, of.sharded, self.layers, of.gathered, of.replicas)
+        return MemoryEstimate.of(self.recipe, self.flops, precision, *shards)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -224,6 +224,8 @@ def render(plan: Plan) -> str:
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
+    if plan.devices.sharded:
+        devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
     compute = f"{plan.active.precision.name} compute, emulated" if plan.emulated else f"{plan.active.precision.name} compute"
     title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {

@@ -66,14 +66,16 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             layers = plan.layers and [replace(layer, working_copies=0) for layer in plan.layers]
             yield f"weights={mode}", replace(plan, recipe=plan.recipe.model_copy(update={"weights": mode}), layers=layers)
     yield "optimizer.moments=bf16", _with(plan, "optimizer", moments="bf16")
-    if devices.count == 1:
+    if not devices.sharded:
         yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
     if recipe.loss.kind == "reference":
         yield "loss.kind=chunked", _with(plan, "loss", kind="chunked")
     elif recipe.loss.kind == "chunked" and recipe.loss.chunk > _SMALL_CHUNK:
         yield f"loss.chunk={_SMALL_CHUNK}", _with(plan, "loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
-        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True))
+        yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))
+    if devices.count > 1 and (devices.gathered or not devices.sharded):
+        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=False))
 
 
 def _with(plan: Plan, section: str, **values: Any) -> Plan:

@@ -43,9 +43,8 @@ from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import unwrapped
 from pretrain.model.gradients import gradient_of
-from pretrain.model.packed import forward_backward
+from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.linear import holding
@@ -154,7 +153,7 @@ def worst_of(comparison: Comparison) -> float:
 
 
 def check_parity(
-    model: nn.Module,
+    model: PackedLanguageModel,
     optimizer: torch.optim.Optimizer,
     step: StepBatches,
     packs: Sequence[Pack],
@@ -189,11 +188,10 @@ class _Check:
     """One check of one model."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
+        self, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
     ) -> None:
-        self.model, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
-        self.packed = unwrapped(model)
-        self.hf, self.context = self.packed.hf, self.packed.context
+        self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
+        self.hf, self.context = model.hf, model.context
         self.seconds: dict[str, float] = {}
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
@@ -211,7 +209,7 @@ class _Check:
         share = max(tokens, 1) / max(valid_tokens, 1)
         resolution = FP32_OF_BF16 if self.context.compute_dtype == torch.float32 else 1.0
 
-        with training_without_dropout(self.model):
+        with training_without_dropout(self.packed):
             with self._timed("unquantized"), holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
@@ -293,8 +291,8 @@ class _Check:
 
     def _pass(self, step: StepBatches) -> Pass:
         """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
-        clear_gradients(self.optimizer, self.model)
-        loss = forward_backward(self.model, step, self.accelerator).item()
+        clear_gradients(self.optimizer, self.packed)
+        loss = forward_backward(self.packed, step, self.accelerator).item()
         return Pass(loss, {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()})
 
     def _spoil_copies(self, step: StepBatches) -> None:

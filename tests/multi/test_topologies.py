@@ -91,19 +91,37 @@ def test_a_run_of_two_processes_resumes_in_one(one: Any, two: Any, train_here: C
     assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
 
 
+def test_a_run_of_two_processes_resumes_in_two_bit_for_bit(two: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
+    """Under FSDP2 too: what ranks add up, and in which order, is fixed before the first step."""
+    topology = two.run_dir.name
+    resumed = train_as_ranks(sent_back(two.run_dir, tmp_path / "again"), launch=TOPOLOGIES[topology])
+    assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
+    assert resumed.losses() == two.losses()
+    assert all(
+        (resumed.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
+        for file in (two.run_dir / "final").glob("*.safetensors")
+    )
+
+
 def test_a_run_of_one_process_resumes_in_two(one: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
     resumed = train_as_ranks(sent_back(one.run_dir, tmp_path / "moved"), launch=TOPOLOGIES["ddp"])
     assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(one.losses(), abs=1e-5)
 
 
-def test_exact_weights_are_sharded_with_their_remainders(train_as_ranks: Callable, train_here: Callable, tmp_path: Path) -> None:
-    exact = ["precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-3"]
+@pytest.mark.parametrize("fused", ["on", "off"])
+def test_exact_weights_get_the_gradients_of_one_process(
+    train_as_ranks: Callable, train_here: Callable, tmp_path: Path, fused: str
+) -> None:
+    """To what the order of additions in FP32 explains: at this rate it has turned no BF16 weight within these steps."""
+    exact = ["precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-5", "train.steps=4", f"model.fused={fused}"]
     one = train_here(f"run_dir={tmp_path / 'one'}", *exact)
-    two = train_as_ranks(f"run_dir={tmp_path / 'two'}", *exact, launch=TOPOLOGIES["fsdp2"])
+    two = train_as_ranks(f"run_dir={tmp_path / 'two'}", *exact, launch=TOPOLOGIES["ddp"])
     assert one.status == two.status == 0, one.output + two.output
-    assert two.losses() == pytest.approx(one.losses(), abs=5e-3)  # BF16 gradients, summed in another order
-    assert max(record["frozen_updates"] for record in two.records() if "loss" in record) < 0.01
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-6)
+    norms = [[record["gradient_norm"] for record in run.records() if "loss" in record] for run in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+    assert json.loads((two.run_dir / "audit.json").read_text())["gradients"] == "fp32"
 
 
 def test_torchrun_trains_what_accelerate_launch_does(one: Any, small_recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import Devices, Plan, render
+from pretrain.plan.preflight import fits_gathered
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
@@ -149,3 +150,13 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: Pr
 def test_an_unknown_device_gets_no_share_of_a_peak(qwen3: PreTrainedModel) -> None:
     assert "peak)" not in render(plan(qwen3, devices=Devices(name="Unheard-of 9000"), tokens_per_second=100.0))
     assert "not known" in render(plan(qwen3, devices=Devices(name="Unheard-of 9000")))
+
+
+def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(qwen3: PreTrainedModel) -> None:
+    """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
+    for microbatch, packs in ((8, 8), ("auto", 2)):
+        asked = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
+        shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).memory.total(packs) for way in (True, False)]
+        assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
+        for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
+            assert fits_gathered(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))) is fits

@@ -78,16 +78,6 @@ def test_bf16_weights_with_fp32_compute_are_refused() -> None:
         check_settings(recipe(weights="bf16"), "fp32", 1)
 
 
-@pytest.mark.parametrize(("weights", "gradients"), [("bf16_exact", "fp32"), ("bf16", "fp32"), ("fp32", "bf16")])
-def test_gradients_in_another_dtype_than_several_processes_exchange_are_refused(weights: str, gradients: str) -> None:
-    asked = recipe(weights=weights, optimizer={"gradients": gradients})
-    with pytest.raises(InputError, match=rf"optimizer\.gradients: {gradients}`: 2 processes .*`weights: {weights}`; leave"):
-        check_settings(asked, "bf16", 2)
-    check_settings(asked, "bf16", 1)
-    same = {"fp32": "fp32"}.get(weights, "bf16")
-    check_settings(recipe(weights=weights, optimizer={"gradients": same}), "bf16", 2)
-
-
 def test_packs_longer_than_the_models_positions_are_refused() -> None:
     longer = recipe(data={"packs": "packs", "length": 65_536}, batch={"tokens": 131_072})
     with pytest.raises(InputError, match=r"data\.length: 65536.*32768 positions"):
