@@ -16,8 +16,10 @@ from tests.moments import fork_context
 WORLD_SIZE = 2
 
 
-def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
-    """Run the launcher with `arguments` in WORLD_SIZE processes on the CPU, under the `options` of `accelerate launch`.
+def start_ranks(
+    arguments: Sequence[str], options: Sequence[str], folder: Path, processes: int = WORLD_SIZE, **variables: str
+) -> tuple[int, str, str]:
+    """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
 
     Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
     """
@@ -25,7 +27,7 @@ def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, 
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {
-        "WORLD_SIZE": str(WORLD_SIZE),
+        "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own: this process has it, as torchrun does
@@ -34,14 +36,14 @@ def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, 
     logs = folder / "ranks.out", folder / "ranks.err"
     for log in logs:
         log.write_text("")
-    processes = []
-    for rank in range(WORLD_SIZE):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
-        processes.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
-        processes[-1].start()
-    for process in processes:
+    started = []
+    for rank in range(processes):
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
+        started.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
+        started[-1].start()
+    for process in started:
         process.join()
-    worst = max(process.exitcode or 0 for process in processes) or min(process.exitcode or 0 for process in processes)
+    worst = max(process.exitcode or 0 for process in started) or min(process.exitcode or 0 for process in started)
     return worst, *(log.read_text() for log in logs)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from packing.order import PackOrder
-from pretrain.model.distributed import describe_topology, largest_over_ranks, unwrapped
+from pretrain.model.distributed import describe_topology, largest_over_ranks
+from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job
 from pretrain.verify.kept import KeptResult
 from pretrain.verify.parity import MICROBATCHES, PLAIN_BYTES, TOKENS, Parity, check_parity
@@ -41,7 +41,7 @@ class LeftOut:
 
 
 def hold_to_parity(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
+    job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
 ) -> Parity | LeftOut:
     """The comparison, or why it was left out under `auto`; the same on every rank. `compiled`: what the audit says of it."""
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
@@ -64,7 +64,7 @@ def hold_to_parity(
     return found
 
 
-def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
+def compare_step_0(job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
     """The beginning of the run's step 0 in microbatches of the plan's size; collective."""
     order = PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed)
     packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
@@ -72,12 +72,12 @@ def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer,
     return check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=mask_boundaries)
 
 
-def _fits(model: nn.Module, device: torch.device) -> bool:
+def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return PLAIN_BYTES * sum(p.numel() for p in unwrapped(model).hf.parameters()) < 0.8 * free
+    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
 
 
 def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, A
         "compiled": compiled,
         "loss": recipe.loss.model_dump(mode="json"),
         "weights": recipe.weights,
-        "gradients": recipe.gradients_kept_in(accelerator.num_processes),
+        "gradients": recipe.gradients_kept_in,
         "precision": job.precision.name,
         "backend": job.active.backend,
         "fp8_config": job.active.settings.model_dump(mode="json") if job.precision.quantized else None,

@@ -469,7 +469,7 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
     """The one of a run, as it was planned."""
     recipe, device = job.recipe, accelerator.device
     bf16 = recipe.weights == "bf16"
-    gradients = recipe.gradients_kept_in(accelerator.num_processes)
+    gradients = recipe.gradients_kept_in
     fused = not_fused_because(recipe.model.fused, job.active, device.type, job.compute_dtype) is None
     moments = recipe.optimizer.moments or ("bf16" if bf16 else "fp32")
     return Situation(

@@ -44,9 +44,8 @@ from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import unwrapped
 from pretrain.model.gradients import gradient_of
-from pretrain.model.packed import forward_backward
+from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.linear import holding
@@ -181,7 +180,7 @@ def worst_of(comparison: Comparison) -> float:
 
 
 def check_parity(
-    model: nn.Module,
+    model: PackedLanguageModel,
     optimizer: torch.optim.Optimizer,
     step: StepBatches,
     packs: Sequence[Pack],
@@ -221,11 +220,10 @@ class _Check:
     """One check of one model."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
+        self, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
     ) -> None:
-        self.model, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
-        self.packed = unwrapped(model)
-        self.hf, self.context = self.packed.hf, self.packed.context
+        self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
+        self.hf, self.context = model.hf, model.context
         self.seconds: dict[str, float] = {}
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
@@ -242,7 +240,7 @@ class _Check:
         text = self._text(compared, int(tokens), step.microbatches[0].max_seqlen)
         share = max(tokens, 1) / max(valid_tokens, 1)
 
-        with training_without_dropout(self.model), self._loss_in_chunks(step):
+        with training_without_dropout(self.packed), self._loss_in_chunks(step):
             with self._timed("unquantized"), holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
@@ -345,8 +343,8 @@ class _Check:
 
     def _pass(self, step: StepBatches) -> Pass:
         """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
-        clear_gradients(self.optimizer, self.model)
-        loss = forward_backward(self.model, step, self.accelerator).item()
+        clear_gradients(self.optimizer, self.packed)
+        loss = forward_backward(self.packed, step, self.accelerator).item()
         return Pass(loss, {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()})
 
     def _spoil_copies(self, step: StepBatches) -> None:
@@ -385,7 +383,9 @@ class _Check:
             for number, (name, parameter) in enumerate(parameters.items()):
                 part = local_part(parameter).detach()
                 before[name] = part.clone()
-                rank = self.accelerator.process_index if isinstance(parameter, DTensor) else 0
+                # Of a DTensor the number of the shard, which is the last dimension of its mesh: replicas stay alike.
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                rank = mesh.get_local_rank(mesh.ndim - 1) if mesh else 0
                 generator = torch.Generator(part.device).manual_seed(1000 * (1000 * rank + number) + seed)
                 noise = torch.randn(part.shape, device=part.device, generator=generator)
                 part.copy_(part.float() * (1 + sizes[name] * noise))

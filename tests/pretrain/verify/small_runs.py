@@ -21,6 +21,7 @@ from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
+from pretrain.model.rank_sums import RankSums
 from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
 from pretrain.precision.linear import PrecisionContext
@@ -52,7 +53,7 @@ class SmallRun:
     """One model with its step 0. A mutation changes any of it, or what it is made of, before it is checked."""
 
     packed: PackedLanguageModel
-    model: torch.nn.Module  # `packed`, or what DDP puts around it
+    model: PackedLanguageModel  # `packed`, prepared
     optimizer: ExactAdamW
     active: ActivePrecision
     decisions: dict[str, Decision]
@@ -134,10 +135,10 @@ def build_run(
     convert(hf, decisions, context, packed.fused)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
     prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
-    if accelerator.num_processes > 1:
-        prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
-    else:
+    prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
+    if not accelerator.is_fsdp2:
         attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+        packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
     packs = random_packs(8, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
     run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator)
