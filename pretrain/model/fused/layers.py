@@ -284,7 +284,8 @@ class FusedLayer:
 
 # ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Parameters are arguments only so that autograd, and through it FSDP2 and sums over ranks, knows of them. Products look them up.
+# Parameters are arguments only so that autograd, and through it FSDP2 and sums over ranks, knows of them: products look them up
+# themselves.
 
 
 class NormProduct(torch.autograd.Function):
