@@ -24,6 +24,7 @@ A few private attributes of FSDP2 are used, which torch 2.11 to 2.13 have; `_NEE
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -79,6 +80,8 @@ class Sharding:
     ) -> None:
         self.once_a_step = once_a_step
         self._model, self._kept = model, kept
+        # A fused layer returns a view of what it computed. No layer writes into what came in, which is what torch warns of.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
         self._attach(stacks)
         for group in self._groups:

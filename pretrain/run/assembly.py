@@ -55,9 +55,9 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
+SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
 # Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
 SEEN_UNQUANTIZED = 512
-SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
 
 
 @dataclass(frozen=True)

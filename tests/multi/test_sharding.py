@@ -44,11 +44,12 @@ def runs(
         if name not in finished:
             recipe = recipe_for(folder / name)
             recipe["model"]["config"] |= {"attention_bias": True, "tie_word_embeddings": weights != "fp32"}
-            arguments = [f"model.fused={fused}", "parity=off", *WEIGHTS[weights]]
+            arguments = [f"model.fused={fused}", *WEIGHTS[weights]]
             if way == "one":
-                finished[name] = start_here(recipe, folder, *arguments)
+                finished[name] = start_here(recipe, folder, *arguments, "parity=off")
             else:
-                finished[name] = start_as_ranks(recipe, folder, *arguments, "--profile", launch=WAYS[way])
+                arguments += ["--profile", "parity=on" if weights == "fp32" else "parity=off"]
+                finished[name] = start_as_ranks(recipe, folder, *arguments, launch=WAYS[way])
             assert finished[name].status == 0, finished[name].output
         return finished[name]
 
@@ -67,6 +68,8 @@ def test_shards_train_what_one_process_trains(runs: Callable, way: str, weights:
     models = [AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype="auto") for run in (one, two)]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert two.output.count("parity with plain transformers") == int(weights == "fp32")
+    assert "UserWarning" not in two.err
     gathered = json.loads((two.run_dir / "environment.json").read_text())["accelerate"]["gathered"]
     assert gathered == {"zero": "once a step", "fsdp2": "for each use"}[way]
 

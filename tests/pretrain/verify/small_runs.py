@@ -22,6 +22,7 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
 from pretrain.model.rank_sums import RankSums
+from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
 from pretrain.precision.linear import PrecisionContext
@@ -136,8 +137,11 @@ def build_run(
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
     prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
     prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
-    if not accelerator.is_fsdp2:
-        attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+    stacks = packed.fused.stacks if packed.fused else ()
+    if accelerator.is_fsdp2:
+        packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
+    else:
+        attach_main_gradients(packed, torch.float32, stacks)
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
     packs = random_packs(8, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
