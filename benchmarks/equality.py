@@ -1,6 +1,6 @@
 """Train the same recipe in one process and in several, and hold loss and gradient norm of every step against each other.
 
-    python -m benchmarks.equality [--topology ddp] [--processes 2 4] [--steps 50] [--gpu] [--out FILE] [key=value ...]
+    python -m benchmarks.equality [--topology ddp] [--processes 2 4] [--steps 50] [--gpu] [--folder F] [--out F] [key=value ...]
 
 The real launcher under `accelerate launch`, on the CPU unless `--gpu` is given. Every number of processes computes the same
 microbatches. Each process adds up its own, and then all are added up. So figures differ by the order of additions in FP32, and by
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -67,16 +68,18 @@ def write_recipe(folder: Path, packs: Path, steps: int) -> Path:
 def curves(
     arguments: Sequence[str], run_dir: Path, topology: str, processes: int, *, gpu: bool, backward_order: bool = False
 ) -> dict[str, list[float]]:
-    """Train, and return each figure step by step. SystemExit with what the launcher said where it fails."""
+    """Train, unless that was done, and return each figure step by step. SystemExit with the launcher's words where it fails."""
     config = topology if processes > 1 else "bf16" if gpu else "cpu"
     script = ["-m", "benchmarks.equality", BACKWARDS] if backward_order else ["train_accelerate.py"]
     # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--config_file"]
     command = [*launch, f"accelerate_configs/{config}.yaml", "--num_processes", str(processes), *script]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
-    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(command)} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    if not (run_dir / "summary.json").exists():
+        shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
+        done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{shlex.join(command)} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
     steps = [record for record in read_metrics(run_dir) if "gradient_norm" in record]
     return {figure: [record[figure] for record in steps] for figure in FIGURES}
 
@@ -91,7 +94,8 @@ def apart(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """By case: the curves by number of processes, and how far each is from that of one."""
     runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
-    recipe, results = write_recipe(folder, write_packs(folder / "packs"), arguments.steps), {}
+    packs, results = folder / "packs", {}
+    recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs), arguments.steps)
     for case, overrides in CASES.items():
         for fused in ("on", "off"):
             name, found = f"{case}, fused {fused}", {}
@@ -128,11 +132,12 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; those that are finished there are not repeated")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="equality-") as folder:
-        results = compare(arguments, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="equality-") as passing:
+        results = compare(arguments, (arguments.folder or Path(passing)).resolve())
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     report[arguments.topology] = {
         "command": shlex.join(["python", "-m", "benchmarks.equality", *sys.argv[1:]]),

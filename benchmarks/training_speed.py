@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--variant", action="append", required=True, metavar="'key=value ...'", help="overrides of one variant")
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--config", type=Path, default=CONFIG)
+    parser.add_argument("--processes", type=int, help="in place of the configuration's")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one variant")
     return parser.parse_args()
@@ -76,6 +77,7 @@ def measure(
         "--quiet",
         "--config_file",
         str(arguments.config),
+        *(("--num_processes", str(arguments.processes)) if getattr(arguments, "processes", None) else ()),
         "train_accelerate.py",
         str(arguments.recipe),
     ]

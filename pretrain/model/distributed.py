@@ -45,10 +45,10 @@ def make_accelerator(replicas: int = 1) -> Accelerator:
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         _enable_fsdp(accelerator)
-    if accelerator.is_fsdp2 and by_memory:
-        accelerator.state.fsdp_plugin.reshard_after_forward = None
     if replicas > 1:  # after FSDP2, without which accelerate refuses them
         _set_replicas(accelerator, replicas)
+    if accelerator.is_fsdp2 and by_memory:
+        accelerator.state.fsdp_plugin.reshard_after_forward = None
     return accelerator
 
 
@@ -133,8 +133,8 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
-        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
         **({"replicas": replicas} if replicas > 1 else {}),
+        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
     }
 
 

@@ -88,8 +88,8 @@ class MemoryEstimate:
         replicas: int = 1,
     ) -> MemoryEstimate:
         """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
-        those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding).
-        `layers`: of the model, in order; None: all are compiled, none is fused."""
+        those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
+        of the model, in order; None: all are compiled, none is fused."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
         values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers

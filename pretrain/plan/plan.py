@@ -35,8 +35,8 @@ class Devices:
     sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
     name: str | None = None
     memory: int | None = None
-    replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
     gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
+    replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Plan:
     @cached_property
     def memory(self) -> MemoryEstimate:
         precision, of = self.active.precision.name, self.devices
-        return MemoryEstimate.of(self.recipe, self.flops, precision, of.count, of.sharded, self.layers, of.gathered, of.replicas)
+        shards = (of.count, of.sharded, self.layers, of.gathered, of.replicas)
+        return MemoryEstimate.of(self.recipe, self.flops, precision, *shards)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""

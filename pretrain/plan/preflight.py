@@ -164,7 +164,7 @@ def prepare_job(
     plan = Plan(
         recipe,
         active,
-        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas_of(accelerator)),
+        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas=replicas_of(accelerator)),
         model_config.model_type,
         ModelFlops.of(shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document

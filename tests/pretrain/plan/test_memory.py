@@ -228,7 +228,7 @@ def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_su
     assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
     assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
     two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", 4, True, replicas=2).parts(1)
-    assert two_replicas["parameters"] == 2 * every
+    assert two_replicas["parameters"] == 4 * every // 2
 
 
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
