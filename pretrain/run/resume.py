@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
-from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
 from pretrain.optimizer.adamw import set_updates_done
@@ -42,12 +42,15 @@ def find_resume_point(
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
     path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
-    if path is not None and not path.exists():
+    if path is not None and not checkpoints.is_there(path):
         there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
         raise InputError(
             f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
         )
     if path is None and checkpoints.damaged:
+        newest, problems = max(checkpoints.damaged.items())
+        if all(NOT_HERE in problem for problem in problems):
+            raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     if path is None:
         return None

@@ -26,6 +26,7 @@ def roll_back(run: Run, reason: str) -> None:
     come: a run that is resumed from the checkpoint drops that line, meets the same step, and goes back by itself.
     """
     judged, rollbacks, checkpoints = run.state, run.health.rollbacks + 1, run.checkpoints
+    checkpoints.wait()
     path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from
     record = checkpoints.read_state(path)
     if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
@@ -62,8 +63,11 @@ def roll_back(run: Run, reason: str) -> None:
 
 
 def halted(run: Run, decision: StepDecision) -> TrainingHalted:
-    """The end of a run at a step that it does not survive, with what to change. All ranks call it."""
+    """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
+    then, or the reason says why not."""
     reason, remedy = decision.reason, decision.remedy
+    if failure := run.checkpoints.settle():
+        reason += f". {failure.rstrip('.')}"
     if names := tensors_not_finite(run):
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         reason += f". The weights themselves hold infinity or NaN, in {', '.join(names[:3])}{more}"
