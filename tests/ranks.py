@@ -16,10 +16,13 @@ from tests.moments import fork_context
 WORLD_SIZE = 2
 
 
-def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+def start_ranks(
+    arguments: Sequence[str], options: Sequence[str], folder: Path, *, machines: Sequence[Path] | None = None, **variables: str
+) -> tuple[int, str, str]:
     """Run the launcher with `arguments` in WORLD_SIZE processes on the CPU, under the `options` of `accelerate launch`.
 
-    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
+    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment. With
+    `machines` each process is the only one of a machine, and starts in the folder named there.
     """
     import torch.distributed as dist  # not above: tests of packing do without
 
@@ -36,8 +39,10 @@ def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, 
         log.write_text("")
     processes = []
     for rank in range(WORLD_SIZE):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
-        processes.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
+        local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines else {"LOCAL_RANK": str(rank)}
+        environment = shared | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)} | local
+        what = (list(arguments), environment, logs, machines[rank] if machines else None)
+        processes.append(fork_context.Process(target=_launch, args=what, daemon=True))
         processes[-1].start()
     for process in processes:
         process.join()
@@ -55,7 +60,9 @@ def environment_under(options: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
 
 
-def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
+def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Path], machine: Path | None) -> None:
+    if machine is not None:
+        os.chdir(machine)
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch

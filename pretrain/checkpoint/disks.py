@@ -22,7 +22,7 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, PROOF
 from foundation.reading import read_regular, reason_of
 
-SECONDS = 3.0  # that a token may take to appear: network disks keep for a moment what a folder held
+SECONDS = 2.0  # that a token may take to appear: network disks keep for a moment what a folder held
 
 
 @dataclass(frozen=True)
