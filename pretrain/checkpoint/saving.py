@@ -38,7 +38,7 @@ from pretrain.checkpoint.staging import Files
 STATE = "state.json"
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 PATIENCE = 1800.0  # seconds that the leader waits for other ranks once its own part is written: all have about as much to write
-NICENESS = 10  # of the writing threads: what trains goes first
+NICENESS = 5  # of the writing threads: what trains goes first
 
 
 @dataclass(frozen=True)
