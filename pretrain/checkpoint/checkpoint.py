@@ -102,6 +102,7 @@ class Checkpoints:
         self._reserving: Future[None] | None = None
         self._pending: PendingSave | None = None
         self._news: list[str] = []
+        self._told_of_no_room = False
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -171,11 +172,12 @@ class Checkpoints:
             self._reserving.result()
             self._reserving = None
         if not self._staging.holds(bytes_staged(files)) and not room_for(bytes_staged(files)):
-            if self.disks.leads:
+            if self.disks.leads and not self._told_of_no_room:
                 _log.warning(
                     "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
                     memory(bytes_staged(files) / 2**30),
                 )
+            self._told_of_no_room = True
             return files, True
         return self._staging.copy(files), False
 
@@ -375,7 +377,8 @@ class Checkpoints:
             if not problems and not self._may_suffice(manifest):
                 problems = missing_disks(path, manifest) or [f"{manifest.uncovered[0]} is not whole in it"]
         except InputError as error:
-            problems = [str(error)]
+            elsewhere = not self.disks.are_one and not path.exists()
+            problems = [f"its files {NOT_HERE}; copy them from a machine that has them" if elsewhere else str(error)]
         return self._first_of_each(self._lines(problems))
 
     def _may_suffice(self, manifest: Manifest) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ class SavedWeights:
 
     def verify(self, to: Weights) -> None:
         """InputError unless every byte that `read` takes to mode `to` is as it was written; the moments are left alone."""
-        entries = [*self.manifest.model.values(), *(self._remainders().values() if to == "fp32" else ())]
+        entries = [*self.manifest.model.values(), *(self.remainders.values() if to == "fp32" else ())]
         needed = {piece.file for entry in entries for piece in entry.pieces} | {STATE}
         records = [record for record in self.manifest.files if record.name in needed]
         check_files(self.folder, records, "name another checkpoint", trust_stamp=False)
@@ -48,13 +49,15 @@ class SavedWeights:
         tensor = self._whole(name, entry)
         if to is None or not tensor.is_floating_point() or (tensor.dtype == torch.bfloat16 and to != "fp32"):
             return tensor
-        remainder = self._remainders().get(f"remainder/{name}") if to == "fp32" else None
+        remainder = self.remainders.get(f"remainder/{name}") if to == "fp32" else None
         return convert_weight(tensor, self._whole(f"remainder/{name}", remainder) if remainder else None, to)[0]
 
     def names(self) -> Iterable[str]:
         return self.manifest.model.keys()
 
-    def _remainders(self) -> dict[str, TensorEntry]:
+    @cached_property
+    def remainders(self) -> dict[str, TensorEntry]:
+        """The other halves of exact BF16 weights, as `remainder/<name>`; empty where there are none."""
         return {name: entry for name, entry in self.manifest.optimizer.items() if name.startswith("remainder/")}
 
     def _whole(self, name: str, entry: TensorEntry) -> Tensor:

@@ -62,7 +62,7 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     tokenizer, without = _tokenizer(recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
     model.export(hf, _reader(weights, hf, to), tokenizer, out)
-    joined = ", each joined with its remainder" if weights.mode == "bf16_exact" and to == "fp32" else ""
+    joined = ", each joined with its remainder" if weights.remainders and to == "fp32" else ""
     return f"{weights.folder} is exported to {out}: weights in {to}{joined}{without}"
 
 
