@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
+import signal
+import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -158,3 +162,42 @@ def test_a_rank_that_cannot_write_says_so_beside_what_it_could_not(tmp_path: Pat
             each.result()
         assert error.value.errno == errno.ENOENT
     assert not (tmp_path / "step-00000005").exists()
+
+
+def _die_before_reporting(rank: int, folder: str) -> None:
+    """Rank 1 is killed when all of its part of step 2 is on the disk, but nobody knows of it."""
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(f"{folder}/store", 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    checkpoints, begun = Checkpoints(Path(folder) / "checkpoints", keep=2), Path(folder) / "begun"
+    save(checkpoints, 1)
+
+    def watch(event: str, values: tuple[object, ...]) -> None:
+        if rank == 1 and event == "open" and ".written-00001" in str(values[0]):
+            while not begun.exists():
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+    begin(checkpoints, 2)
+    if rank == 0:
+        begun.touch()
+        checkpoints._pending.patience = 0.2
+        checkpoints._pending.join()
+    checkpoints.close()
+    os._exit(0 if checkpoints.failed else 1)
+
+
+def test_a_rank_killed_within_a_save_leaves_the_checkpoint_before_it_and_ends_the_wait(tmp_path: Path):
+    start = torch.multiprocessing.start_processes
+    ranks = start(_die_before_reporting, args=(str(tmp_path),), nprocs=2, start_method="fork", join=False)
+    for process in ranks.processes:
+        process.join()
+    assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]
+    folder = tmp_path / "checkpoints"
+    assert names(folder) == [".partial-step-00000002", "step-00000001"]
+    survivor = Checkpoints(folder, keep=2)
+    assert survivor.newest() == step_folder(folder, 1)
+    assert_holds(step_folder(folder, 1), 1)
+    assert_holds(save(survivor, 2), 2)
+    assert names(folder) == ["step-00000001", "step-00000002"]
