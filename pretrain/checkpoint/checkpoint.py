@@ -128,18 +128,18 @@ class Checkpoints:
         self._begin(step, model, optimizer, state, copied=True)
 
     def prepare(self, model: Tensors, optimizer: Tensors) -> None:
-        """Make ready what the first `begin` would otherwise wait for: who writes what, and pinned memory, taken in a thread."""
+        """Make ready what the first `begin` would otherwise wait for: who writes what, and the memory, taken in a thread."""
         files = self._my_files({"model": model, "optimizer": optimizer})
-        device, needed = gpu_of(files), bytes_staged(files)
-        if device is not None and room_for(needed):
-            with ThreadPoolExecutor(1) as thread:
-                self._reserving = thread.submit(self._staging.reserve, needed, device)
-                thread.shutdown(wait=False)
+        if room_for(bytes_staged(files)):
+            thread = ThreadPoolExecutor(1)
+            self._reserving = thread.submit(self._staging.reserve, bytes_staged(files), gpu_of(files))
+            thread.shutdown(wait=False)
 
     def _begin(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, copied: bool) -> None:
         final = step_folder(self.folder, step)
         if final == self.latest:
             return
+        entered = time.perf_counter()
         self.wait()
         began, previous = time.perf_counter(), self.current
         partial, groups = partial_folder(final), {"model": model, "optimizer": optimizer}
@@ -151,12 +151,12 @@ class Checkpoints:
         except OSError as refusal:
             raise InputError(self._describe(refusal, step, needed)) from None
         to_write, written_first = self._copy(files) if copied else (files, True)
-        stopped = time.perf_counter() - began
+        stopped = time.perf_counter() - entered  # the wait for a slower save before this one counts
 
         def afterwards() -> None:
             # What another disk may not have yet must not cost the last one that all of them have.
             self._prune(final if self.disks.are_one else previous)
-            behind = "" if written_first else f"; training stopped for {duration(stopped)} of them"
+            behind = "" if written_first else f"; training stopped for {duration(stopped)}"
             self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{behind}")
 
         manifest = Manifest(

@@ -116,7 +116,7 @@ class PendingSave:
                 self._report(_Report([], error.errno or errno.EIO, error.strerror or str(error)))
             raise
         finally:
-            self._files = {}  # gives the copies back
+            self._files = {}  # which may refer to the live tensors
 
     def _report(self, report: _Report) -> None:
         if not self._disks.leads:
