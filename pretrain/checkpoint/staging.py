@@ -79,10 +79,10 @@ def _rounded(count: int) -> int:
 
 def _pinned(count: int) -> Tensor:
     """`count` bytes, pinned. Registered and not taken from torch's allocator, which rounds 20 GiB up to 32."""
-    buffer = torch.empty(count, dtype=torch.uint8)
+    buffer = torch.zeros(count, dtype=torch.uint8)  # written to: CUDA, which others wait for meanwhile, finds the pages there
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     if count and int(cudart.cudaHostRegister(address, count, 1)) != 0:
         _log.warning("%s of host memory cannot be pinned; a save stops training for longer", memory(count / 2**30))
     elif count:
-        weakref.finalize(buffer, cudart.cudaHostUnregister, address)
+        weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
     return buffer
