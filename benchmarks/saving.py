@@ -64,6 +64,7 @@ def main() -> None:
         "processor": processor(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processes": world_size,
+        "load_average": os.getloadavg()[0],  # of the machine: above its cores, others were at work
         "gb": bytes_needed(model, optimizer) / 1e9,
         **found,
     }
@@ -99,7 +100,7 @@ def measure(
     checkpoints.save(1, model, optimizer, {})
     waited_for = time.perf_counter() - began
     checkpoints.prepare(model, optimizer)
-    alone = [work() for _ in range(100)]
+    alone = [work() for _ in range(30)]
 
     stopped, durable, beside = [], [], []
     for step in range(2, 3 + saves):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from signal import SIGTERM
@@ -49,8 +48,7 @@ def saved_steps(run_dir: Path) -> list[int]:
 def test_steps_go_on_while_a_checkpoint_is_written_until_the_next_is_due(started: Callable, tmp_path: Path):
     run_dir = tmp_path / "run"
     process = started(NAMING)
-    while max(steps_done(run_dir)) < 16:  # nothing but the thread is held
-        time.sleep(0.01)
+    process.wait_until(lambda: max(steps_done(run_dir)) == 16)  # nothing but the thread is held
     assert saved_steps(run_dir) == [] and not (run_dir / "checkpoints" / ".partial-step-00000016").exists()
     process.go_on()
     assert process.end() == 0, (tmp_path / "log").read_text()
@@ -74,8 +72,7 @@ def test_a_signal_waits_for_the_checkpoint_under_way_and_saves_its_own_step_too(
     run_dir = tmp_path / "run"
     process = started(NAMING)
     process.send_signal(SIGTERM)
-    while "SIGTERM" not in (tmp_path / "log").read_text():
-        time.sleep(0.01)
+    process.wait_until(lambda: "SIGTERM" in (tmp_path / "log").read_text())
     process.go_on()
     assert process.end() == 128 + SIGTERM
     first, second = saved_steps(run_dir)
@@ -87,8 +84,7 @@ def test_a_run_that_halts_leaves_the_checkpoint_that_was_being_written(started: 
     process = started(
         Moment("os.rename", r"/step-00000001$"), "checkpoint.every=1", "optimizer.learning_rate=1e30", "schedule.warmup=0"
     )
-    while "halted" not in (run_dir / "metrics.jsonl").read_text():
-        time.sleep(0.01)
+    process.wait_until(lambda: "halted" in (run_dir / "metrics.jsonl").read_text())
     process.go_on()
     assert process.end() == 3
     assert saved_steps(run_dir) == [1], "and nothing after the loss that is no number"
