@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
+from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
@@ -64,7 +65,8 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
         return None
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
+    disks = look_at_disks(job.run_dir)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from foundation.errors import InputError
 from pretrain.checkpoint import disks
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.disks import Disks, find_disks, name_ranks
+from pretrain.checkpoint.disks import Disks, find_disks, look_at_disks, name_ranks
 from pretrain.optimizer.adamw_update import local_part
 
 RUN = Path("run")  # of every process, from where it is
@@ -151,10 +151,12 @@ def test_each_machine_keeps_what_its_ranks_need_and_resumes_without_the_others_f
     shutil.copytree(tmp_path / "b", tmp_path / "a", dirs_exist_ok=True)
     assert on_machines(tmp_path, loading, ["a"], [0]) == [3]
     assert on_machines(tmp_path, loading, ["a", "a"], [0, 0]) == [3, 3]
+    assert on_machines(tmp_path, lambda rank: look_at_disks(RUN).are_one, ["a", "a"], [0, 0]) == [True, True]
 
 
 def test_a_step_that_one_machine_has_not_completed_is_not_resumed_from(tmp_path: Path):
     machines = (["a", "b"], [0, 1])
     on_machines(tmp_path, saving, *machines)
+    assert [found.leaders for found in on_machines(tmp_path, lambda rank: look_at_disks(RUN), *machines)] == [(0, 1)] * 2
     shutil.copytree(tmp_path / "a/run/checkpoints/step-00000003", tmp_path / "a/run/checkpoints/step-00000004")
     assert on_machines(tmp_path, loading, *machines) == [3, 3]
