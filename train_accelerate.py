@@ -21,7 +21,12 @@ from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
+    # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
+import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
@@ -42,6 +47,7 @@ from pretrain.metrics.trackers import resolve
 from pretrain.model.distributed import (
     largest_over_ranks,
     make_accelerator,
+    require_same_on_all_ranks,
     same_on_all_ranks,
 )
 from pretrain.model.packed import forward_backward
@@ -49,16 +55,26 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
-from pretrain.run.command_line import parse_arguments, say_once
+from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
 from pretrain.run.export import export_trained
-from pretrain.run.faults import FOLDER_GONE, METRICS_GONE, SAVE_FAILED, explaining_memory, prepare_rescue, vanished
+from pretrain.run.faults import (
+    FOLDER_GONE,
+    METRICS_GONE,
+    SAVE_FAILED,
+    TIME_IS_UP,
+    explaining_memory,
+    prepare_rescue,
+    time_is_up,
+    vanished,
+)
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.resume import find_resume_point, planned_resume, restore
-from pretrain.run.rollback import halted, require_finite_weights, roll_back
+from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch_topology import put_right
 
 
 def main() -> int:
@@ -68,10 +84,10 @@ def main() -> int:
         return launch(arguments)
     except InputError as error:
         say_once(f"error: {error}")
-        return 2
+        return leave_status(2)
     except TrainingHalted as halt:
         say_once(f"halted: {halt}")
-        return 3
+        return leave_status(3)
 
 
 # ── Act 1: what is asked for, and what would happen ───────────────────────────────────────────────────────────────────────────
@@ -80,7 +96,8 @@ def main() -> int:
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
-    accelerator = make_accelerator()
+    asked = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
+    recipe, accelerator = asked.recipe, make_accelerator(asked.replicas)
     main_process = accelerator.is_main_process
     if arguments.preview_schedule:
         steps, picture = planned_steps(recipe, accelerator), arguments.preview_schedule
@@ -91,6 +108,8 @@ def launch(arguments: argparse.Namespace) -> int:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
     console = Console(job.plan.steps, enabled=main_process)
+    for text in asked.notices:
+        console.notice(text)
     if job.active.notice:
         console.warning(job.active.notice)
     if arguments.plan:
@@ -100,12 +119,13 @@ def launch(arguments: argparse.Namespace) -> int:
 
     with RunFolder(job.run_dir, owner=main_process) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected. A group whose
-    # last holder is DistributedDataParallel can deadlock as it is freed; one under FSDP2 was seen to abort its process.
+    status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
+    # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
+    # group that ended first was seen to abort its process.
     gc.collect()
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+    return status
 
 
 def carry_out(
@@ -132,6 +152,8 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     state, notes = restore(source, checkpoints, job, assembly, health)
+    if source:
+        require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state():
         job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process
@@ -201,6 +223,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
+        if decision.proceed and (due(state.step, recipe.checkpoint.every) or state.finished):
+            decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
         if decision.action == "rollback":
@@ -215,16 +239,18 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if due(state.step, recipe.evaluate.every) and not state.finished:
             evaluate(run)
         tell_saved(run)
-        if asked := largest_over_ranks(accelerator, vanished(run) or stop.requested or 0):
+        if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
             if asked == SAVE_FAILED:
                 run.checkpoints.wait()  # which raises what has failed
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
+            if not (decision := judge_weights(run)).proceed:
+                raise halted(run, decision)
             save(run)
             if lost:
                 raise lost
-            name = signal.Signals(asked).name
-            run.console.notice(f"stopped by {name} after step {state.step}; start the run again to go on from here")
-            return asked
+            why = f"`train.max_hours: {recipe.train.max_hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
+            run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
+            return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
         if due(state.step, recipe.checkpoint.every) and not state.finished:
             save(run, behind=True)
     return None
@@ -293,7 +319,6 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
-    require_finite_weights(run)
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),

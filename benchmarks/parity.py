@@ -51,11 +51,12 @@ def main() -> None:
     if assembly.audit["compiled"] == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
 
-    seconds = []
+    seconds, parts = [], []
     for _ in range(arguments.repeats):
         began = time.perf_counter()
         parity = compare_step_0(job, assembly.model, assembly.optimizer, accelerator)
         seconds.append(round(time.perf_counter() - began, 3))
+        parts.append(parity.seconds)
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.parity", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
@@ -69,12 +70,13 @@ def main() -> None:
         "compiled": assembly.audit["compiled"],
         "packs_a_microbatch": job.plan.microbatch,
         "seconds": seconds,
+        "parts": parts,
         "parity": parity.record(),
     }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(parity.summary())
-    print(f"{job.precision.name} on {job.plan.devices.name}: {seconds} s, of which {parity.seconds}")
+    print(f"{job.precision.name} on {job.plan.devices.name}: {seconds} s, of which {parts}")
 
 
 if __name__ == "__main__":

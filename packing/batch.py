@@ -49,7 +49,7 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One rank's microbatches of one step, and totals over all ranks.
+    """One rank's microbatches of one step, and totals over all ranks. Every rank has equally many microbatches.
 
     The totals need no communication: every rank reads the document lengths of all the step's packs, but tokens of its own only.
     """
@@ -174,8 +174,9 @@ class Prefetch(Generic[T]):
 class BatchStream:
     """The batches of one rank, by step number.
 
-    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had.
-    Raises InputError where a step's packs do not divide over the ranks and microbatches.
+    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. Where a step's
+    packs do not fill the microbatches of all ranks, blank ones do: nothing in them is a label, so losses and gradients are those
+    of the packs alone. Every rank has a pack in its first microbatch. Raises InputError for fewer packs than ranks.
     """
 
     packs: Packs
@@ -193,11 +194,12 @@ class BatchStream:
             raise ValueError(f"the order is over {self.order.packs_count} packs, but {self.packs.path} holds {len(self.packs)}")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank {self.rank} of {self.world_size} processes")
-        if self.microbatch < 1 or self.order.packs_per_step % (self.world_size * self.microbatch):
-            what = f"a step of {self.order.packs_per_step} packs does not divide into microbatches of {self.microbatch} packs"
+        if self.microbatch < 1:
+            raise ValueError(f"microbatches of {self.microbatch} packs")
+        if self.order.packs_per_step < self.world_size:
             raise InputError(
-                f"`batch.microbatch`: {what} on {self.world_size} processes; choose a `batch.tokens` or `batch.microbatch` for "
-                "which it does"
+                f"`batch.tokens`: a step of {self.order.packs_per_step} packs does not reach {self.world_size} processes; choose "
+                "a larger one, or fewer processes"
             )
 
     def step(self, number: int) -> StepBatches:
@@ -205,10 +207,12 @@ class BatchStream:
         indices = self.order.packs_of_step(number).tolist()
         lengths = [self.packs.lengths(index) for index in indices]
         squares = [sum_of_squares(each) for each in lengths]
-        microbatches = len(indices) // (self.world_size * self.microbatch)
-        mine = spread(squares, self.world_size, microbatches)[self.rank]
+        microbatches = -(-len(indices) // (self.world_size * self.microbatch))
+        blanks = self.world_size * microbatches * self.microbatch - len(indices)
+        # Free of cost, they come last: to the lightest microbatches, and one that holds nothing else to the end of its rank's.
+        mine = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
-            microbatches=[self._build([indices[place] for place in places]) for places in mine],
+            microbatches=[self._build([indices[place] for place in places if place < len(indices)]) for places in mine],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(count_valid_tokens(each, mask_boundaries=self.mask_boundaries) for each in lengths),
             sum_squared_lengths=sum(squares),
@@ -222,6 +226,7 @@ class BatchStream:
 
     def _build(self, indices: Sequence[int]) -> Microbatch:
         chosen = [read_pack(self.packs, index, self.vocab_size) for index in indices]
+        chosen += [blank_pack(self.packs.length)] * (self.microbatch - len(chosen))
         return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
 
 
@@ -242,7 +247,7 @@ def evaluation_batches(
     make up the rest.
     """
     count = len(packs) if limit is None else min(limit, len(packs))
-    blank = Pack(np.zeros(packs.length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
+    blank = blank_pack(packs.length)
 
     def build(turn: int) -> Microbatch:
         first = (turn * world_size + rank) * microbatch
@@ -252,6 +257,11 @@ def evaluation_batches(
 
     turns = -(-count // (world_size * microbatch))
     return Prefetch(build, range(turns), pin_memory)
+
+
+def blank_pack(length: int) -> Pack:
+    """A pack without documents, all padding: it fills a place where there is no other pack, and has no label."""
+    return Pack(np.zeros(length, dtype=np.uint32), np.zeros(0, dtype=np.int32))
 
 
 def read_pack(packs: Packs, index: int, vocab_size: int | None) -> Pack:

@@ -19,7 +19,8 @@ COMMANDS = {
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given."""
+    """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given, and 130 where
+    Ctrl-C broke it off."""
     if arguments and arguments[0] in COMMANDS:
         try:
             status = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
@@ -28,6 +29,9 @@ def main(arguments: list[str]) -> int:
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("\nstopped by Ctrl-C", file=sys.stderr)
+            return 130  # what a shell reports for a process that SIGINT ended
         except BrokenPipeError:  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
             return 141

@@ -188,7 +188,7 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def start_as_ranks(caches: str) -> Callable[..., Finished]:
-    """As `start_in_processes` with these options of `accelerate launch`, in two processes that are forked; see tests/ranks.py."""
+    """As `start_in_processes` with these options of `accelerate launch`, in two forked `processes` by default; tests/ranks.py."""
 
     def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any) -> Finished:
         from tests.ranks import start_ranks
@@ -252,7 +252,7 @@ def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, A
 def train_as_ranks(
     start_as_ranks: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
 ) -> Callable[..., Finished]:
-    """As `train`, in two forked processes."""
+    """As `train`, in forked `processes`, two of them by default."""
     return lambda *arguments, recipe=None, **options: start_as_ranks(recipe or small_recipe, tmp_path, *arguments, **options)
 
 

@@ -17,9 +17,15 @@ WORLD_SIZE = 2
 
 
 def start_ranks(
-    arguments: Sequence[str], options: Sequence[str], folder: Path, *, machines: Sequence[Path] | None = None, **variables: str
+    arguments: Sequence[str],
+    options: Sequence[str],
+    folder: Path,
+    processes: int = WORLD_SIZE,
+    *,
+    machines: Sequence[Path] | None = None,
+    **variables: str,
 ) -> tuple[int, str, str]:
-    """Run the launcher with `arguments` in WORLD_SIZE processes on the CPU, under the `options` of `accelerate launch`.
+    """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
 
     Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment. With
     `machines` each process is the only one of a machine, and starts in the folder named there.
@@ -28,7 +34,7 @@ def start_ranks(
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {
-        "WORLD_SIZE": str(WORLD_SIZE),
+        "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own: this process has it, as torchrun does
@@ -37,16 +43,16 @@ def start_ranks(
     logs = folder / "ranks.out", folder / "ranks.err"
     for log in logs:
         log.write_text("")
-    processes = []
-    for rank in range(WORLD_SIZE):
+    started = []
+    for rank in range(processes):
         local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines else {"LOCAL_RANK": str(rank)}
-        environment = shared | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)} | local
+        environment = shared | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} | local
         what = (list(arguments), environment, logs, machines[rank] if machines else None)
-        processes.append(fork_context.Process(target=_launch, args=what, daemon=True))
-        processes[-1].start()
-    for process in processes:
+        started.append(fork_context.Process(target=_launch, args=what, daemon=True))
+        started[-1].start()
+    for process in started:
         process.join()
-    worst = max(process.exitcode or 0 for process in processes) or min(process.exitcode or 0 for process in processes)
+    worst = max(process.exitcode or 0 for process in started) or min(process.exitcode or 0 for process in started)
     return worst, *(log.read_text() for log in logs)
 
 

@@ -39,7 +39,7 @@ found = {"precision": recipe.precision, "fp8_config": recipe.fp8_config.model_du
 Path(sys.argv[1], "settled.json").write_text(json.dumps(found))
 """
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
-TOPOLOGIES = {"ddp", "fsdp2"}
+TOPOLOGIES = {"ddp", "fsdp2", "hsdp", "zero"}
 
 
 def by_name(name: str) -> Path:
@@ -77,7 +77,10 @@ def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
 
 
-@pytest.mark.parametrize(("name", "precision"), [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16")])
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16"), ("hsdp", "bf16"), ("zero", "bf16")],
+)
 def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
 

@@ -4,7 +4,8 @@ Each is a run of the launcher in processes of its own: one that fails is reporte
 finished is left alone and one that was interrupted is resumed. Ctrl-C and SIGTERM are passed on: what is running saves and stops,
 and nothing else is started. A second Ctrl-C makes it exit at once.
 
-Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130 or 143 stopped.
+Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130 or 143 stopped, 138
+the hours of some run are over.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from pretrain.metrics.run_record import MATRIX_FILE, read_metrics
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0
 SHOWN_LOG_LINES = 12
+TIME_IS_UP = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 
 Status = Literal["finished", "finished before", "failed", "stopped", "not started"]
@@ -72,6 +74,7 @@ class StartedRun:
             with run.log.open("ab") as log:
                 streams = {"stdout": log, "stderr": subprocess.STDOUT}
                 begins, command, environment = log.tell(), command_of(matrix, run), environment_on(gpu)
+                environment["PRETRAIN_STATUS_FILE"] = str(status_file(run))
                 process = subprocess.Popen(command, start_new_session=True, env=environment, **streams)
         except (OSError, ValueError) as error:
             raise InputError(f"{run.run_dir}: cannot be used as its run folder: {error}") from None
@@ -124,6 +127,21 @@ def environment_on(gpu: int | None) -> dict[str, str]:
     return os.environ | {"CUDA_VISIBLE_DEVICES": seen[gpu] if seen else str(gpu)}
 
 
+def status_file(run: MatrixRun) -> Path:
+    """Where the run leaves its exit status, in place of which accelerate's launcher ends with its own."""
+    return run.log.with_suffix(".status")
+
+
+def take_status(run: MatrixRun) -> int | None:
+    """The exit status that the run has left, None where it was killed; asked for once."""
+    try:
+        return int(status_file(run).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    finally:
+        status_file(run).unlink(missing_ok=True)
+
+
 def least_busy(gpus: int | None, running: Sequence[StartedRun]) -> int | None:
     return None if gpus is None else min(range(gpus), key=[one.gpu for one in running].count)
 
@@ -152,8 +170,8 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest) -> lis
                     one.signal(signal_received)
             for one in [one for one in running if one.has_ended()]:
                 running.remove(one)
-                # Its files tell how it ended: accelerate's launcher replaces exit statuses by its own.
-                status: Status = "finished" if one.run.is_finished() else "stopped" if stop.requested else "failed"
+                stopped = take_status(one.run) == TIME_IS_UP or stop.requested
+                status: Status = "finished" if one.run.is_finished() else "stopped" if stopped else "failed"
                 outcomes[one.run.name] = outcome = Outcome(one.run, status, time.monotonic() - one.started)
                 screen.ended(outcome, one)
             screen.progress(running)
@@ -227,20 +245,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
     parser.add_argument("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
+    parser.add_argument(
+        "--cell", type=int, metavar="N", help="run one cell alone, of those picked the N-th from 0, as an array of jobs does"
+    )
+    parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
     parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
     options = parser.parse_intermixed_args(arguments)
     matrix = load_matrix(options.matrix, options.overrides)
     runs = matrix.only(options.only)
+    if options.count:
+        print(len(runs))
+        return 0
+    if options.cell is not None:
+        if not 0 <= options.cell < len(runs):
+            raise InputError(f"command line: --cell {options.cell}: there are {len(runs)} cells, from 0 to {len(runs) - 1}")
+        runs = [runs[options.cell]]
     if options.dry_run:
         for run in runs:
             print(f"# {run.name}{' (finished)' if run.is_finished() else ''}\n{shlex.join(command_of(matrix, run))}")
         return 0
-    with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:  # its lock: two of these would start the same runs
+    # Its lock: two of these would start the same runs. Single cells run beside each other, each under its own run's lock.
+    lock = RunFolder(matrix.folder) if options.cell is None else contextlib.nullcontext()
+    with lock, StopRequest(passed_on=True) as stop:
         outcomes = run_all(matrix, runs, stop)
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
-        print(write_report(matrix))
+        if options.cell is None:
+            print(write_report(matrix))
     if stop.requested:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 128 + stop.requested
+    if any(outcome.status == "stopped" for outcome in outcomes):
+        print("\nhours are over; the same command goes on from here", file=sys.stderr)
+        return TIME_IS_UP
     return 0 if all(outcome.status in ("finished", "finished before") for outcome in outcomes) else 1

@@ -72,7 +72,7 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         "backend": lambda run: or_dash(run.backend),
     }
     columns = settings | {
-        "steps": _figure("steps", str),
+        "steps": lambda run: str(run.summary["steps"]) + (", halted" if "halted" in run.summary else ""),
         "tokens": _figure("tokens", count),
         f"loss, last {' or '.join(map(str, averaged))}": _figure(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
         "held-out": _figure("held_out_loss", "{:.4f}".format),
@@ -145,6 +145,9 @@ def write(
         parts += [heading, *grid_tables(runs)]
     notes = {ERRORS: len(runs) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    notes |= {
+        f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))
+    }
     parts += filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due), "\n".join(left_out)])
     if page is not None:
         drawn = f"![curves]({os.path.relpath(out, page.parent)})"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -44,6 +44,11 @@ class TrainingHalted(Exception):
     def __init__(self, step: int, message: str) -> None:
         super().__init__(f"step {step}: {message}")
         self.step = step
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first three, and how many more."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,16 @@ class Health:
         self._losses.append(loss)
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
+    def judge_overflow(self, names: Sequence[str], *, last_checkpoint: str | None) -> StepDecision:
+        """What to do where the last update has left infinity or NaN in weights, called `names`, though its loss and gradient were
+        finite: go back where `on_nan` wants that, and else stop, since there is no step to skip any more."""
+        reason, no_way_back = "the update has overflowed", self._no_way_back(last_checkpoint)
+        if self.settings.on_nan == "rollback":
+            if not no_way_back:
+                return StepDecision("rollback", f"{reason}, in {some_of(names)}")
+            reason += no_way_back
+        return StepDecision("stop", f"{reason}, and this step is not saved")
+
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and lists, which JSON keeps exactly."""
         state = {
@@ -124,22 +139,27 @@ class Health:
         )
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:
-        wanted, limit = getattr(self.settings, key), self.settings.max_rollbacks
+        wanted, no_way_back = getattr(self.settings, key), self._no_way_back(last_checkpoint)
         if wanted == "skip" and self._consecutive_skips < CONSECUTIVE_SKIPS:
             self.skipped_steps += 1
             self._consecutive_skips += 1
             return StepDecision("skip", f"step {step} skipped: {reason} ({self.skipped_steps} skipped so far)")
-        if wanted == "rollback" and self.rollbacks < limit and last_checkpoint is not None:
+        if wanted == "rollback" and not no_way_back:
             return StepDecision("rollback", reason)
 
         if wanted == "skip":
             reason += f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
-        elif wanted == "rollback" and self.rollbacks >= limit:
-            reason += f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
         elif wanted == "rollback":
-            reason += ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+            reason += no_way_back
         untouched = f"The weights are those of step {step - 1 - self._consecutive_skips}, and nothing is saved after it"
         return StepDecision("stop", f"{reason}. {untouched}", self._remedy(key, wanted))
+
+    def _no_way_back(self, last_checkpoint: str | None) -> str:
+        """The end of a sentence that says why not; empty where there is one."""
+        limit = self.settings.max_rollbacks
+        if self.rollbacks >= limit:
+            return f", and the run has gone back {limit} times already (`health.max_rollbacks`)"
+        return "" if last_checkpoint is not None else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
 
     def _remedy(self, key: str, wanted: str) -> str:
         if key == "on_nan":

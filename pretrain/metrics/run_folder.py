@@ -146,6 +146,7 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "driver": _driver() if gpus else None,
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }

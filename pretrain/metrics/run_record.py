@@ -93,6 +93,11 @@ def is_rollback(record: Record) -> bool:
     return record.get("event") == "rollback"
 
 
+def is_halt(record: Record) -> bool:
+    """Of a run that stopped between two steps, as its weights could not be saved."""
+    return record.get("event") == "halted"
+
+
 def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     values = [math.nan if record.get(key) is None else record[key] for record in records]
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
@@ -195,7 +200,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(record.get("skipped", False) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
-        "halted": last.get("halted"),
+        "halted": next((record["reason"] for record in records if is_halt(record)), last.get("halted")),
         "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in result.items() if value is not None}

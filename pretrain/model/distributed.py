@@ -1,43 +1,43 @@
-"""Accelerate, set up: it owns processes, devices, sharding and gradient synchronisation, and converts nothing."""
+"""Accelerate, set up: it owns processes, devices and sharding, and converts nothing."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import psutil
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
+_RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
-def make_accelerator() -> Accelerator:
-    """The Accelerator of this process, in no precision of its own. InputError where several processes were launched but do not
-    form a group (accelerate would train that many copies), and where the launch asks for what is done here or not at all."""
-    # Views into the communication buckets spare a copy of all gradients.
-    views = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+def make_accelerator(replicas: int = 1) -> Accelerator:
+    """The Accelerator of this process, in no precision of its own; the environment is as `settings.launch_topology` leaves it.
+
+    `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
+    InputError where several processes were launched but do not form a group: accelerate would train that many copies.
+    """
+    by_memory = os.environ.get(_RESHARD, "").lower() == "auto"
+    if by_memory:
+        os.environ[_RESHARD] = "true"  # accelerate knows no third value
     try:
         launched = int(os.environ.get("WORLD_SIZE", "1"))
-        accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[views])
+        accelerator = Accelerator(mixed_precision="no")
     except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
         raise InputError(f"accelerate configuration: accelerate does not take it: {' '.join(str(error).split())[:300]}") from None
-    # What `accelerate launch` sets for several processes, even where it then starts only one of them.
-    if {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        raise InputError(
-            "accelerate configuration: `num_processes` is more than 1 and `distributed_type: NO` starts one; set "
-            "`distributed_type: MULTI_GPU`, or `num_processes: 1` and leave MASTER_ADDR out of the environment"
-        )
     if launched != accelerator.num_processes:
         raise InputError(
             f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees "
@@ -45,42 +45,59 @@ def make_accelerator() -> Accelerator:
         )
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
         _enable_fsdp(accelerator)
-    _refuse_what_would_be_done_twice_or_not_at_all(accelerator)
+    if replicas > 1:  # after FSDP2, without which accelerate refuses them
+        _set_replicas(accelerator, replicas)
+    if accelerator.is_fsdp2 and by_memory:
+        accelerator.state.fsdp_plugin.reshard_after_forward = None
     return accelerator
 
 
+def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
+    """Under FSDP2, which of the two ways of pretrain.model.sharding was asked for; None: the one that the plan's memory allows.
+    False elsewhere."""
+    if not accelerator.is_fsdp2:
+        return False
+    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
+    return None if reshards is None else not reshards
+
+
 def prepare(
-    accelerator: Accelerator, model: M, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype
+    accelerator: Accelerator,
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    compute_dtype: torch.dtype,
+    *,
+    once_a_step: bool = False,
 ) -> tuple[M, torch.optim.Optimizer]:
-    """The model wrapped for this topology and the optimizer over its (perhaps sharded) parameters.
+    """The model on its device, sharded under FSDP2, and the optimizer over its (perhaps sharded) parameters.
 
-    Under FSDP2, parameters are gathered in `compute_dtype` and gradients are summed over ranks in FP32.
+    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are added up over ranks
+    in FP32 (pretrain.model.sharding): its own mean is turned into a sum, which is what pretrain.model.packed counts on under
+    every topology. Elsewhere nothing is wrapped. What accelerate would put around the model, DistributedDataParallel, adds up in
+    the parameters' dtype; pretrain.model.rank_sums does in FP32.
     """
-    if accelerator.is_fsdp2:
-        accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
+    if not accelerator.is_fsdp2:
+        return model.to(accelerator.device), optimizer
+    plugin = accelerator.state.fsdp_plugin
+    plugin.reshard_after_forward = not once_a_step
+    # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
+    # around transformers' model and names none, and then all layers would be one group, gathered at once.
+    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     model, wrapped = accelerator.prepare(model, optimizer)
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        # The buffers are constants made from the config. Set here, as the argument of that name warns from torch 2.13 on.
-        model.broadcast_buffers = False
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
     return model, wrapped.optimizer
-
-
-def accumulating(accelerator: Accelerator, model: nn.Module) -> AbstractContextManager[None]:
-    """For every microbatch of a step but the last: DistributedDataParallel then sums gradients over ranks once a step. FSDP2 sums
-    them after each microbatch all the same: waiting would hold the whole model's gradients, unsharded and in FP32."""
-    return nullcontext() if accelerator.is_fsdp2 else accelerator.no_sync(model)
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """`tensor`, the same on all ranks, laid out as `parameter` is: a DTensor where that is one."""
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else tensor
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel; FSDP2 changes a module in place and wraps nothing."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 @contextmanager
@@ -95,8 +112,9 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for group in groups:
-            group.reshard()
+        for module in model.modules():  # layers too: they may have been kept after their forward
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def device_of(accelerator: Accelerator) -> tuple[str, int]:
@@ -109,12 +127,20 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """What accelerate set up, for the run's environment file."""
+    replicas = replicas_of(accelerator)
     return {
         "distributed_type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
+        **({"replicas": replicas} if replicas > 1 else {}),
+        **({"gathered": "once a step" if gathers_once_a_step(accelerator) else "for each use"} if accelerator.is_fsdp2 else {}),
     }
+
+
+def replicas_of(accelerator: Accelerator) -> int:
+    """How many times the sharded parameters are held; 1 where they are not sharded."""
+    return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> dict[str, Tensor]:
@@ -124,39 +150,17 @@ def full_state_dict(accelerator: Accelerator, model: nn.Module, prefix: str) -> 
 
 
 def _enable_fsdp(accelerator: Accelerator) -> None:
-    """Turn FSDP2 on where the launch asked for it but accelerate chose plain DDP, as it does for CPU processes."""
-    if accelerator.num_processes == 1:
-        raise InputError("accelerate configuration: FSDP2 was asked for with one process; use a configuration without it")
+    """Turn FSDP2 on where the launch asked for it but accelerate chose DDP, as it does for CPU processes."""
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin()
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def _refuse_what_would_be_done_twice_or_not_at_all(accelerator: Accelerator) -> None:
-    kind = accelerator.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
-        raise InputError(f"accelerate configuration: `distributed_type: {kind.value}` is not supported; use MULTI_GPU or FSDP")
-    if kind == DistributedType.FSDP and not accelerator.is_fsdp2:
-        raise InputError("accelerate configuration: `fsdp_version: 1` is not supported; set `fsdp_version: 2`")
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:  # what `accelerate config` writes
-        raise InputError(
-            "accelerate configuration: `fsdp_cpu_ram_efficient_loading: true` would untie the head from the embedding; set it "
-            "to false"
-        )
-    if accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.activation_checkpointing:
-        raise InputError(
-            "accelerate configuration: `fsdp_activation_checkpointing` would recompute unknown to the plan; "
-            "set it to false, and `model.gradient_checkpointing: full` in the recipe"
-        )
-    parallel = accelerator.parallelism_config
-    if parallel is not None and parallel.non_data_parallel_size > 1:  # its ranks would train on other packs and drift apart
-        raise InputError("accelerate configuration: tensor, context and sequence parallelism are not supported; remove them")
-    if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
-        raise InputError(
-            "accelerate configuration: `dynamo_config` would compile the model a second time; remove it and set `model.compile`"
-        )
-    if accelerator.gradient_accumulation_steps != 1:  # accelerate would divide a loss that is already a mean over the step
-        raise InputError("accelerate configuration: `gradient_accumulation_steps` is not used; remove it and set `batch.tokens`")
+def _set_replicas(accelerator: Accelerator, replicas: int) -> None:
+    """Lay the processes out as `replicas` of equally many shards each; the processes of a replica follow each other."""
+    config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=accelerator.num_processes // replicas)
+    accelerator.state.parallelism_config = config
+    accelerator.state.device_mesh = config.get_device_mesh(accelerator.device.type)
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
@@ -172,3 +176,34 @@ def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]
     if accelerator.num_processes > 1:
         torch.distributed.broadcast(stacked, src=0)
     return stacked.tolist()
+
+
+def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Tensor], remedy: str) -> None:
+    """InputError, which ends with `remedy`, where a rank's `tensors` are not the first rank's, by name, shape and bits. Shards
+    are left out. Collective; reads each tensor once, and allocates nothing of its size."""
+    if accelerator.num_processes == 1:
+        return
+    whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
+    if not whole:
+        return
+    sums = torch.stack([_checksum(tensor).to(accelerator.device) for tensor in whole.values()]).tolist()
+    own = {name: (tuple(tensor.shape), found) for (name, tensor), found in zip(whole.items(), sums, strict=True)}
+    first, *others = gather_object([own])
+    for rank, other in enumerate(others, start=1):
+        names = first | other
+        if differing := [name for name in names if first.get(name) != other.get(name)]:
+            raise InputError(
+                f"the processes do not begin with the same model: of {len(names)} tensors {len(differing)} are others on rank "
+                f"{rank} than on rank 0, {differing[0]} among them; {remedy}"
+            )
+
+
+@torch.no_grad()
+def _checksum(tensor: Tensor) -> Tensor:
+    """An int64 scalar of all bits, to which places along the first dimension matter."""
+    if not tensor.numel():
+        return torch.zeros((), dtype=torch.int64)
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    rows = tensor.detach().view(integers[tensor.element_size()]).reshape(len(tensor) if tensor.dim() else 1, -1)
+    sums = rows.sum(dim=1, dtype=torch.int64)
+    return (sums * torch.arange(1, len(sums) + 1, device=sums.device)).sum()

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from packing.batch import Microbatch, StepBatches
 from pretrain.model.attention import backends as attention
-from pretrain.model.distributed import accumulating, unwrapped
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.model.rank_sums import RankSums
+from pretrain.model.sharding import Sharding
 from pretrain.precision.linear import PrecisionContext
 from pretrain.settings.recipe import LossSettings
 
@@ -33,6 +34,8 @@ class PackedLanguageModel(nn.Module):
         self.backend = backend
         self.context = context or PrecisionContext(None, hf.dtype)
         self.fused: FusedLayers | None = None
+        self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
+        self.sharding: Sharding | None = None  # under FSDP2
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
@@ -66,28 +69,33 @@ def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
 
 
 def forward_backward(
-    model: nn.Module,
+    model: PackedLanguageModel,
     batches: StepBatches,
     accelerator: Accelerator,
     around_first: AbstractContextManager[Any] | None = None,
 ) -> Tensor:
     """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
 
-    It is the sum over all valid tokens of the step divided by their number over all ranks. `around_first` is entered around the
-    first microbatch, the one in which weights are quantized, by what looks on.
+    It is the sum over all valid tokens of the step divided by their number over all ranks, and the gradients of all ranks are
+    added up, by `rank_sums` or by FSDP2: so a token's gradient is the same on any number of ranks. `around_first` is entered
+    around the first microbatch, the one in which weights are quantized, by what looks on.
     """
-    context = unwrapped(model).context
+    context, sums, sharding = model.context, model.rank_sums, model.sharding
     tokens = max(batches.valid_tokens, 1)
-    # DDP and FSDP2 average gradients over ranks; the sum is wanted.
-    scale = accelerator.num_processes / tokens
+    scale = 1 / tokens
     total = torch.zeros((), device=accelerator.device)
     for index, microbatch in enumerate(batches.microbatches):
         last = index == len(batches.microbatches) - 1
         context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
-        with watched, nullcontext() if last else accumulating(accelerator, model):
+        exchanging = (
+            sums.starting_early() if sums and last else sharding.accumulating() if sharding and not last else nullcontext()
+        )
+        with watched, exchanging:
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
     context.first_microbatch = True  # for whatever forward comes before the next step
+    if sums:
+        sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from pretrain.model.gradients import clear_main_gradients, gradient_of
 from pretrain.optimizer.adamw_update import (
@@ -211,13 +210,11 @@ def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
 
 
 def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Clear the gradients of the step that is done.
-
-    Main gradients are cleared in place. So are gradients under DistributedDataParallel, which are views into its buckets: new
-    ones beside the buckets would be a second copy of all gradients. Any others give their memory back.
-    """
+    """Clear the gradients of the step that is done. Main gradients are cleared in place; any others give their memory back."""
+    if sharding := getattr(model, "sharding", None):
+        sharding.abandon()
     clear_main_gradients(model.parameters())
-    optimizer.zero_grad(set_to_none=not isinstance(model, DistributedDataParallel))
+    optimizer.zero_grad()
 
 
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from foundation.settings import MOST
 from pretrain.optimizer import schedule
-from pretrain.plan.memory import divisors_of
+from pretrain.plan.memory import microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
@@ -41,25 +41,23 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
             "set `precision: bf16`, or `weights: fp32`"
         )
-    gradients, kept = recipe.optimizer.gradients, recipe.gradients_kept_in(world_size)
-    if gradients and gradients != kept:
-        raise InputError(
-            f"`optimizer.gradients: {gradients}`: {world_size} processes exchange gradients in the parameters' dtype, which is "
-            f"{kept.upper()} under `weights: {recipe.weights}`; leave `optimizer.gradients` out, or train in one process"
-        )
     tokens, length = recipe.batch.tokens, recipe.data.length
-    unit = length * world_size
-    if tokens % unit:
-        lower, upper = tokens // unit * unit, (tokens // unit + 1) * unit
-        devices = f" x {world_size} devices = {unit} tokens" if world_size > 1 else ""
+    if tokens % length:
+        lower, upper = tokens // length * length, (tokens // length + 1) * length
         raise InputError(
-            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`{devices}; the nearest "
+            f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`; the nearest "
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
-    packs_per_rank = tokens // unit
-    size = recipe.batch.microbatch
-    if size != "auto" and packs_per_rank % size:
-        fitting = ", ".join(map(str, divisors_of(packs_per_rank)))
+    packs = tokens // length
+    if packs < world_size:
+        raise InputError(
+            f"`batch.tokens: {tokens}` are {packs} packs of `data.length: {length}`, too few for {world_size} processes; set it "
+            f"to {length * world_size} at least, or start {packs} processes at most"
+        )
+    packs_per_rank, size = -(-packs // world_size), recipe.batch.microbatch
+    # Where the processes do not divide the packs, some places stay empty anyway: any size will do, and the plan says how many.
+    if size != "auto" and (size > packs_per_rank or (packs % world_size == 0 and packs_per_rank % size)):
+        fitting = ", ".join(map(str, microbatch_sizes(packs, world_size)))
         raise InputError(
             f"`batch.microbatch: {size}` does not divide the {packs_per_rank} packs that a device takes in a step "
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "

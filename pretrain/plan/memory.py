@@ -23,8 +23,8 @@ Around low-precision products a layer is compiled in pieces, which keep some of 
 H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 
-Not counted: libraries' workspaces (a tenth of a GiB), one layer's stacked gradients where several processes exchange them, and
-the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
+Not counted: libraries' workspaces (a tenth of a GiB), what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
+`sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
 tries on the device.
 """
 
@@ -61,7 +61,8 @@ class MemoryEstimate:
     """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
 
     parameters: int
-    gradients: int  # one sum a parameter for the whole step; under DDP views into its buckets, so no second copy
+    gathered_weights: int  # of shards, in the compute dtype: all of them, or the groups in use
+    gradients: int  # one sum a parameter for the whole step, which is also what ranks exchange; of shards, their parts of it too
     moments: int  # AdamW's two; unless the recipe says, BF16 where the parameters are plain BF16, else FP32
     remainders: int  # the 16 bits beside each BF16 parameter of `weights: bf16_exact`
     working_copies: int  # of the layers' FP32 weights in BF16, for forward and backward
@@ -71,7 +72,7 @@ class MemoryEstimate:
     loss_by_pack: int  # the last hidden states, the final norm's output and its gradient
     logits_by_pack: int  # the loss's buffers, were all logits held at once
     logits_at_most: int | None  # the same for one chunk; None: not chunked
-    backward: int  # a tied head's gradient, where autograd holds it until it has the embedding's
+    backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
 
     @classmethod
@@ -83,11 +84,14 @@ class MemoryEstimate:
         world_size: int,
         sharded: bool,
         layers: Sequence[LayerMemory] | None = None,
+        gathered: bool = False,
+        replicas: int = 1,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2). `layers`:
+        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
+        those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
         of the model, in order; None: all are compiled, none is fused."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
-        values = math.ceil(flops.parameters / (world_size if sharded else 1))
+        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
@@ -98,7 +102,7 @@ class MemoryEstimate:
         head_quantized = products.quantized and recipe.fp8_config.scope != "linear"
         # Its gradient, its working copy, and a chunk's own gradient, unless products add that to the sum (model.loss.fp8_head).
         loss = (4 if kind == "chunked" else computed) * head
-        if _weights_are_cast(recipe.weights, products) and not head_quantized:
+        if _weights_are_cast(recipe.weights, products) and not head_quantized and not sharded:
             loss += computed * head
         if head_quantized and kind == "chunked" and not products.fuses_head:
             loss += computed * head
@@ -106,20 +110,29 @@ class MemoryEstimate:
         # reference keeps the product, the softmax and its gradient, the last two in FP32.
         logit = {"chunked": computed + (2 if head_quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
         logits = shape.vocabulary * logit
+        gradients = values * _BYTES[recipe.gradients_kept_in]
+        in_use = backward = 0
+        if sharded:
+            group = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)
+            largest = group if flops.tied else max(group, head)
+            # For each use: a layer, the next one and its copy on the way, and the head from its forward to its backward.
+            in_use = computed * (flops.parameters if gathered else 3 * group + head)
+            gradients += 4 * (flops.parameters if gathered else largest + (head if flops.tied else 0))
+            backward = 4 * largest
         return cls(
             parameters=values * stored,
-            gradients=values * _BYTES[recipe.gradients_kept_in(world_size)],
+            gathered_weights=in_use,
+            gradients=gradients,
             moments=2 * values * _BYTES[moments],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
-            working_copies=_working_copies(layers, again),
+            working_copies=0 if sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
             quantized_weights=sum(layer.quantized_weights for layer in layers) + (2 * head if head_quantized else 0),
             activations_by_pack=length * sum(kept),
             loss=loss,
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
             logits_at_most=recipe.loss.chunk * logits if kind == "chunked" else None,
-            # One process adds it to the main gradient at once.
-            backward=stored * head if flops.tied and world_size > 1 else 0,
+            backward=backward,
             backward_by_pack=length * _backward(layers, kept),
         )
 
@@ -131,6 +144,7 @@ class MemoryEstimate:
         in_backward = self.backward + self.backward_by_pack * microbatch
         parts = {
             "parameters": self.parameters,
+            "gathered weights": self.gathered_weights,
             "gradients": self.gradients,
             "optimizer moments": self.moments,
             "remainder bits": self.remainders,
@@ -148,12 +162,24 @@ class MemoryEstimate:
 
 
 def microbatch_candidates(
-    packs_per_rank: int, estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
+    sizes: Sequence[int], estimate: MemoryEstimate, device_memory: int | None, share: float = OPTIMISM
 ) -> list[int]:
-    """Microbatches (packs at once) worth trying, largest first: the divisors of a device's packs a step of which `share` of the
-    estimate fits into `device_memory` (bytes; None: any), and always 1."""
+    """Those of `sizes` (packs at once, ascending) worth trying, largest first: of which `share` of the estimate fits into
+    `device_memory` (bytes; None: any), and always 1."""
     limit = math.inf if device_memory is None else device_memory
-    return [size for size in divisors_of(packs_per_rank)[::-1] if size == 1 or share * estimate.total(size) <= limit]
+    return [size for size in sizes[::-1] if size == 1 or share * estimate.total(size) <= limit]
+
+
+def microbatch_sizes(packs: int, devices: int) -> list[int]:
+    """Microbatches, in packs, that suit a step of so many packs on so many devices; ascending, from 1.
+
+    They divide what a device takes. Where not all devices can take equally many, some places stay empty whatever the size; then
+    it is the least size of every number of microbatches.
+    """
+    most = -(-packs // devices)
+    if packs % devices == 0:
+        return divisors_of(most)
+    return sorted({-(-most // count) for count in range(1, most + 1)})
 
 
 def divisors_of(number: int) -> list[int]:

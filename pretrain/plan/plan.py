@@ -17,7 +17,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates
+from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
@@ -35,6 +35,8 @@ class Devices:
     sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
     name: str | None = None
     memory: int | None = None
+    gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
+    replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
 
 
 @dataclass(frozen=True)
@@ -64,8 +66,9 @@ class Plan:
 
     @cached_property
     def memory(self) -> MemoryEstimate:
-        precision, devices = self.active.precision.name, self.devices
-        return MemoryEstimate.of(self.recipe, self.flops, precision, devices.count, devices.sharded, self.layers)
+        precision, of = self.active.precision.name, self.devices
+        shards = (of.count, of.sharded, self.layers, of.gathered, of.replicas)
+        return MemoryEstimate.of(self.recipe, self.flops, precision, *shards)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -86,12 +89,23 @@ class Plan:
 
     @property
     def packs_per_rank(self) -> int:
-        return self.packs_per_step // self.devices.count
+        """The most that a device takes in a step."""
+        return -(-self.packs_per_step // self.devices.count)
+
+    @property
+    def microbatch_sizes(self) -> list[int]:
+        """Microbatches that suit the step's packs and the number of devices, ascending."""
+        return microbatch_sizes(self.packs_per_step, self.devices.count)
 
     @property
     def accumulation(self) -> int | None:
         """Microbatches that a device takes in a step; None while the microbatch is `auto`."""
-        return self.packs_per_rank // self.microbatch if self.microbatch else None
+        return -(-self.packs_per_rank // self.microbatch) if self.microbatch else None
+
+    @property
+    def empty_places(self) -> int:
+        """Places for packs in a step's microbatches that hold none: computed, and of no effect. 0 while it is `auto`."""
+        return self.devices.count * self.accumulation * self.microbatch - self.packs_per_step if self.microbatch else 0
 
     @property
     def total_tokens(self) -> int:
@@ -134,12 +148,12 @@ class Plan:
     @property
     def microbatch_candidates(self) -> list[int]:
         """Microbatches for `auto` to try, largest first."""
-        return microbatch_candidates(self.packs_per_rank, self.memory, self.devices.memory)
+        return microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory)
 
     @property
     def expected_microbatch(self) -> int:
         """The microbatch, or the one that `auto` should find by the estimate."""
-        return self.microbatch or microbatch_candidates(self.packs_per_rank, self.memory, self.devices.memory, share=1.0)[0]
+        return self.microbatch or microbatch_candidates(self.microbatch_sizes, self.memory, self.devices.memory, share=1.0)[0]
 
     @property
     def warnings(self) -> list[str]:
@@ -160,6 +174,8 @@ class Plan:
                 f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory; "
                 f"what helps: {smaller}`model.gradient_checkpointing: full`, `weights: bf16`, sharding"
             )
+        if self.empty_places:
+            found.append(self._empty_places())
         if self.recipe.weights == "bf16":
             found.append(self._frozen_weights())
         found += self.active.precision.cautions(self.active.settings)
@@ -176,6 +192,18 @@ class Plan:
         if names := self.flops.uncounted:
             found.append(f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ...")
         return found
+
+    def _empty_places(self) -> str:
+        places = self.packs_per_step + self.empty_places
+        better = max(size for size in self.microbatch_sizes if size <= self.microbatch)
+        fewer = f"`batch.microbatch: {better}` leaves {self.with_microbatch(better).empty_places}, and "
+        unit = self.recipe.data.length * self.devices.count
+        return (
+            f"{self.packs_per_step:,} packs do not divide into {self.devices.count} devices x {self.accumulation} microbatches x "
+            f"{self.microbatch} packs: {self.empty_places} of {places:,} places stay empty, "
+            f"{units.percent(self.empty_places / places)} of the time. "
+            f"{'' if better == self.microbatch else fewer}a `batch.tokens` that is a multiple of {unit:,} can leave none"
+        )
 
     def _frozen_weights(self) -> str:
         """BF16 has 8 significant bits: in [2^e, 2^(e+1)) half its spacing is 2^(e-8). AdamW moves a weight by about the rate."""
@@ -194,6 +222,10 @@ class Plan:
 def render(plan: Plan) -> str:
     """The plan as a user reads it, a few lines to a subject."""
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
+    if plan.devices.replicas > 1:
+        devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
+    if plan.devices.sharded:
+        devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
     compute = f"{plan.active.precision.name} compute, emulated" if plan.emulated else f"{plan.active.precision.name} compute"
     title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {
@@ -226,8 +258,10 @@ def _step_line(plan: Plan) -> str:
     total = f"{plan.tokens_per_step:,} tokens = {plan.packs_per_step:,} packs of {plan.recipe.data.length:,}"
     devices = _plural(plan.devices.count, "device")
     if plan.microbatch is None:
-        return f"{total} = {devices} x {_plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
-    return f"{total} = {devices} x {_plural(plan.accumulation, 'microbatch')} x {_plural(plan.microbatch, 'pack')}"
+        most = "" if plan.packs_per_step % plan.devices.count == 0 else "at most "
+        return f"{total} = {devices} x {most}{_plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
+    empty = f", {_plural(plan.empty_places, 'place')} empty" if plan.empty_places else ""
+    return f"{total} = {devices} x {_plural(plan.accumulation, 'microbatch')} x {_plural(plan.microbatch, 'pack')}{empty}"
 
 
 def _horizon_lines(plan: Plan) -> list[str]:

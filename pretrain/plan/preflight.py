@@ -21,7 +21,7 @@ from pretrain.metrics.trackers import check_services, resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
-from pretrain.model.distributed import device_of
+from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
@@ -41,6 +41,9 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
+
+WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
+KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 
 
 @dataclass(frozen=True)
@@ -161,7 +164,7 @@ def prepare_job(
     plan = Plan(
         recipe,
         active,
-        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator)),
+        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas=replicas_of(accelerator)),
         model_config.model_type,
         ModelFlops.of(shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
@@ -171,9 +174,20 @@ def prepare_job(
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
+    asked = gathers_once_a_step(accelerator)
+    plan = replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend)
+
+
+def fits_gathered(plan: Plan) -> bool:
+    """What `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step, with the
+    recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device well."""
+    kept = replace(plan, devices=replace(plan.devices, gathered=True))
+    enough = max(1, WELL_FILLED // plan.recipe.data.length)
+    wanted = plan.microbatch or min(plan.expected_microbatch, enough)
+    return plan.devices.memory is None or kept.memory.total(wanted) <= (1 - KEPT_FREE) * plan.devices.memory
 
 
 def planned_steps(recipe: Recipe, accelerator: Accelerator) -> int:

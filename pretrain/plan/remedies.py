@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from foundation import units
-from pretrain.plan.memory import divisors_of
 from pretrain.plan.plan import GIB, Plan
 
 # Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
@@ -56,7 +55,7 @@ def takes_less(plan: Plan) -> list[tuple[str, int]]:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
     recipe, devices = plan.recipe, plan.devices
-    smaller = [size for size in divisors_of(plan.packs_per_rank) if size < plan.expected_microbatch]
+    smaller = [size for size in plan.microbatch_sizes if size < plan.expected_microbatch]
     for size in {*smaller[-1:], *smaller[:1]}:  # the next one, and the least
         yield f"batch.microbatch={size}", plan.with_microbatch(size)
     plan = plan.with_microbatch(plan.expected_microbatch)
@@ -67,14 +66,16 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
             layers = plan.layers and [replace(layer, working_copies=0) for layer in plan.layers]
             yield f"weights={mode}", replace(plan, recipe=plan.recipe.model_copy(update={"weights": mode}), layers=layers)
     yield "optimizer.moments=bf16", _with(plan, "optimizer", moments="bf16")
-    if devices.count == 1:
+    if not devices.sharded:
         yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
     if recipe.loss.kind == "reference":
         yield "loss.kind=chunked", _with(plan, "loss", kind="chunked")
     elif recipe.loss.kind == "chunked" and recipe.loss.chunk > _SMALL_CHUNK:
         yield f"loss.chunk={_SMALL_CHUNK}", _with(plan, "loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
-        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True))
+        yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))
+    if devices.count > 1 and (devices.gathered or not devices.sharded):
+        yield "accelerate_configs/fsdp2.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=False))
 
 
 def _with(plan: Plan, section: str, **values: Any) -> Plan:

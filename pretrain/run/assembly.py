@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from packing.batch import Microbatch
@@ -30,10 +29,12 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import Trackers
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import prepare, sharded_like, unwrapped
+from pretrain.model.distributed import prepare, require_same_on_all_ranks, sharded_like
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.rank_sums import RankSums
+from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
@@ -54,6 +55,9 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
+# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
+SEEN_UNQUANTIZED = 512
+SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Assembly:
     """One model under its names, its optimizer and its precision."""
 
     hf: PreTrainedModel  # as transformers knows it
-    model: nn.Module  # as it maps packed batches to losses, wrapped for the topology
+    model: PackedLanguageModel  # as it maps packed batches to losses, sharded where the topology does
     optimizer: ExactAdamW
     active: ActivePrecision
     precision: PrecisionContext  # which its products share
@@ -85,7 +89,7 @@ class Assembly:
         fastest = peak(device_name, self.active.precision.peak)
         if self.active.backend != "transformer_engine" or fastest is None:
             return None
-        weights = low_precision_weights(unwrapped(self.model))
+        weights = low_precision_weights(self.model)
         return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
 
     def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
@@ -121,7 +125,7 @@ class Assembly:
         if self.precision.backend is None:
             yield
             return
-        with audit.confirming(unwrapped(self.model), self.active, self.audit["products"], step):
+        with audit.confirming(self.model, self.active, self.audit["products"], step):
             yield
         self.audit["confirmed_in_step"] = step
 
@@ -130,7 +134,7 @@ class Assembly:
         """Around the first microbatch of a later `step`: InputError, before the step's update, where its low-precision products
         are not those of the audit any more, or a history of delayed scaling was not kept."""
         with (
-            audit.confirming(unwrapped(self.model), self.active, self.audit["products"], step, most=EXAMINED_AGAIN),
+            audit.confirming(self.model, self.active, self.audit["products"], step, most=EXAMINED_AGAIN),
             audit.confirming_histories(self.precision, self.active),
         ):
             yield
@@ -163,6 +167,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
+    require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
     masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     low_precision = make_backend(job.active, device) if job.active.precision.quantized else None
     context = PrecisionContext(low_precision, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
@@ -182,18 +187,24 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
     adamw.by_kernel = kernels.optimizer
-    prepared, adamw = prepare(accelerator, packed, adamw, job.compute_dtype)
-    kept_in = recipe.gradients_kept_in(accelerator.num_processes)
-    # Autograd sums in the parameters' dtype by itself; a dtype of its own, and products that add to it, are what needs a place.
-    adds = fused or (job.active.backend == "emulation" and kept_in == "fp32")
-    if accelerator.num_processes == 1 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
+    once_a_step = job.plan.devices.gathered
+    packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
+    kept_in, together = recipe.gradients_kept_in, accelerator.num_processes > 1
+    # Autograd sums in the parameters' dtype by itself. A place of its own is needed by another dtype, by products that add to it,
+    # and by ranks that exchange it.
+    adds = fused or together or (job.active.backend == "emulation" and kept_in == "fp32")
+    if not accelerator.is_fsdp2 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
         attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
+        packed.rank_sums = RankSums(packed.parameters()) if together else None
     for name, parameter in hf.named_parameters():
         if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
+    if accelerator.is_fsdp2:
+        stacks = fused.stacks if fused else ()
+        packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
     adamw.materialise()
 
-    products = rehearse(job, accelerator, prepared, packed, adamw, decisions)
+    products = rehearse(job, accelerator, packed, adamw, decisions)
     found = {
         "precision": job.active.requested,
         "effective": job.precision.name,
@@ -211,13 +222,12 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,
     }
-    return Assembly(hf, prepared, adamw, job.active, context, found)
+    return Assembly(hf, packed, adamw, job.active, context, found)
 
 
 def rehearse(
     job: Job,
     accelerator: Accelerator,
-    prepared: nn.Module,
     packed: PackedLanguageModel,
     adamw: ExactAdamW,
     decisions: Mapping[str, Decision],
@@ -228,36 +238,29 @@ def rehearse(
     gradients round to zero: the first backward teaches it those of a layer's last products only, the second the others.
     """
     audit.check_trained(packed.hf, adamw)
-    scale = accelerator.num_processes / job.plan.tokens_per_step
-    prepared.train()
-    run = prepared if packed.context.backend or packed.fused else packed  # where gradients are looked at, all ranks take part
+    scale = 1 / job.plan.tokens_per_step
+    packed.train()
 
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
-        return run(**inputs_of(batch, accelerator.device)) * scale
+        if packed.context.backend is None and packed.fused is None:
+            batch = beginning_of(batch, SEEN_UNQUANTIZED)
+        return packed(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):
                 loss_of(pack).backward()
-    if isinstance(prepared, DistributedDataParallel):
-        with packed.context.preserving_state():
-            lay_gradients_into_buckets(prepared, adamw, job.data.one_pack(0, job.model_config.vocab_size))
-    clear_gradients(adamw, prepared)
+    clear_gradients(adamw, packed)
     return entries
 
 
-def lay_gradients_into_buckets(ddp: DistributedDataParallel, adamw: torch.optim.Optimizer, batch: Microbatch) -> None:
-    """Let DistributedDataParallel lay out its final buckets before the first step, with every gradient a view into them.
-
-    It rebuilds its buckets after the first backward that it sees. In training that would hold a second copy of all gradients in
-    the first step, and sums over three ranks or more would come in another order after a resume than without one.
-    """
-    with torch.compiler.set_stance("force_eager"):  # of a shape that never comes again
-        for _ in range(2):
-            ddp(**inputs_of(batch, ddp.device)).backward()
-    clear_gradients(adamw, ddp)
+def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
+    """The first `tokens` of a microbatch of one pack, as a shorter pack; all of it where that is as short."""
+    length = min(tokens, batch.max_seqlen)
+    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")}
+    return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
 def what_is_compiled(compiled: bool, context: PrecisionContext, fused: FusedLayers | None) -> str:

@@ -48,6 +48,20 @@ def say_once(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def leave_status(status: int) -> int:
+    """The first process of all writes `status` to the file that PRETRAIN_STATUS_FILE names, if it names one; returns `status`.
+
+    `accelerate launch` ends with 1 whatever a process of its ended with, and who started it may have to know.
+    """
+    path = os.environ.get("PRETRAIN_STATUS_FILE")
+    if path and os.environ.get("RANK", "0") == "0":
+        try:
+            Path(path).write_text(f"{status}\n", encoding="utf-8")
+        except OSError as error:
+            print(f"PRETRAIN_STATUS_FILE: {path}: {error.strerror}; the status is {status}", file=sys.stderr)
+    return status
+
+
 def tell_torchrun(text: str) -> None:
     """Leave `text` where torchrun looks for what its failed processes have to say, which it then prints in its table."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> int:
     for name in precisions:
         for finding in rows[name].findings:
             if "errors" in finding and not finding["said"].startswith("agrees"):
-                print(f"{name}: {finding['part']} {finding['said']}")
+                print(f"{name}: the kernel `{finding['part']}` {finding['said']}")
     return int(any(row.on == "nothing" for row in rows.values()))
 
 

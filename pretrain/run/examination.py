@@ -249,12 +249,12 @@ def _small_findings(
 def parity_finding(parity: dict[str, Any]) -> Finding:
     """From what the audit says of it."""
     failures = parity["failures"]
-    parts = {"": parity} | {f"{key} ": part for key, part in parity.items() if isinstance(part, dict)}
     figures = [
-        f"{name}{key.replace('_', ' ')} {part[key]:.4f}"
-        for name, part in parts.items()
-        for key in ("loss", "plain_loss", "least_cosine")
-        if isinstance(part.get(key), float)
+        f"{name} {key.replace('_', ' ')} {parity[name][key]:.4f}"
+        for name in ("plain", "quantized")
+        if name in parity
+        for key in ("loss", "reference_loss", "least_cosine")
+        if parity[name][key] is not None
     ]
     said = "; ".join([*map(str, failures), *figures])
     return {"part": "parity at step 0", "status": FAILED if failures else PASSED, "said": said, "parity": parity}

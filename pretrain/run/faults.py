@@ -1,11 +1,13 @@
-"""What may happen to a run from outside: memory that runs out, a run folder that vanishes. One message, and nothing lost."""
+"""What may happen to a run from outside: memory or time that runs out, a run folder that vanishes. One message, nothing lost."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from accelerate.utils import broadcast_object_list
 
 from foundation.errors import InputError
@@ -14,7 +16,8 @@ from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.assembly import Run
 
-FOLDER_GONE, METRICS_GONE, SAVE_FAILED = 1000, 999, 998  # beside the numbers of signals, which ranks agree on in one exchange
+# Beside the numbers of signals, which ranks agree on in one exchange; the largest that any rank knows of counts.
+FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP = 1000, 999, 998, 997
 
 
 @contextmanager
@@ -37,6 +40,14 @@ def vanished(run: Run) -> int:
     if not run.trackers.in_place:
         return METRICS_GONE
     return SAVE_FAILED if run.checkpoints.failed else 0
+
+
+def time_is_up(run: Run) -> int:
+    """TIME_IS_UP where this process is older than `train.max_hours`, else 0."""
+    limit = run.job.recipe.train.max_hours
+    if limit is None:
+        return 0
+    return TIME_IS_UP if time.time() - psutil.Process().create_time() > 3600 * limit else 0
 
 
 def prepare_rescue(run: Run, what: int) -> InputError:

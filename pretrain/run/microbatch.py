@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from foundation.errors import InputError
 from packing.batch import Microbatch
-from pretrain.model.distributed import accumulating, largest_over_ranks, unwrapped
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
 from pretrain.plan.preflight import Job
@@ -34,7 +35,7 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     if job.plan.microbatch:
         return job.plan.microbatch
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
-    if same_split and job.plan.packs_per_rank % resumed["microbatch"] == 0:
+    if same_split and resumed["microbatch"] in job.plan.microbatch_sizes:
         return resumed["microbatch"]
     # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting. So only what the
     # estimate expects to fit is tried there.
@@ -51,7 +52,7 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
 
 def trials_are_collective(model: nn.Module, accelerator: Accelerator) -> bool:
     """Whether ranks exchange something within a forward and backward: shards of weights, or the amaxes of delayed scaling."""
-    context = getattr(unwrapped(model), "context", None)
+    context = getattr(model, "context", None)
     return accelerator.is_fsdp2 or (accelerator.num_processes > 1 and context is not None and bool(context.state()))
 
 
@@ -81,16 +82,19 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+    sharding = getattr(model, "sharding", None)
     try:
-        for _ in range(2):  # the second pass holds gradients as well, as every later microbatch does
-            # DistributedDataParallel must not wait here for a rank that has run out of memory.
-            with accumulating(accelerator, model):
+        for last in (False, True):  # the second pass holds gradients as well, as every later microbatch does
+            # Ranks that hold the whole model must not wait here for one that has run out of memory. Shards wait in any case.
+            with sharding.accumulating() if sharding and not last else nullcontext():
                 accelerator.backward(model(**inputs_of(batch, device)))
     except torch.OutOfMemoryError:
         return False
     finally:
-        # Zeroed, not freed: the gradients' memory belongs to every trial.
-        model.zero_grad(set_to_none=False)
+        if sharding:
+            sharding.abandon()
+        # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
+        model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
     if device.type != "cuda":
         return True

@@ -8,19 +8,18 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from packing.order import PackOrder
-from pretrain.model.distributed import describe_topology, largest_over_ranks, unwrapped
+from pretrain.model.distributed import describe_topology, largest_over_ranks
+from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job
 from pretrain.verify.kept import KeptResult
-from pretrain.verify.parity import MICROBATCHES, TOKENS, Parity, check_parity
+from pretrain.verify.parity import MICROBATCHES, PLAIN_BYTES, TOKENS, Parity, check_parity
 
 SMALL_SHARE = 0.01  # of what a run computes, that a check may cost under `auto`
 # What the check costs, in tokens trained: each packed pass by its tokens (two of them, with a microbatch before each, and the
 # draws of noise), and plain FP32 and BF16 over a document at a time as ten times as much.
 PACKED_PASSES, PLAIN_TOKENS = 5, 12
-MODEL_BYTES = 12  # a parameter: plain weights, their gradient, and one to compare with, in FP32
 MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
 
 
@@ -42,7 +41,7 @@ class LeftOut:
 
 
 def hold_to_parity(
-    job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
+    job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
 ) -> Parity | LeftOut:
     """The comparison, or why it was left out under `auto`; the same on every rank. `compiled`: what the audit says of it."""
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
@@ -58,14 +57,14 @@ def hold_to_parity(
         if share > SMALL_SHARE:
             return LeftOut(f"it would cost {share:.0%} of this short run; `parity=on` checks it all the same")
         if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
-            return LeftOut(f"plain transformers in FP32 does not fit beside the run ({MODEL_BYTES} bytes a parameter)")
+            return LeftOut(f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)")
     found = compare_step_0(job, model, optimizer, accelerator)
-    if accelerator.is_main_process and not found.failures:
+    if accelerator.is_main_process and not found.failures and found.text.tells_all:
         kept.write(found.record())
     return found
 
 
-def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
+def compare_step_0(job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
     """The beginning of the run's step 0 in microbatches of the plan's size; collective."""
     order = PackOrder(len(job.data.train), job.plan.packs_per_step, job.recipe.seed)
     packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
@@ -73,12 +72,12 @@ def compare_step_0(job: Job, model: nn.Module, optimizer: torch.optim.Optimizer,
     return check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=mask_boundaries)
 
 
-def _fits(model: nn.Module, device: torch.device) -> bool:
+def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return MODEL_BYTES * sum(p.numel() for p in unwrapped(model).hf.parameters()) < 0.8 * free
+    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
 
 
 def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, Any]:
@@ -93,7 +92,7 @@ def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, A
         "compiled": compiled,
         "loss": recipe.loss.model_dump(mode="json"),
         "weights": recipe.weights,
-        "gradients": recipe.gradients_kept_in(accelerator.num_processes),
+        "gradients": recipe.gradients_kept_in,
         "precision": job.precision.name,
         "backend": job.active.backend,
         "fp8_config": job.active.settings.model_dump(mode="json") if job.precision.quantized else None,

@@ -7,7 +7,7 @@ import math
 import torch
 
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.health import StepDecision, TrainingHalted
+from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
 from pretrain.optimizer.adamw_update import local_part
@@ -69,8 +69,7 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
     if failure := run.checkpoints.settle():
         reason += f". {failure.rstrip('.')}"
     if names := tensors_not_finite(run):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        reason += f". The weights themselves hold infinity or NaN, in {', '.join(names[:3])}{more}"
+        reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
         source, untrained = run.job.recipe.model.source, run.state.step - run.state.skipped_steps <= 1
         if source is not None and untrained:
             remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
@@ -79,12 +78,16 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
     return TrainingHalted(run.state.step, f"{reason}. {remedy}.")
 
 
-def require_finite_weights(run: Run) -> None:
-    """TrainingHalted where the last update has overflowed weights, which its own loss and gradient cannot show: what is saved is
-    good to go back to. Collective."""
-    if tensors_not_finite(run):
-        reason = "the update has overflowed, and this step is not saved"
-        raise halted(run, StepDecision("stop", reason))
+def judge_weights(run: Run) -> StepDecision:
+    """Whether the present weights may be saved: the last update may have overflowed them, which its own loss and gradient cannot
+    show, and what is saved is good to go back to. Collective. Where they stop the run, metrics.jsonl says so."""
+    names = tensors_not_finite(run)
+    if not names:
+        return StepDecision()
+    decision = run.health.judge_overflow(names, last_checkpoint=run.checkpoints.latest)
+    if decision.action == "stop":
+        run.trackers.note({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
+    return decision
 
 
 @torch.no_grad()

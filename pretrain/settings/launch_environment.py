@@ -117,6 +117,9 @@ def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
     values["override_linear_precision"] = any(overridden)
     if "format" in values:  # the prefix has swallowed the beginning of `fp8_format`
         values["fp8_format"] = str(values.pop("format")).upper()
+    for written, read in (("amax_history_length", "amax_history_len"), ("amax_compute_algorithm", "amax_compute_algo")):
+        if written in values:  # by `accelerate config`, whose words `accelerate launch` does not know
+            values[read] = values.pop(written)
     if "recipe" in values:
         values["recipe"] = str(values["recipe"]).lower()
     if str(values.get("backend")).upper() == "TE":  # `--fp8_backend te` on accelerate's own command line

@@ -74,7 +74,7 @@ class OptimizerSettings(Settings):
     weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate
     decay: Literal["matrices", "all"] = "matrices"  # what decays: matrices and embeddings; all: norms and biases too, as in torch
     moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
-    # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Several processes sum in the weights' dtype.
+    # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
 
@@ -101,11 +101,13 @@ class ScheduleSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """The horizon: exactly one of the three."""
+    """The horizon: exactly one of `steps`, `tokens` and `epochs`."""
 
     steps: PositiveCount | None = None  # optimizer steps
     tokens: PositiveCount | None = None  # rounded up to whole steps
     epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
+    # After so many hours of its process, a run saves and ends with the status of SIGUSR1; the same command goes on. null: never.
+    max_hours: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
@@ -183,11 +185,8 @@ class Recipe(Settings):
     def _true_and_false_are_on_and_off(cls, value: Any) -> Any:
         return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-    def gradients_kept_in(self, world_size: int) -> Literal["fp32", "bf16"]:
-        """The dtype in which the gradients of a step's microbatches add up, on each of `world_size` processes.
-
-        Several processes exchange gradients in the parameters' dtype, and `pretrain.plan.checks` refuses the wish for another.
-        """
-        if world_size > 1:
-            return "fp32" if self.weights == "fp32" else "bf16"
+    @property
+    def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
+        """The dtype in which the gradients of a step's microbatches add up on each process, and stay when ranks have been summed.
+        Shards add up in FP32 in any case, and their sum is kept in this."""
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")

@@ -25,7 +25,8 @@ from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import PLACES
-from pretrain.precision.linear import PREFIX, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
+from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import PREFIX, LinearProduct, LowPrecisionLinear, LowPrecisionNorm, PrecisionContext
 from pretrain.precision.observation import FACTORS, OPERANDS, ObservedProduct, ProductObserver, dtype_name
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.registry import UNQUANTIZED
@@ -43,9 +44,9 @@ def observe(
 ) -> list[Entry]:
     """One `_entry` for each linear, low-precision norm and other module with matrices.
 
-    `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated where the model multiplies in low
-    precision or in fused layers. Gradients are left for the caller to clear. `decisions`: what `convert` was to do. InputError if
-    a product computed in another precision than was decided, or not at all, and if a trained parameter was not reached.
+    `run` computes a loss of one small batch; it is run once, uncompiled, and differentiated. Gradients are left for the caller to
+    clear. `decisions`: what `convert` was to do. InputError if a product computed in another precision than was decided, or not
+    at all, and if a trained parameter was not reached.
     """
     hf, context, fused = packed.hf, packed.context, packed.fused
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
@@ -57,12 +58,7 @@ def observe(
         observing(packed, active) as observer,
         DtypesOfLinears(linears | others, observer) as dtypes,
     ):
-        if context.backend is None and fused is None:
-            with torch.no_grad():
-                run()
-        else:  # products of ours have a backward of ours too, and both are to be seen
-            run().backward()
-            _check_reached(hf)
+        run().backward()
     members = fused.members if fused else {}
     _check_tied(hf)
 
@@ -86,6 +82,7 @@ def observe(
             effective, weight = precision if module.calls else "not run", dtype_name(module.weight.dtype)
             entries.append(_entry(name, module, precision, effective, active.backend, weight))
     _refuse(entries, active)
+    _check_reached(hf)
     # Modules whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of
     # them, so nothing is refused: they compute as transformers wrote them, and a router may do so in FP32.
     reason = "no linear, which is what low precision takes" if active.precision.quantized else None
@@ -157,10 +154,23 @@ def _refuse_empty_histories(packed: PackedLanguageModel, active: ActivePrecision
 
 @contextmanager
 def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[None]:
-    """Around one microbatch, forward and backward: InputError where a history of delayed scaling did not move on by one entry, or
-    its scale is not the one that the rule makes of it. Nothing where scales come from the tensors themselves."""
+    """Around a step's first microbatch: InputError where a history of delayed scaling did not move on by one entry, or its scale
+    is not the one that the rule makes of it. A history whose operand is all zeros may stay as it was. Nothing where scales come
+    from the tensors themselves."""
     before = {name: tensor.clone() for name, tensor in context.state().items()}
-    yield
+    if not before:
+        yield
+        return
+    not_zero: dict[tuple[str, Role], Tensor] = {}
+
+    def see(name: str, role: Role, operand: Tensor, _: LinearProduct) -> None:
+        not_zero[name, role] = (operand.abs() > 0).any() | not_zero.get((name, role), False)
+
+    context.observers.append(see)
+    try:
+        yield
+    finally:
+        context.observers.remove(see)
     after, stale = context.state(), []
     for role, (direction, slot) in PLACES.items():
         histories = [name.removesuffix("/scale") for name in before if name.endswith(f"/{direction}/scale")]
@@ -175,10 +185,16 @@ def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> 
         rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
         history, scale = update_scale(entered, old[1], *rule)
         same = (history == new[0]).all(0) & torch.isclose(scale, new[1], rtol=2**-20, atol=0)
-        # A microbatch whose amax is zero, infinite or NaN leaves a history as it is, or in the hands of the health check.
-        moved = (new[0][-1] > 0) & new[0].isfinite().all(0)
+        stayed = (new[0] == old[0]).all(0) & (new[1] == old[1])
+        names = [name.removeprefix(PREFIX).rpartition("/")[0] for name in histories]
+        nothing = torch.zeros((), dtype=torch.bool, device=same.device)
+        moves = torch.stack([not_zero.get((name, role), nothing) for name in names])
+        # An overflow is left to the health check (a NaN is no amax), and of a history of one microbatch nothing is left to look
+        # at. Zeros are this rank's own: another's amax may have moved the history.
+        known = new[0].isfinite().all(0) & (len(new[0]) > 1)
         pending = new[0][0] != 0  # noted, and never moved on
-        for name in (name for name, wrong in zip(histories, ((moved & ~same) | pending).tolist(), strict=True) if wrong):
+        wrong_ones = (known & ~(same | (stayed & ~moves))) | pending
+        for name in (name for name, wrong in zip(histories, wrong_ones.tolist(), strict=True) if wrong):
             stale.append(f"{name.removeprefix(PREFIX).rpartition('/')[0]} ({role})")
     if stale:
         raise InputError(
@@ -261,10 +277,17 @@ def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") 
 
 
 def _check_reached(hf: nn.Module) -> None:
-    """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes."""
-    lost = [name for name, parameter in hf.named_parameters() if parameter.requires_grad and not was_reached(parameter)]
+    """InputError for a trained parameter without a gradient: one that was copied, or untied, and is no longer what computes, or
+    one that packed attention has no use for. An expert of its own may be what no token of a pack has chosen."""
+    trained = {
+        name: parameter for name, parameter in hf.named_parameters() if parameter.requires_grad and ".experts." not in name
+    }
+    lost = [name for name, parameter in trained.items() if not was_reached(parameter)]
     if lost:
-        raise InputError(f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained")
+        raise InputError(
+            f"model: {len(lost)} parameters get no gradient, {lost[0]} among them; they would never be trained. If "
+            f"{type(hf).__name__} attends with them in a way of its own, name another model"
+        )
 
 
 def _check_tied(hf: nn.Module) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -18,12 +19,24 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from foundation.files import replace_file
 
-VERSION = 1
+VERSION = 2
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("foundation", "packing", "pretrain")
-_LIBRARIES = ("torch", "transformers", "accelerate", "triton", "transformer_engine", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+_LIBRARIES = (
+    *("torch", "transformers", "accelerate", "triton", "transformer_engine", "flash_attn", "cut-cross-entropy", "kernels"),
+    *(f"nvidia-{name}{cuda}" for name in ("cudnn", "cublas") for cuda in ("-cu12", "-cu13", "")),
+)
+# What of the environment these libraries choose their kernels by. Where they keep files is another matter, and TORCHELASTIC_ (the
+# launcher's) is new in every run.
+_VARIABLES = re.compile(
+    r"(NVTE|NVIDIA|CUDA|CUBLAS|CUBLASLT|CUDNN|TORCH|TORCHINDUCTOR|PYTORCH|TRITON|ATEN|MKL|ONEDNN|DNNL|NCCL)_\w+"
+)
+_OF_PLACES = re.compile(r"\w+_(VISIBLE_DEVICES|DIRS?|CACHE|HOME|PATH|FILE)")
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def folder() -> Path:
@@ -52,6 +65,15 @@ def versions() -> dict[str, str]:
     return found
 
 
+def surroundings() -> dict[str, Any]:
+    """What else kernels are chosen by: variables of the environment, the driver and the processor."""
+    variables = {key: value for key, value in os.environ.items() if _VARIABLES.fullmatch(key) and not _OF_PLACES.fullmatch(key)}
+    driver = None
+    with suppress(OSError, UnicodeDecodeError):
+        driver = _DRIVER.read_text(encoding="utf-8")
+    return {"variables": variables, "driver": driver, "processor": torch.backends.cpu.get_cpu_capability()}
+
+
 @dataclass(frozen=True)
 class KeptResult:
     """Where the result for `subject` lies: device, model, precision and all else that decides what is computed, as JSON."""
@@ -59,16 +81,22 @@ class KeptResult:
     subject: Mapping[str, Any]
 
     @property
+    def of(self) -> str:
+        """All that decides what is computed, as JSON."""
+        whole = {"version": VERSION, "code": code_hash(), "libraries": versions(), "surroundings": surroundings(), **self.subject}
+        return json.dumps(whole, sort_keys=True, default=str)
+
+    @property
     def path(self) -> Path:
-        whole = {"version": VERSION, "code": code_hash(), "libraries": versions(), **self.subject}
-        return folder() / f"{hashlib.sha256(json.dumps(whole, sort_keys=True, default=str).encode()).hexdigest()}.json"
+        return folder() / f"{hashlib.sha256(self.of.encode()).hexdigest()}.json"
 
     def read(self) -> dict[str, Any] | None:
         """The record of a parity that has passed, with `kept_in` and `date`; None where there is none that can be read."""
         try:
             found = json.loads(self.path.read_text(encoding="utf-8"))
             record, date = found["parity"], found["date"]
-            if found["version"] != VERSION or record["failures"] != []:
+            whole = json.dumps(found["of"], sort_keys=True) == json.dumps(json.loads(self.of), sort_keys=True)  # no other's
+            if not whole or record["failures"] != [] or not record["plain"]["tensors_compared"] > 0:
                 return None
             return {**record, "source": f"kept from {date}", "kept_in": str(self.path)}
         except (OSError, ValueError, KeyError, TypeError):
@@ -76,7 +104,7 @@ class KeptResult:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Keep the record of a parity that has passed; elsewhere nothing happens."""
-        content = {"version": VERSION, "date": time.strftime("%Y-%m-%d"), "parity": record, "subject": self.subject}
+        content = {"date": time.strftime("%Y-%m-%d"), "parity": record, "of": json.loads(self.of)}
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, json.dumps(content, indent=1, default=str).encode())

@@ -95,6 +95,11 @@ class Verdict:
     def agrees(self) -> bool:
         return self.failure is None and all(error <= self.allowed[name] for name, error in self.errors.items())
 
+    @property
+    def sentence(self) -> str:
+        """ "tried before training, the kernel `attention packed_cudnn` disagrees with its formula: ..."."""
+        return f"tried before training, the kernel `{self.kernel}` {self}"
+
     def __str__(self) -> str:
         """ "disagrees with its formula: dq is 0.29 off where rounding explains 0.016"."""
         if self.failure:
@@ -464,7 +469,7 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
     """The one of a run, as it was planned."""
     recipe, device = job.recipe, accelerator.device
     bf16 = recipe.weights == "bf16"
-    gradients = recipe.gradients_kept_in(accelerator.num_processes)
+    gradients = recipe.gradients_kept_in
     fused = not_fused_because(recipe.model.fused, job.active, device.type, job.compute_dtype) is None
     moments = recipe.optimizer.moments or ("bf16" if bf16 else "fp32")
     return Situation(
@@ -523,11 +528,10 @@ def choose(
     not_fused = None
     if run.parts is not None:
         for against in filter(None, map(tried, _OF_FUSED_LAYERS)):
-            reason = f"tried before training, the {against.kernel} {against}"
             if fused == "on":
-                raise InputError(f"`model.fused: on`: {reason}; set `model.fused: auto`")
+                raise InputError(f"`model.fused: on`: {against.sentence}; set `model.fused: auto`")
             verdicts[-1] = replace(against, instead="layers that are not fused")
-            not_fused, run = f"nothing: {reason}", replace(run, fused=False)
+            not_fused, run = f"nothing: {against.sentence}", replace(run, fused=False)
             break
     if run.parts is None and (against := tried("layer")):
         raise _nothing_else(against)
@@ -541,7 +545,7 @@ def choose(
 
 
 def _nothing_else(verdict: Verdict) -> InputError:
-    return InputError(f"tried before training, the {verdict.kernel} {verdict}; {TABLE[verdict.kernel].remedy}")
+    return InputError(f"{verdict.sentence}; {TABLE[verdict.kernel].remedy}")
 
 
 def rows(found: Mapping[str, Any]) -> dict[str, str]:
@@ -549,7 +553,7 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     records = found["kernels"]
     good = [record["kernel"] for record in records if record["agrees"]]
     wrong = [
-        f"NOT USED: {each['kernel']}, which {each['said']}; {each['instead']} in its place"
+        f"NOT USED: the kernel `{each['kernel']}`, which {each['said']}; {each['instead']} in its place"
         for each in records
         if not each["agrees"]
     ]

@@ -13,7 +13,7 @@ Two comparisons, since they can bear two tolerances.
 
 A few whole documents (or beginnings of long ones: a token sees none after it) from all over the microbatches are compared, and
 the labels of all others are masked in the fast path. So the plain side stays cheap, while the fast path computes whole
-microbatches of the run's own packs. Every label, position and offset of these microbatches is compared as well.
+microbatches of the run's own packs. Every label, position and offset of the step is compared as well.
 
 Before each pass a microbatch is run with all parameters negated, and they are negated back: a cast or quantized copy of a weight
 that is not made again in the pass is then one of the negated weight. Real text is needed: where all tokens are the same,
@@ -22,14 +22,15 @@ attention averages equal values whichever it sees. Dropout is off on both sides.
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from statistics import median
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -43,9 +44,8 @@ from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
-from pretrain.model.distributed import unwrapped
 from pretrain.model.gradients import gradient_of
-from pretrain.model.packed import forward_backward
+from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.linear import holding
@@ -77,11 +77,31 @@ from pretrain.verify.reference_model import (
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
+PLAIN_BYTES = 12  # a parameter: plain weights, their gradient, and one to compare with, in FP32
 LONGEST = TOKENS // 2  # what is taken of one document
+DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 DRAWS = 2  # of the noise that stands in for quantization
 # How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
 ROUNDING_LEEWAY, QUANTIZED_LEEWAY, NORM_LEEWAY = 2.0, 1.5, 2.0
+FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, one of n values n times less often
+ON_A_LINE = 0.9  # cosine, at least, of a noisy gradient with itself that has one direction only
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+
+
+@dataclass(frozen=True)
+class Text:
+    """What was compared, over all ranks but for `different`, which is a rank's least."""
+
+    tokens: int  # that have a label
+    documents: int
+    inside: int  # documents that begin inside of a pack, where another could leak into them
+    different: int  # tokens
+
+    @property
+    def tells_all(self) -> bool:
+        """Whether a fault would have shown. Documents that are alone in their packs cannot leak, and among equal tokens attention
+        averages equal values whichever it sees."""
+        return self.tokens > 0 and self.inside > 0 and self.different >= DIFFERENT
 
 
 @dataclass(frozen=True)
@@ -95,6 +115,7 @@ class Parity:
     histories: tuple[str, ...] = ()
     quantized: Comparison | None = None
     seconds: Mapping[str, float] | None = None
+    text: Text = field(default_factory=lambda: Text(0, 0, 0, 0))
 
     @property
     def failures(self) -> list[str]:
@@ -121,7 +142,11 @@ class Parity:
     def summary(self) -> str:
         """In one line, how far apart the sides are."""
         loss = f"loss {self.plain.loss - self.plain.reference_loss:+.1e}"
+        if not self.text.tokens:
+            return "parity with plain transformers: nothing to compare, as no document of the first microbatches has a label"
         text = f"parity with plain transformers: {loss}, gradients at {worst_of(self.plain):.0%} of what is tolerated at worst"
+        if self.text.different < DIFFERENT:
+            text += f"; the text has {self.text.different} different tokens, which tell little"
         if self.quantized and self.products:
             text += (
                 f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}, gradients at "
@@ -132,6 +157,7 @@ class Parity:
     def record(self) -> dict[str, Any]:
         """For audit.json: the figures, the worst tensors, what was tolerated and what failed."""
         found: dict[str, Any] = {"failures": self.failures, "plain": self.plain.record(), "seconds": self.seconds}
+        found["compared"] = asdict(self.text)
         if self.quantized:
             found |= {"quantized": self.quantized.record(), "products": record_of(list(self.products), SHOWN)}
         return found
@@ -154,7 +180,7 @@ def worst_of(comparison: Comparison) -> float:
 
 
 def check_parity(
-    model: nn.Module,
+    model: PackedLanguageModel,
     optimizer: torch.optim.Optimizer,
     step: StepBatches,
     packs: Sequence[Pack],
@@ -163,12 +189,15 @@ def check_parity(
     *,
     mask_boundaries: bool = True,
 ) -> Parity:
-    """Compare the first microbatches of `step`, whose packs on all ranks are `packs`; collective, with one verdict on all ranks.
+    """Compare `step`, whose packs on all ranks are `packs`: what its microbatches hold, losses and gradients of the first ones.
+    Collective, with one verdict on all ranks.
 
     `model` is the prepared one. Gradients are cleared afterwards; weights, random numbers, modes of modules, histories and scales
     are as before. InputError where the plain model does not fit into memory beside the run.
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
+    collected = gc.isenabled()
+    gc.disable()  # a collection among all modules of a model takes as long as a pass, and nothing large is left to it
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             return check.run(step, packs, mask_boundaries)
@@ -179,6 +208,8 @@ def check_parity(
         ) from None
     finally:
         clear_gradients(optimizer, model)
+        if collected:
+            gc.enable()
         check.forget_copies()  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -189,49 +220,51 @@ class _Check:
     """One check of one model."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
+        self, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, active: ActivePrecision, accelerator: Accelerator
     ) -> None:
-        self.model, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
-        self.packed = unwrapped(model)
-        self.hf, self.context = self.packed.hf, self.packed.context
+        self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
+        self.hf, self.context = model.hf, model.context
         self.seconds: dict[str, float] = {}
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
-        step = replace(step, microbatches=step.microbatches[:MICROBATCHES])
         documents = documents_in(step.microbatches, packs, mask_boundaries=mask_boundaries)
         valid_tokens = sum(valid_tokens_of(pack, mask_boundaries=mask_boundaries) for pack in packs)
         batch = self._wrong_in(step, documents, packs, valid_tokens)
-        chosen = chosen_of(documents)
-        step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=True)])
+        chosen = chosen_of(documents[:MICROBATCHES])
+        step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=False)])
         compared = [document for of_batch in chosen for document in of_batch]
 
         with self._timed("plain"):
             reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
         tokens = self._summed(sum(document.valid_tokens for document in compared))
+        text = self._text(compared, int(tokens), step.microbatches[0].max_seqlen)
         share = max(tokens, 1) / max(valid_tokens, 1)
-        resolution = FP32_OF_BF16 if self.context.compute_dtype == torch.float32 else 1.0
 
-        with training_without_dropout(self.model):
+        with training_without_dropout(self.packed), self._loss_in_chunks(step):
             with self._timed("unquantized"), holding(self.context, quantizing=False):
                 if self.packed.fused:
                     self._spoil_copies(step)
                 fast = self._pass(step)
             found = distances(fast.gradients, reference.gradients)
+            dtypes = {self.context.compute_dtype, *(g.dtype for g in fast.gradients.values() if g is not None)}
+            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
+            rounding = _Rounding(noise, resolution)
             plain = Comparison(
                 "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
                 "plain transformers",
                 fast.loss / share,
                 reference.loss / share,
-                loss_noise * resolution,
+                loss_noise * resolution * (1.0 if text.different >= DIFFERENT else ROUNDING_LEEWAY),  # equal tokens err alike
                 total_norm(found, "measured"),
                 total_norm(found),
-                _worst_first([_held_to_rounding(name, each, noise, resolution) for name, each in with_total(found)]),
+                _worst_first([rounding.allow(name, each) for name, each in with_total(found)]),
             )
-            if not self.active.precision.quantized:
-                return Parity(tuple(batch), plain, seconds=self.seconds)
+            # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
+            if not self.active.precision.quantized or text.different < DIFFERENT:
+                return Parity(tuple(batch), plain, seconds=self.seconds, text=text)
             del reference
             gradients = {n: None if g is None else g.detach().clone() for n, g in fast.gradients.items()}
-            return self._quantized(step, Pass(fast.loss, gradients), share, batch, plain)
+            return replace(self._quantized(step, Pass(fast.loss, gradients), share, batch, plain), text=text)
 
     def _quantized(self, step: StepBatches, unquantized: Pass, share: float, batch: list[str], plain: Comparison) -> Parity:
         with self._timed("quantized"):
@@ -281,20 +314,37 @@ class _Check:
         elsewhere = self._summed(len(lines)) > 0
         return lines or (["microbatches of another process"] if elsewhere else [])
 
+    def _text(self, compared: list[Document], tokens: int, length: int) -> Text:
+        inside = sum(document.begin % length > 0 for document in compared)
+        different = len(np.unique(np.concatenate([document.tokens for document in compared]))) if compared else 0
+        return Text(tokens, int(self._summed(len(compared))), int(self._summed(inside)), -int(self._largest(-different)))
+
     def _plain_passes(self, documents: list[Document], valid_tokens: int) -> tuple[Pass, dict[str, Distance], float]:
-        """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square)."""
-        plain = reference_model(self.hf, self.accelerator.device)
-        reference = self._over_ranks(reference_pass(plain, documents, valid_tokens))
-        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents, valid_tokens))
+        """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square).
+
+        What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger."""
+        plain, half = reference_model(self.hf, self.accelerator.device), -(-len(documents) // 2)
+        first = reference_pass(plain, documents[:half], valid_tokens)
+        of_first = self._over_ranks(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
+        rest = reference_pass(plain, documents[half:], valid_tokens)  # adds to the gradients of the first
+        reference = self._over_ranks(Pass(first.loss + rest.loss, rest.gradients))
+        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:half], valid_tokens))
         release(plain)
-        squares = (rounded.token_losses - reference.token_losses).double().square().sum().item()
-        loss_noise = math.sqrt(self._summed(squares) / max(self._summed(reference.token_losses.numel()), 1))
-        return reference, dict(with_total(distances(rounded.gradients, reference.gradients))), loss_noise
+        squares = (rounded.token_losses - of_first.token_losses).double().square().sum().item()
+        loss_noise = math.sqrt(self._summed(squares) / max(self._summed(of_first.token_losses.numel()), 1))
+        noise = distances(rounded.gradients, of_first.gradients)
+        norms = [whole(gradient).norm(dtype=torch.float64) for gradient in reference.gradients.values()]
+        larger = torch.stack(norms).norm().item() / (total_norm(noise) or 1.0)
+        noise = {
+            name: Distance(larger * each.measured, larger * each.reference, larger * each.apart, each.values)
+            for name, each in noise.items()
+        }
+        return reference, dict(with_total(noise)), loss_noise
 
     def _pass(self, step: StepBatches) -> Pass:
         """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
-        clear_gradients(self.optimizer, self.model)
-        loss = forward_backward(self.model, step, self.accelerator).item()
+        clear_gradients(self.optimizer, self.packed)
+        loss = forward_backward(self.packed, step, self.accelerator).item()
         return Pass(loss, {name: gradient_of(parameter) for name, parameter in self.hf.named_parameters()})
 
     def _spoil_copies(self, step: StepBatches) -> None:
@@ -333,7 +383,9 @@ class _Check:
             for number, (name, parameter) in enumerate(parameters.items()):
                 part = local_part(parameter).detach()
                 before[name] = part.clone()
-                rank = self.accelerator.process_index if isinstance(parameter, DTensor) else 0
+                # Of a DTensor the number of the shard, which is the last dimension of its mesh: replicas stay alike.
+                mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+                rank = mesh.get_local_rank(mesh.ndim - 1) if mesh else 0
                 generator = torch.Generator(part.device).manual_seed(1000 * (1000 * rank + number) + seed)
                 noise = torch.randn(part.shape, device=part.device, generator=generator)
                 part.copy_(part.float() * (1 + sizes[name] * noise))
@@ -386,6 +438,12 @@ class _Check:
         own = torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)
         return self.accelerator.gather(own).tolist()
 
+    def _loss_in_chunks(self, step: StepBatches) -> AbstractContextManager[None]:
+        """The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger."""
+        head = self.hf.get_output_embeddings()
+        half = -(-step.microbatches[0].input_ids.shape[1] // 2)
+        return holding(head, settings=head.settings.model_copy(update={"chunk": min(head.settings.chunk, half)}))
+
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
         began = time.perf_counter()
@@ -402,17 +460,30 @@ TOTAL = "all of them together"
 
 def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
     """The tensors, and all of them as one."""
-    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
-    together = Distance(*norms, sum(each.product for each in found.values()))
+    together = Distance(
+        *(total_norm(found, side) for side in ("measured", "reference", "apart")), sum(each.values for each in found.values())
+    )
     return [*found.items(), (TOTAL, together)]
 
 
-def _held_to_rounding(name: str, each: Distance, noise: Mapping[str, Distance], resolution: float) -> TensorParity:
-    """As far off as BF16 took this tensor, or the median one: for a tensor of few values a draw may be small by chance."""
-    typical = typical_error({key: value for key, value in noise.items() if key != TOTAL})
-    own = noise.get(name, Distance(0.0, each.reference, 0.0))
-    apart = ROUNDING_LEEWAY * resolution * max(own.apart, typical * each.reference)
-    return _tensor(name, each, apart, noise[TOTAL].reference)
+class _Rounding:
+    """How far BF16 took each tensor: itself, those of its kind in all layers, and the median one. For a tensor of few values, or
+    one that is small because much cancels in it, its own draw may be small by chance."""
+
+    def __init__(self, noise: Mapping[str, Distance], resolution: float) -> None:
+        self._noise, self._resolution = noise, resolution
+        self._typical = typical_error({name: each for name, each in noise.items() if name != TOTAL})
+        squares: dict[str, list[float]] = defaultdict(list)
+        for name, each in noise.items():
+            if each.reference > NEGLIGIBLE * noise[TOTAL].reference:
+                squares[_kind(name)].append(each.error**2)
+        self._kinds = {kind: math.sqrt(mean(errors)) for kind, errors in squares.items()}
+
+    def allow(self, name: str, each: Distance) -> TensorParity:
+        own = self._noise.get(name, Distance(0.0, each.reference, 0.0))
+        usual = max(self._typical, self._kinds.get(_kind(name), 0.0))
+        apart = few(each) * ROUNDING_LEEWAY * self._resolution * max(own.apart, usual * each.reference)
+        return _tensor(name, each, apart, self._noise[TOTAL].reference)
 
 
 class _Draws:
@@ -424,20 +495,32 @@ class _Draws:
         self.typical = median(typical_error({n: d for n, d in draw.items() if n != TOTAL}) for draw in draws)
         self._errors: dict[str, list[float]] = defaultdict(list)
         self._ratios: dict[str, list[float]] = defaultdict(list)
+        self._cosines: dict[str, list[float]] = defaultdict(list)
         for draw in draws:
             for name, each in draw.items():
                 if each.reference > NEGLIGIBLE * self.total:
                     self._errors[_kind(name)].append(each.error)
                     self._ratios[_kind(name)].append(each.measured / each.reference)
+                    self._cosines[_kind(name)].append(abs(each.cosine or 0.0))
                 else:
                     self._errors[name].append(each.error if each.reference else 0.0)
 
     def allow(self, name: str, each: Distance, own: float) -> TensorParity:
         """`own`: the relative error that rounding makes in the product of this gradient."""
         errors, ratios = self._errors[_kind(name)] + self._errors[name], self._ratios[_kind(name)]
-        apart = QUANTIZED_LEEWAY * math.hypot(max([self.typical, *errors]), own) * each.reference
-        within = (min(ratios) / NORM_LEEWAY, max(ratios) * NORM_LEEWAY) if ratios else (0.0, math.inf)
-        return _tensor(name, each, apart, self.total, *within)
+        apart = QUANTIZED_LEEWAY * few(each) * math.hypot(max([self.typical, *errors]), own) * each.reference
+        if not ratios:
+            return _tensor(name, each, apart, self.total)
+        # Noise turns a gradient of many values to a side and leaves its size. One that always points along the same line, as a
+        # scalar's does, may become small: then it must only be there.
+        on_a_line = apart > each.reference and min(self._cosines[_kind(name)]) > ON_A_LINE
+        least = NEGLIGIBLE if on_a_line else min(ratios) / NORM_LEEWAY
+        return _tensor(name, each, apart, self.total, least, max(ratios) * NORM_LEEWAY)
+
+
+def few(each: Distance) -> float:
+    """By how much more a tensor of so many values may be off than its draw was: much for a scalar, hardly for a vector."""
+    return 1 + FEW_VALUES / each.values
 
 
 def _kind(name: str) -> str:
@@ -462,13 +545,15 @@ def _worst_first(tensors: list[TensorParity]) -> tuple[TensorParity, ...]:
 def chosen_of(documents: Sequence[Sequence[Document]]) -> list[list[Document]]:
     """Of each microbatch's documents those that are compared, in turns, from all over it: whole, or beginnings of long ones.
 
-    Neighbours come together, since what leaks may leak over every second boundary."""
+    Neighbours come together, since what leaks may leak over every second boundary. First come the last two of one microbatch and
+    the first two of the next: what is lost is mostly lost at an end."""
     draw = np.random.default_rng(0)
     waiting = []
-    for of_batch in documents:
+    for number, of_batch in enumerate(documents):
         trained = [document for document in of_batch if document.valid_tokens]
-        pairs = draw.permutation(-(-len(trained) // 2))
-        waiting.append([document for pair in pairs for document in trained[2 * pair : 2 * pair + 2]])
+        ends, others = (trained[:2], trained[2:]) if number % 2 else (trained[:-3:-1], trained[:-2])
+        pairs = draw.permutation(-(-len(others) // 2))
+        waiting.append([*ends, *(document for pair in pairs for document in others[2 * pair : 2 * pair + 2])])
     chosen: list[list[Document]] = [[] for _ in documents]
     room, number = TOKENS, 0
     while room > 0 and sum(map(len, chosen)) < DOCUMENTS and any(waiting):

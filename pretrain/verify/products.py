@@ -15,13 +15,14 @@ Under delayed scaling the amaxes that were seen must be where the histories keep
 from __future__ import annotations
 
 import math
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import mean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -41,6 +42,8 @@ ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in a
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
 HISTORY = 2.0**-6  # relative: an amax may be that of a norm's output before it is rounded to BF16
+
+Key = TypeVar("Key")
 
 # The left and the right operand of each product, and the axis that its sum runs along, seen from them.
 PRODUCTS: dict[str, tuple[Role, Role, Along, Along]] = {
@@ -92,6 +95,8 @@ class ProductProbe:
         self._microbatch = -1
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
+        low_precision = packed.hf.get_output_embeddings().low_precision
+        self._head = low_precision.name if low_precision else None  # whose product is called for a chunk of tokens at a time
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -116,9 +121,9 @@ class ProductProbe:
         if self.active.precision.keeps_history:
             of_tensor, at = self._amaxes[name, role], self._microbatch
             of_tensor[at] = torch.maximum(of_tensor[at], amax) if at in of_tensor else amax
-        if self._microbatch > 0 or (name, role, "features") in self._samples:
-            return  # a layer that is recomputed, or the head's next tokens
-        rows, columns = (_sampled(size) for size in tensor.shape)
+        if self._microbatch > 0 or (name != self._head and (name, role, "features") in self._samples):
+            return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
+        rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = self._rows[name, role] = _tokens(tensor)
         # Copies: a view would keep the whole operand.
@@ -133,14 +138,14 @@ class ProductProbe:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        if self._microbatch > 0 or (name, gemm) in self._figures:
+        if self._microbatch > 0 or (name != self._head and (name, gemm) in self._figures):
             return
         left_role, right_role, left_along, right_along = PRODUCTS[gemm]
         left, right = self._samples.get((name, left_role, left_along)), self._samples.get((name, right_role, right_along))
         if left is None or right is None:
             return
-        rows = _sampled(len(result)) if gemm == "wgrad" else self._rows[name, left_role]
-        columns = _sampled(result.shape[1])
+        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, left_role]
+        columns = _sampled(name, result.shape[1])
         measured = result[rows][:, columns].float()
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
@@ -177,13 +182,7 @@ class ProductProbe:
     def found(self) -> list[ProductParity]:
         """Every result that was seen, the worst first. Those whose product is nothing but zeros are left out."""
         found = []
-        if not self._figures:
-            return found
-        sizes = [figures.shape for figures in self._figures.values()]
-        flat = torch.cat([figures.flatten() for figures in self._figures.values()]).cpu()  # the device is waited for once
-        parts = flat.split([size.numel() for size in sizes])
-        for (name, gemm), part, size in zip(self._figures, parts, sizes, strict=True):
-            figures = part.view(size)
+        for (name, gemm), figures in _on_cpu(self._figures).items():
             exact, error, *plain = figures.diagonal().clamp(min=0).sqrt().tolist()
             if exact == 0 and error == 0:
                 continue
@@ -202,8 +201,7 @@ class ProductProbe:
         if not self._amaxes:
             return []
         names = sorted(self._amaxes)
-        amaxes = torch.stack([torch.stack(list(self._amaxes[each].values())).float().amax() for each in names])
-        steps = torch.zeros(len(names), self._microbatch + 1, device=amaxes.device)
+        steps = torch.zeros(len(names), self._microbatch + 1, device=accelerator.device)
         for row, each in enumerate(names):
             for step, amax in self._amaxes[each].items():
                 if each[1] != "weight" or step == 0:  # which is quantized once a step
@@ -211,8 +209,7 @@ class ProductProbe:
         if accelerator.num_processes > 1:
             steps = accelerator.gather(steps[None]).amax(0)
         settings, wrong = self.active.settings, []
-        after = {name: tensor.cpu() for name, tensor in self._context.state().items()}
-        before = {name: tensor.cpu() for name, tensor in self._before.items()}
+        after, before = _on_cpu(self._context.state()), _on_cpu(self._before)
         for (name, role), seen in zip(names, steps.tolist(), strict=True):
             direction, slot = PLACES[role]
             history = before[f"fp8/{name}/{direction}/amax_history"][:, slot].tolist()
@@ -228,6 +225,15 @@ class ProductProbe:
             if not torch.allclose(actual, expected, rtol=HISTORY, atol=0.0):
                 wrong.append(f"{name} {role}")
         return wrong
+
+
+def _on_cpu(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """Tensors of one dtype, in one copy: the device is waited for once."""
+    if not tensors:
+        return {}
+    flat = torch.cat([tensor.flatten() for tensor in tensors.values()]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors.values()])
+    return {key: part.view(tensors[key].shape) for key, part in zip(tensors, parts, strict=True)}
 
 
 def noise_of(found: Iterable[ProductParity]) -> dict[str, dict[str, float]]:
@@ -250,7 +256,9 @@ def _tokens(tensor: Tensor) -> Tensor:
     return order.topk(min(ROWS, len(tensor))).indices
 
 
-def _sampled(size: int) -> slice:
-    """Rows of a matrix that hold whole squares of every format: from a multiple of 128 in its middle on."""
-    begin = (size // 2) // ROWS * ROWS if size >= 2 * ROWS else 0
+def _sampled(name: str, size: int) -> slice:
+    """Rows of a matrix of the product `name` that hold whole squares of every format: a block of 128 that the name draws, so that
+    the products of a model's layers are looked at in all places, at their ends too."""
+    blocks = -(-size // ROWS)
+    begin = ROWS * (zlib.crc32(name.encode()) % blocks)
     return slice(begin, min(begin + ROWS, size))

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import train_accelerate
 from packing.batch import BatchStream
+from pretrain.compare import report
 from pretrain.metrics.run_record import is_step, read_metrics, read_run
 from pretrain.model.packed import forward_backward
 
@@ -143,6 +144,8 @@ def test_rollbacks_end_at_their_limit_and_the_step_that_halts_is_written_down(
     assert [(e["resumed_from"], e["left_out"]) for e in events] == [(2, 5)], "step 4's weights failed twice, with other data"
     assert [(e["resumed_from"], e["left_out"]) for e in events[0]["abandoned"] if "resumed_from" in e] == [(4, 2)]
 
+    said = report.write([run.run_dir])
+    assert "| 3, halted |" in said and f"{run.run_dir.name} was halted at step 3: the gradient norm is inf" in said
     last = trained(run.run_dir)[-1]
     assert (last["step"], last["gradient_norm"]) == (3, None) and "gradient norm is inf" in last["halted"]
     assert [step["step"] for step in trained(run.run_dir)] == [1, 2, 3]
@@ -165,6 +168,67 @@ def test_weights_that_an_update_has_overflowed_are_never_saved(
     run = train_here()
     assert run.status == 3 and "halted: step 8: the update has overflowed" in run.err and "model.norm.weight" in run.err
     assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+@pytest.fixture
+def overflowing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let the updates of these steps' data leave infinity in a weight, though their loss and gradient are finite."""
+
+    def install(*data: int) -> None:
+        def overflow(run: Any, batches: Any) -> Any:
+            figures, decision = train_step(run, batches)
+            if data_step(batches) in data:
+                run.assembly.hf.model.norm.weight.data[0] = torch.inf
+            return figures, decision
+
+        monkeypatch.setattr(train_accelerate, "train_step", overflow)
+
+    train_step = train_accelerate.train_step
+    return install
+
+
+@pytest.mark.parametrize("step", [8, 9])
+def test_weights_that_an_update_has_overflowed_are_gone_back_from(
+    step: int,
+    train_here: Callable,
+    delayed: dict[str, Any],
+    overflowing: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a save between, and at the last one. What is left is as if the data since the checkpoint had never come."""
+    overflowing(step - 1)
+    back = train_here("health.on_nan=rollback", recipe=delayed | {"run_dir": str(tmp_path / "back")})
+    assert back.status == 0 and "Traceback" not in back.output, back.output
+    kept = 4 if step == 8 else 8
+    said = f"step {step}: the update has overflowed, in model.norm.weight. Rollback 1 of 3 at most"
+    assert said in back.output and f"at step {kept}" in back.output
+
+    with monkeypatch.context() as patch:
+        build, left_out = BatchStream.step, step - kept
+        patch.setattr(BatchStream, "step", lambda stream, number: build(stream, number if number < kept else number + left_out))
+        without = train_here(recipe=delayed | {"run_dir": str(tmp_path / "without")})
+    assert without.status == 0, without.output
+    assert trained(back.run_dir) == trained(without.run_dir)
+    assert_same_tensors(back.run_dir, without.run_dir)
+    assert read_run(back.run_dir).summary["rollbacks"] == 1 and "halted" not in read_run(back.run_dir).summary
+
+
+@pytest.mark.parametrize(("setting", "why"), [("rollback", "no checkpoint yet"), ("skip", "the update has overflowed, and this")])
+def test_a_run_whose_weights_cannot_be_saved_says_so_in_its_report(
+    setting: str, why: str, train_here: Callable, delayed: dict[str, Any], overflowing: Callable
+) -> None:
+    overflowing(3)
+    run = train_here(f"health.on_nan={setting}", recipe=delayed)
+    assert run.status == 3 and "halted: step 4: the update has overflowed" in run.err and why in run.err, run.output
+    *_, step, event = read_metrics(run.run_dir)
+    assert step["step"] == 4 and not step["skipped"] and event["event"] == "halted" and "model.norm.weight" in event["reason"]
+    assert not (run.run_dir / "checkpoints").exists()
+    said = report.write([run.run_dir])
+    assert "| 4, halted |" in said and f"{run.run_dir.name} was halted at step 4: the update has overflowed" in said
+
+    again = train_here(recipe=delayed)  # on the same data, but for what broke it
+    assert again.status == 3 and sum(record.get("event") == "halted" for record in read_metrics(run.run_dir)) == 1
 
 
 def test_a_source_whose_weights_are_not_finite_is_named(train_here: Callable, small_recipe: dict[str, Any]) -> None:

@@ -144,3 +144,14 @@ def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file):
     assert status == 2 and output.startswith("error: ") and "cell bf61: `precision`" in output and "did you mean" in output
     status, output = run(matrix_file(), "--only", "weights=bf16")
     assert status == 2 and "--only weights=bf16" in output
+
+
+def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path):
+    path, folder = matrix_file(overrides={"train.max_hours": 1e-9}), tmp_path / "precisions"
+    status, output = run(path, "--cell", "1")
+    assert status == 138 and "bf16: stopped" in output and "hours are over" in output, output
+    assert last_step(folder / "bf16") == 1 and not (folder / "fp32").exists() and not (folder / "precisions.md").exists()
+    assert [entry.name for entry in folder.glob("*.status")] == []
+    assert run(path, "--count") == (0, "2\n")
+    status, output = run(path, "--cell", "2")
+    assert status == 2 and "--cell 2: there are 2 cells, from 0 to 1" in output

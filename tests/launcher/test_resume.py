@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
+from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM, SIGUSR1
 
 import pytest
 
@@ -245,3 +245,15 @@ def test_a_second_launcher_on_the_same_run_folder_is_refused_and_the_first_goes_
     assert first.end() == 128 + SIGTERM
     assert status == 2 and re.search(rf"in use by process {first.pid}\b", output) and "Traceback" not in output
     assert saved_as_logged(run_dir) == 6
+
+
+def test_a_run_whose_hours_are_over_saves_and_says_so_in_its_status(qwen3: Training) -> None:
+    """The process is older than the limit from the beginning, so it ends after one step, and another start does one more."""
+    run_dir, status_file = qwen3.folder / "hours", qwen3.folder / "hours.status"
+    for step in (1, 2):
+        process = LauncherProcess(
+            qwen3.arguments(run_dir, "train.max_hours=1e-9"), qwen3.log(run_dir), PRETRAIN_STATUS_FILE=str(status_file)
+        )
+        assert process.end() == 128 + SIGUSR1 and status_file.read_text() == "138\n"
+        assert f"stopped by `train.max_hours: 1e-09` after step {step}; start the run again" in qwen3.log(run_dir).read_text()
+    assert [step_of(folder) for folder in step_folders(run_dir / "checkpoints")] == [2, 1]

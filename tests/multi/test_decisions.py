@@ -1,4 +1,4 @@
-"""Two processes that must not reach the weights with a step: they go back together, and stop together."""
+"""Two processes that must not reach the weights with a step, or not begin: they go back together, and stop together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,36 @@ from tests.moments import LauncherProcess
 pytestmark = pytest.mark.multi
 
 
+def start(recipe: dict[str, Any], folder: Path, *of_the_second: str) -> tuple[list[int], str, str]:
+    """Exit statuses of two ranks, and what each has said; the second gets further arguments."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    path, logs = str(write_recipe(recipe, folder)), [folder / f"{rank}.log" for rank in range(2)]
+    ranks = [
+        LauncherProcess([path, *more], log, **together, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, (log, more) in enumerate(zip(logs, ((), of_the_second), strict=True))
+    ]
+    return [rank.end() for rank in ranks], *(log.read_text() for log in logs)
+
+
 def test_processes_go_back_together_and_stop_together(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """A rate that makes giants of the weights in the first step: from then on no data is good."""
     blown = {"optimizer": {"learning_rate": 1e36}, "schedule": {"kind": "constant"}, "evaluate": {}, "checkpoint": {"every": 1}}
     recipe = small_recipe | blown | {"health": {"on_nan": "rollback", "max_rollbacks": 2}}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    arguments, logs = [str(write_recipe(recipe, tmp_path))], [tmp_path / f"{rank}.log" for rank in range(2)]
-    ranks = [LauncherProcess(arguments, log, **together, RANK=str(rank), LOCAL_RANK=str(rank)) for rank, log in enumerate(logs)]
-    assert [rank.end() for rank in ranks] == [3, 3], [log.read_text() for log in logs]
-    first, second = (log.read_text() for log in logs)
+    statuses, first, second = start(recipe, tmp_path)
+    assert statuses == [3, 3], first + second
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 2 times already"
     assert first.count(halt) == 1 and second.count(f"rank 1: {halt}") == 1 and "Traceback" not in first + second
     lines = read_metrics(Path(recipe["run_dir"]))
     assert [line["rollbacks"] for line in lines if line.get("event") == "rollback"] == [2]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+
+
+def test_processes_that_begin_with_other_weights_stop_and_say_so(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """As machines do whose folders of weights differ; here one draws them by another seed."""
+    statuses, first, second = start(small_recipe, tmp_path, "seed=7")
+    assert statuses == [2, 2], first + second
+    error = "error: the processes do not begin with the same model: of 26 tensors 15 are others on rank 1 than on rank 0, "
+    error += "model.embed_tokens.weight among them; give every machine the same files"
+    assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1, first + second

@@ -17,7 +17,7 @@ def test_delayed_scaling_over_two_processes_learns_what_one_learns(
 ) -> None:
     """Not the same bits: one process scales two packs at a time by what four had, two processes by what eight had."""
     recipe = low_precision_recipe | {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 5}}
-    recipe |= {"evaluate": {}, "checkpoint": {"at_end": False}, "schedule": {}}
+    recipe |= {"evaluate": {}, "checkpoint": {"at_end": False}, "schedule": {}, "optimizer": {"learning_rate": 0.003}}
     recipe["model"] |= {"gradient_checkpointing": "full"}
     one = train_here("fp8_config.scope=linear+head", recipe=recipe | {"run_dir": str(tmp_path / "one")})
     assert one.losses()[-1] < 0.9 * one.losses()[0]
@@ -27,6 +27,6 @@ def test_delayed_scaling_over_two_processes_learns_what_one_learns(
         two = train_as_ranks(*arguments, recipe=recipe, launch=launch)
         assert two.status == 0, two.output
         assert two.losses()[0] == pytest.approx(one.losses()[0], abs=0.002), topology
-        assert two.losses() == pytest.approx(one.losses(), rel=0.05), topology
+        assert two.losses() == pytest.approx(one.losses(), rel=0.01), topology
         found = json.loads((two.run_dir / "audit.json").read_text())
         assert {entry["effective"] for entry in found["products"]} == {"delayed"} and found["confirmed_in_step"] == 1

@@ -275,11 +275,23 @@ def test_data_wait_is_what_the_consumer_waited(monkeypatch: pytest.MonkeyPatch):
         assert steps.data_wait_ms == 0
 
 
-def test_a_step_that_does_not_divide_is_an_input_error():
-    with pytest.raises(InputError, match="a step of 8 packs does not divide into microbatches of 3 packs on 1 processes"):
-        stream(packs_of_text(), microbatch=3)
-    with pytest.raises(InputError, match="on 3 processes"):
-        stream(packs_of_text(), microbatch=1, world_size=3)
+@pytest.mark.parametrize(("world_size", "microbatch"), [(1, 3), (3, 1), (3, 2), (3, 4), (5, 1), (7, 2)])
+def test_packs_that_do_not_divide_are_spread_and_blank_ones_fill_the_rest(world_size: int, microbatch: int):
+    """Each pack once, at most one microbatch of blanks on a rank, and none first: what looks at a step looks at its first."""
+    packs = packs_of_text()
+    ranks = [stream(packs, microbatch=microbatch, rank=rank, world_size=world_size).step(3) for rank in range(world_size)]
+    assert {len(step.microbatches) for step in ranks} == {-(-8 // (world_size * microbatch))}
+    assert all(batch.input_ids.shape[1] == microbatch * LENGTH for step in ranks for batch in step.microbatches)
+    assert all(step.microbatches[0].documents for step in ranks)
+    rows = [batch.input_ids.reshape(-1, LENGTH) for step in ranks for batch in step.microbatches]
+    held = sorted(tuple(row.tolist()) for each in rows for row in each if row.any())
+    assert held == sorted(tuple(packs[i].input_ids.tolist()) for i in PackOrder(24, 8, seed=11).packs_of_step(3))
+    assert {step.valid_tokens for step in ranks} == {sum(b.valid_tokens for step in ranks for b in step.microbatches)}
+
+
+def test_fewer_packs_than_processes_are_an_input_error():
+    with pytest.raises(InputError, match="a step of 8 packs does not reach 9 processes"):
+        stream(packs_of_text(), microbatch=1, world_size=9)
 
 
 def test_an_order_over_other_packs_or_an_impossible_rank_is_refused():

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.attention import cudnn
@@ -112,7 +112,24 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
     for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
         if value := getattr(config, key, None):
-            raise InputError(f"{name} has {key} {value}, which packed attention does not compute; set it to 0")
+            remedy = "set it to 0" if model._supports_sdpa else "name another model"
+            raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
+    if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
+        raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")
+    _check_rotation(config.get_text_config(), name, length)
+
+
+def _check_rotation(config: PretrainedConfig, name: str, length: int) -> None:
+    """Some rotations take other frequencies as soon as one position of a batch is beyond a length: a document's would then depend
+    on those that it is packed with."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for each in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
+        trained = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if each.get("rope_type") == "longrope" and trained and length > trained:
+            raise InputError(
+                f"{name} rotates by longrope, whose frequencies depend on whether a document is longer than {trained}, and "
+                f"`data.length` is {length}; set it to {trained} or less"
+            )
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
@@ -138,12 +155,16 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         value: Tensor,
         attention_mask: Tensor | None,
         *,
-        max_seqlen: int,
+        max_seqlen: int | None = None,
         scaling: float | None = None,
         cu_seqlens: Tensor | None = None,
         document_mask: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
+        if max_seqlen is None:
+            raise InputError(
+                f"model: {type(module).__name__} does not tell its attention where documents end; name another model"
+            )
         _refuse_what_is_not_computed(max_seqlen, others)
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         return kernel(*states, cu_seqlens, max_seqlen, document_mask, scaling)[None], None
@@ -203,13 +224,18 @@ def packed_cudnn(
 def _refuse_what_is_not_computed(max_seqlen: int, options: Mapping[str, Any]) -> None:
     """The last guard, behind `check`: what a layer asks of its attention and would silently not get."""
     if options.get("dropout"):
-        raise ValueError(f"packed attention does not compute dropout, and a layer asks for {options['dropout']}")
+        raise InputError(
+            f"model: packed attention does not compute dropout, and a layer asks for {options['dropout']}; set it to 0"
+        )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ValueError(f"packed attention does not compute `{name}`, which a layer asks for")
+            raise InputError(f"model: packed attention does not compute `{name}`, which a layer asks for; name another model")
     window = options.get("sliding_window")
     if window is not None and window < max_seqlen:
-        raise ValueError(f"packed attention computes no sliding window, and the layer's, {window}, is shorter than a pack")
+        raise InputError(
+            f"model: packed attention computes no sliding window, and a layer's, {window}, is shorter than a pack; set "
+            f"`data.length` to {window} or less"
+        )
 
 
 def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, length: int) -> str | None:

@@ -284,7 +284,7 @@ class FusedLayer:
 
 # ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Parameters are arguments only so that autograd, and through it DDP and FSDP2, knows of them: products look them up themselves.
+# Parameters are arguments only so that autograd, and through it FSDP2 and sums over ranks, knows of them. Products look them up.
 
 
 class NormProduct(torch.autograd.Function):

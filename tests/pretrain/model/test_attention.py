@@ -37,6 +37,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
 }
 
+LONGROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+    "pad_token_id": None,
+}
 HEADS_OF_QWEN3 = Heads(16, 8, 128)
 
 attention.register()
@@ -171,7 +176,7 @@ def test_varlen_is_called_as_this_torch_wants_it_and_keeps_the_shape() -> None:
 def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
     states, mask = torch.randn(1, 2, LENGTH, 8), torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool)
     for option in ({"dropout": 0.1}, {"softcap": 30.0}, {"s_aux": torch.zeros(2)}, {"sliding_window": LENGTH - 1}):
-        with pytest.raises(ValueError, match=r"packed attention (does not compute|computes no) "):
+        with pytest.raises(InputError, match=r"packed attention (does not compute|computes no) "):
             attention.packed_sdpa(None, states, states, states, None, max_seqlen=LENGTH, document_mask=mask, **option)
 
 
@@ -253,7 +258,9 @@ def test_a_model_that_would_be_trained_wrongly_is_refused(model_type: str, chang
     [
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention registry"),
         ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, "attention registry|other than attention"),
-        ("gemma2", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attn_logit_softcapping"),
+        ("gemma2", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attn_logit_softcapping.*name another model"),
+        ("gpt_oss", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attends in a way of its own"),
+        ("phi3", SMALL | HEADS | LONGROPE, "longrope, .* longer than 16, and `data.length` is 24; set it to 16 or less"),
     ],
 )
 def test_an_architecture_that_packed_attention_cannot_serve_is_refused(model_type: str, sizes: dict, message: str) -> None:
@@ -261,6 +268,13 @@ def test_an_architecture_that_packed_attention_cannot_serve_is_refused(model_typ
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes)))
     with pytest.raises(InputError, match=message):
         attention.check(model, LENGTH)
+
+
+def test_a_layer_that_hands_on_no_offsets_is_refused() -> None:
+    """As Nemotron's, which gives its attention nothing beyond what it knows."""
+    states = torch.zeros(1, 2, 8, 4)
+    with pytest.raises(InputError, match="Linear does not tell its attention where documents end"):
+        attention.packed_sdpa(torch.nn.Linear(1, 1), states, states, states, None, scaling=1.0)
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
 
-from foundation.errors import InputError
-from pretrain.model.distributed import accumulating, describe_topology, device_of, make_accelerator, prepare, unwrapped
+from pretrain.model.distributed import describe_topology, device_of, make_accelerator, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -36,47 +33,12 @@ def test_one_process_on_a_cpu() -> None:
     assert accelerator.mixed_precision == "no"
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "said"),
-    [
-        ("ACCELERATE_DYNAMO_BACKEND", "inductor", "set `model.compile`"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "set `batch.tokens`"),
-        ("ACCELERATE_USE_FSDP", "true", "FSDP2 was asked for with one process"),
-    ],
-)
-def test_what_accelerate_would_do_silently_is_refused(
-    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(InputError) as error:
-        make_accelerator()
-    assert said in str(error.value) and str(error.value).startswith("accelerate configuration: ")
-
-
 def test_preparing_on_one_process_changes_neither_model_nor_optimizer() -> None:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     accelerator = make_accelerator()
     prepared, same = prepare(accelerator, model, optimizer, torch.bfloat16)
-    assert prepared is model and unwrapped(prepared) is model and same is optimizer
+    assert prepared is model and same is optimizer
     assert model.weight.dtype == torch.float32
-    with accumulating(accelerator, prepared):
-        accelerator.backward(prepared(torch.ones(1, 4)).sum())
+    accelerator.backward(prepared(torch.ones(1, 4)).sum())
     assert (model.weight.grad == 1).all()
-
-
-def test_ddp_copies_no_buffers_and_gives_no_warning(tmp_path: Path) -> None:
-    """A real process group, of one process: what accelerate wraps under MULTI_GPU."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    try:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-        accelerator = make_accelerator()
-        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            prepared, _ = prepare(accelerator, model, torch.optim.AdamW(model.parameters()), torch.float32)
-        assert isinstance(prepared, nn.parallel.DistributedDataParallel)
-        assert unwrapped(prepared) is model
-        assert not prepared.will_sync_module_buffers()
-    finally:
-        torch.distributed.destroy_process_group()

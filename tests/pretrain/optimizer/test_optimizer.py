@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import distributed, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from pretrain.optimizer.adamw import (
     build_optimizer,
@@ -70,35 +68,7 @@ def test_the_gradient_norm_is_summed_in_fp32_and_the_coefficient_brings_it_to_th
     assert norm.item() * clip_coefficient(norm, limit=exact / 4).item() == pytest.approx(exact / 4, rel=1e-5)
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
-
-
-def test_gradients_accumulate_in_the_communication_buckets_and_not_beside_them(process_group: None) -> None:
-    """Of an earlier step's gradients nothing is left, but their memory is the buckets'."""
-    wrapped = DistributedDataParallel(small_model(), gradient_as_bucket_view=True)
-    optimizer = build_optimizer(wrapped, OptimizerSettings(), exact=False)
-
-    def places() -> list[int]:
-        return [p.grad.data_ptr() for p in wrapped.parameters()]
-
-    for step in range(3):
-        with wrapped.no_sync():
-            wrapped(torch.ones(2, 7)).sum().backward()
-        accumulated, lie_at = copy.deepcopy([p.grad for p in wrapped.parameters()]), places()
-        wrapped(torch.ones(2, 7)).sum().backward()
-        for half, p in zip(accumulated, wrapped.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, 2 * half)
-        if step > 0:
-            assert lie_at == places()
-        clear_gradients(optimizer, wrapped)
-        assert not any(p.grad.any() for p in wrapped.parameters())
-
-
-def test_gradients_give_their_memory_back_where_there_are_no_buckets() -> None:
+def test_gradients_that_autograd_keeps_give_their_memory_back() -> None:
     model = small_model()
     draw_gradients(model, 1)
     clear_gradients(build_optimizer(model, OptimizerSettings(), exact=False), model)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates
+from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
@@ -43,10 +43,16 @@ def recipe(**changes: object) -> Recipe:
 
 
 def estimate(
-    flops: ModelFlops, *, world_size: int = 1, sharded: bool = False, precision: str = "bf16", **changes: object
+    flops: ModelFlops,
+    *,
+    world_size: int = 1,
+    sharded: bool = False,
+    gathered: bool = False,
+    precision: str = "bf16",
+    **changes: object,
 ) -> MemoryEstimate:
     """Of layers that are compiled."""
-    return MemoryEstimate.of(recipe(**changes), flops, precision, world_size, sharded)
+    return MemoryEstimate.of(recipe(**changes), flops, precision, world_size, sharded, gathered=gathered)
 
 
 @pytest.fixture
@@ -124,21 +130,13 @@ def test_moments_are_as_many_bytes_as_the_recipe_says(qwen3: ModelFlops) -> None
 
 
 @pytest.mark.parametrize(
-    ("weights", "gradients", "world_size", "size"),
-    [
-        ("fp32", None, 1, 4),
-        ("bf16_exact", None, 1, 4),
-        ("bf16", None, 1, 2),
-        ("fp32", "bf16", 1, 2),
-        ("bf16", "fp32", 1, 4),
-        ("bf16_exact", None, 2, 2),  # what processes exchange has the parameters' dtype
-        ("fp32", None, 2, 4),
-    ],
+    ("weights", "gradients", "size"),
+    [("fp32", None, 4), ("bf16_exact", None, 4), ("bf16", None, 2), ("fp32", "bf16", 2), ("bf16", "fp32", 4)],
 )
 def test_gradients_are_as_many_bytes_as_what_they_add_up_in(
-    qwen3: ModelFlops, weights: str, gradients: str | None, world_size: int, size: int
+    qwen3: ModelFlops, weights: str, gradients: str | None, size: int
 ) -> None:
-    found = estimate(qwen3, world_size=world_size, weights=weights, optimizer={"gradients": gradients})
+    found = estimate(qwen3, world_size=2, weights=weights, optimizer={"gradients": gradients})
     assert found.parts(1)["gradients"] == size * 1_720_574_976
 
 
@@ -205,10 +203,9 @@ def test_an_fp32_head_is_copied_for_its_bf16_product_at_the_loss_alone(fused: Ca
     assert fused("delayed", weights="fp32", fp8_config={"scope": "linear+head"}).loss == fused("delayed", **EXACT).loss
 
 
-def test_a_tied_heads_gradient_waits_for_the_embeddings_where_processes_exchange_them(qwen3: ModelFlops) -> None:
-    assert estimate(qwen3, **EXACT).backward == 0
-    assert estimate(qwen3, world_size=2, **EXACT).backward == 2 * 151_936 * 2048
-    assert estimate(qwen3, world_size=2, weights="fp32").backward == 4 * 151_936 * 2048
+def test_the_sums_of_a_layer_are_on_their_way_where_they_are_sharded(qwen3: ModelFlops) -> None:
+    assert estimate(qwen3, **EXACT).backward == estimate(qwen3, world_size=2, **EXACT).backward == 0
+    assert estimate(qwen3, world_size=2, sharded=True, **EXACT).backward == pytest.approx(4 * 50_336_128, rel=1e-4)
 
 
 def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(
@@ -219,21 +216,39 @@ def test_copies_of_recomputed_layers_pass_unless_the_layers_are_fused(
     assert fused("bf16", **again).working_copies == 2 * 1_409_286_144
 
 
-def test_sharding_spreads_weights_gradients_and_moments(qwen3: ModelFlops) -> None:
-    whole, shard = estimate(qwen3, world_size=4).parts(1), estimate(qwen3, world_size=4, sharded=True).parts(1)
-    for name in ("parameters", "gradients", "optimizer moments"):
-        assert shard[name] == whole[name] // 4
-    assert shard["activations"] == whole["activations"]
+def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(qwen3: ModelFlops) -> None:
+    every, layer, head = 1_720_574_976, 50_336_128, 151_936 * 2048  # the final norm, too small to matter, is among the layers
+    whole = estimate(qwen3, world_size=4, weights="fp32").parts(8)
+    shards = {way: estimate(qwen3, world_size=4, sharded=True, gathered=way, weights="fp32").parts(8) for way in (True, False)}
+    for shard in shards.values():
+        assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
+        assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
+    assert shards[True]["gathered weights"] == 2 * every
+    assert shards[True]["gradients"] == 4 * every + every
+    assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
+    assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
+    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", 4, True, replicas=2).parts(1)
+    assert two_replicas["parameters"] == 4 * every // 2
 
 
 def test_candidates_are_divisors_from_an_optimistic_start_down_to_one(qwen3: ModelFlops) -> None:
     memory = estimate(qwen3, weights="bf16")
-    assert microbatch_candidates(32, memory, None) == [32, 16, 8, 4, 2, 1]
-    assert microbatch_candidates(32, memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
-    assert microbatch_candidates(32, memory, 76 * GIB, share=1.0) == [4, 2, 1]
-    assert microbatch_candidates(32, memory, 1 * GIB) == [1]
+    assert microbatch_candidates(divisors_of(32), memory, None) == [32, 16, 8, 4, 2, 1]
+    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB) == [8, 4, 2, 1]  # 8 is estimated at 76.8 GiB: worth a try
+    assert microbatch_candidates(divisors_of(32), memory, 76 * GIB, share=1.0) == [4, 2, 1]
+    assert microbatch_candidates(divisors_of(32), memory, 1 * GIB) == [1]
 
 
 @given(st.integers(1, 20_000))
 def test_divisors_are_all_of_them_in_order(number: int) -> None:
     assert divisors_of(number) == [d for d in range(1, number + 1) if number % d == 0]
+
+
+@given(st.integers(1, 300), st.integers(1, 40))
+def test_microbatch_sizes_waste_no_place_that_another_size_would_not(packs: int, devices: int) -> None:
+    """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
+    sizes = microbatch_sizes(packs, devices)
+    most = -(-packs // devices)
+    assert sizes[0] == 1 and sizes[-1] == most
+    assert len({-(-most // size) for size in sizes}) == len(sizes)
+    assert packs % devices or all(most % size == 0 for size in sizes)

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import Devices, Plan, render
+from pretrain.plan.preflight import fits_gathered
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
@@ -49,6 +50,15 @@ def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedMod
     one, four = plan(qwen3), plan(qwen3, devices=Devices(4))
     assert (four.tokens_per_step, four.steps, four.total_flops) == (one.tokens_per_step, one.steps, one.total_flops)
     assert (four.packs_per_rank, four.accumulation) == (8, 1)
+
+
+def test_packs_that_do_not_divide_leave_places_empty_and_the_plan_says_how_many(qwen3: PreTrainedModel) -> None:
+    three = plan(qwen3, devices=Devices(3))
+    assert (three.packs_per_rank, three.accumulation, three.empty_places) == (11, 2, 16)
+    assert "3 devices x 2 microbatches x 8 packs, 16 places empty" in render(three)
+    (warning,) = three.warnings
+    assert "16 of 48 places stay empty, 33.3 % of the time. `batch.microbatch: 6` leaves 4, and" in warning
+    assert "a multiple of 12,288 can leave none" in warning
 
 
 def test_auto_has_no_accumulation_until_its_microbatch_is_found(qwen3: PreTrainedModel) -> None:
@@ -140,3 +150,13 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: Pr
 def test_an_unknown_device_gets_no_share_of_a_peak(qwen3: PreTrainedModel) -> None:
     assert "peak)" not in render(plan(qwen3, devices=Devices(name="Unheard-of 9000"), tokens_per_second=100.0))
     assert "not known" in render(plan(qwen3, devices=Devices(name="Unheard-of 9000")))
+
+
+def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(qwen3: PreTrainedModel) -> None:
+    """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
+    for microbatch, packs in ((8, 8), ("auto", 2)):
+        asked = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
+        shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).memory.total(packs) for way in (True, False)]
+        assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
+        for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
+            assert fits_gathered(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))) is fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 
 from foundation.errors import InputError
 from pretrain import __main__ as commands
@@ -22,6 +24,7 @@ from pretrain.run.doctor import parse
 from pretrain.run.examination import Examination, audit_finding, examine_fully, parity_finding, resume_finding
 from pretrain.run.processes import Bench, Finding, Process
 from pretrain.run.trial import FAILED, NOT_HERE, PASSED, Patient, describe, machine, measure
+from tests.pretrain.verify.small_runs import build_run
 
 SOME = ["--cpu", "--tokens", "128"]
 
@@ -320,13 +323,27 @@ def test_the_librarys_version_is_in_its_row(processes_run: Callable) -> None:
     assert rows[0].on == "hardware (TE 2.20.2)" and "Transformer Engine 2.20.2" in describe(Patient.of(parse(SOME)), found)[0]
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_parity_fails_where_the_audit_says_so(nested: bool) -> None:
-    figures = {"loss": 2.0, "plain_loss": 2.5, "least_cosine": 0.25}
-    parity = {"plain": figures} if nested else figures
-    assert parity_finding(parity | {"failures": []})["status"] == PASSED
-    found = parity_finding(parity | {"failures": ["the loss is off"]})
-    assert found["status"] == FAILED and found["said"].startswith("the loss is off; ") and "least cosine 0.2500" in found["said"]
+def test_parity_fails_where_the_audit_says_so_and_shows_both_sides(accelerator: Accelerator) -> None:
+    record = json.loads(json.dumps(build_run(accelerator, "current", layers=1).parity().record()))
+    found = parity_finding(record)
+    plain, quantized = record["plain"], record["quantized"]
+    assert found["status"] == PASSED and found["said"] == (
+        f"plain loss {plain['loss']:.4f}; plain reference loss {plain['reference_loss']:.4f}; "
+        f"plain least cosine {plain['least_cosine']:.4f}; quantized loss {quantized['loss']:.4f}; "
+        f"quantized reference loss {plain['loss']:.4f}; quantized least cosine {quantized['least_cosine']:.4f}"
+    )
+    found = parity_finding(record | {"failures": ["the loss is off"]})
+    assert found["status"] == FAILED and found["said"].startswith("the loss is off; plain loss ")
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGINT)  # while it looks
+        time.sleep(60)
+
+    monkeypatch.setattr(doctor, "check", interrupted)
+    assert commands.main(["doctor", *SOME, "--precisions", "bf16"]) == 130
+    assert capsys.readouterr().err.splitlines() == ["", "stopped by Ctrl-C"]
 
 
 def test_numbers_that_json_has_not_are_text_in_the_file(tmp_path: Path) -> None:

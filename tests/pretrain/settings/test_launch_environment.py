@@ -131,14 +131,6 @@ def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(en
     [
         ({"recpie": "nvfp4"}, r"unknown key `fp8_config.recpie`; did you mean `fp8_config.recipe`\?"),
         ({"marign": 1}, r"unknown key `fp8_config.marign`; did you mean `fp8_config.margin`\?"),
-        (
-            {"amax_history_length": 16},
-            r"unknown key `fp8_config.amax_history_length`; did you mean `fp8_config.amax_history_len`\?",
-        ),
-        (
-            {"amax_compute_algorithm": "max"},
-            r"`fp8_config.amax_compute_algorithm`; did you mean `fp8_config.amax_compute_algo`\?",
-        ),
         ({"keep_bf16_layers": {"frist": 1}}, r"unknown key `fp8_config.keep_bf16_layers.frist`; did you mean .*first`\?"),
         ({"recipe": "mxfp"}, r"`fp8_config.recipe`: unknown precision 'mxfp'; did you mean 'mxfp8'\?"),
         ({"recipe": "bf16"}, r"`fp8_config.recipe: bf16` is no FP8; set `mixed_precision: bf16`"),

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from packing.batch import IGNORE, build_microbatch
+from pretrain.model.attention import backends
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
+from pretrain.model.loss import head as loss_head
 from pretrain.precision import delayed_state, emulation, linear
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
@@ -59,20 +61,24 @@ def quantized(run: SmallRun) -> bool:
     return run.active.precision.quantized
 
 
+def emulated(run: SmallRun) -> bool:
+    return run.active.backend == "emulation"
+
+
 def in_blocks(run: SmallRun) -> bool:
-    return quantized(run) and run.active.precision.block_scaled
+    return emulated(run) and run.active.precision.block_scaled
 
 
 def delayed(run: SmallRun) -> bool:
-    return quantized(run) and run.active.precision.keeps_history
+    return emulated(run) and run.active.precision.keeps_history
 
 
 def transforms(run: SmallRun) -> bool:
-    return quantized(run) and run.active.settings.disable_rht is False
+    return emulated(run) and run.active.settings.disable_rht is False
 
 
 def stochastic(run: SmallRun) -> bool:
-    return quantized(run) and run.active.settings.disable_stochastic_rounding is False
+    return emulated(run) and run.active.settings.disable_stochastic_rounding is False
 
 
 # ── What goes into the model ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -85,7 +91,8 @@ def changing_inputs(run: SmallRun, change: Callable[[dict[str, Any]], dict[str, 
 @fault("documents of a pack see each other")
 def documents_leak(run: SmallRun, patch: Patch) -> None:
     def packs_only(inputs: dict[str, Any]) -> dict[str, Any]:
-        return {"cu_seqlens": torch.arange(0, inputs["input_ids"].shape[1] + 1, LENGTH, dtype=torch.int32)}
+        ids = inputs["input_ids"]
+        return {"cu_seqlens": torch.arange(0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device)}
 
     changing_inputs(run, packs_only)
 
@@ -125,7 +132,7 @@ def labels_shifted_twice(run: SmallRun, patch: Patch) -> None:
 def positions_run_on(run: SmallRun, patch: Patch) -> None:
     def counted(inputs: dict[str, Any]) -> dict[str, Any]:
         # Rotation knows differences only, which a constant more leaves as they are: so the count also goes at another speed.
-        return {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None] % LENGTH // 2}
+        return {"position_ids": torch.arange(inputs["input_ids"].shape[1], device=run.accelerator.device)[None] % LENGTH // 2}
 
     changing_inputs(run, counted)
 
@@ -146,6 +153,13 @@ def pack_twice(run: SmallRun, patch: Patch) -> None:
     run.step = replace(run.step, microbatches=[first, first, *others])
 
 
+@fault("the labels of a step's third microbatch are shifted twice")
+def third_microbatch_shifted(run: SmallRun, patch: Patch) -> None:
+    first, second, third, *others = run.step.microbatches
+    third = replace(third, labels=third.labels.roll(-1, 1))
+    run.step = replace(run.step, microbatches=[first, second, third, *others])
+
+
 # ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -158,6 +172,52 @@ def head_untied(run: SmallRun, patch: Patch) -> None:
 @fault("attention's scores have another scale", lambda run: hasattr(next(iter(run.layers)), "self_attn"))
 def attention_scale(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.layers[0].self_attn, "scaling", run.layers[0].self_attn.scaling / 2)
+
+
+def in_torch(run: SmallRun) -> bool:
+    """Fused, by torch's own operations."""
+    return run.packed.fused is not None and type(run.packed.fused.arithmetic) is arithmetic.Arithmetic
+
+
+def rotates(run: SmallRun) -> bool:
+    return hasattr(run.packed.hf.base_model, "rotary_emb")
+
+
+@fault("one layer rotates by another base", rotates)
+def another_base(run: SmallRun, patch: Patch) -> None:
+    forward, config = run.layers[1].forward, run.packed.hf.config
+    half = config.head_dim // 2
+    frequencies = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
+
+    def rotated(
+        hidden: Tensor, *args: Any, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+    ) -> Any:
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        tables = tuple(table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin()))
+        return forward(hidden, *args, position_ids=position_ids, position_embeddings=tables, **others)
+
+    patch.setattr(run.layers[1], "forward", rotated)
+
+
+@fault("a token does not see itself")
+def blind_to_itself(run: SmallRun, patch: Patch) -> None:
+    def others_only(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+        mask = document_mask(cu_seqlens, max_seqlen, tokens)
+        first = mask.sum(-1, keepdim=True) == 1  # of a document: it would see nothing
+        return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
+
+    document_mask = backends.document_mask
+    patch.setattr(backends, "document_mask", others_only)
+
+
+@fault("the residual is lost on its way back", in_torch)
+def residual_lost(run: SmallRun, patch: Patch) -> None:
+    def without(arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor | None) -> Any:
+        of_last = norm is list(run.packed.fused.layers.values())[-1].parts.mlp_norm
+        return norm_backward(arithmetic, d_normed, x, statistics, norm, None if of_last else residual)
+
+    norm_backward = arithmetic.Arithmetic.norm_backward
+    patch.setattr(arithmetic.Arithmetic, "norm_backward", without)
 
 
 @fault("one layer is left out")
@@ -191,6 +251,12 @@ def microbatch_lost(run: SmallRun, patch: Patch) -> None:
     changing_loss(run, lambda loss, _: loss if run.packed.context.first_microbatch else loss.detach() + loss * 0)
 
 
+@fault("the loss forgets all but its last chunk of tokens in the head's gradient")
+def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
+    add = loss_head.add_product_
+    patch.setattr(loss_head, "add_product_", lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True))
+
+
 def changing_gradients(run: SmallRun, patch: Patch, name: str, change: Callable[[Tensor], None]) -> None:
     """Of the parameter that ends in `name`, in the second layer, after each pass."""
     parameters = [p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)]
@@ -218,7 +284,7 @@ def gradient_too_large(run: SmallRun, patch: Patch) -> None:
 # ── Copies of weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@fault("a weight's copy is that of an earlier step", lambda run: quantized(run) or bool(run.packed.fused and run.has_copies))
+@fault("a weight's copy is that of an earlier step", lambda run: emulated(run) or bool(run.packed.fused and run.has_copies))
 def stale_copy(run: SmallRun, patch: Patch) -> None:
     def once(product: emulation.EmulatedProduct, weight: Tensor) -> None:
         if product.weight is None:
@@ -251,22 +317,22 @@ def of_values(operand: Operand, change: Callable[[Tensor], Tensor]) -> Operand:
     return Operand(change(operand.values), operand.scale)
 
 
-@fault("the transposed weight has the wrong rows", quantized)
+@fault("the transposed weight has the wrong rows", emulated)
 def transposed_of_the_wrong_rows(run: SmallRun, patch: Patch) -> None:
     changing_products(patch, "dgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 0))))
 
 
-@fault("the transposed input has the wrong tokens", quantized)
+@fault("the transposed input has the wrong tokens", emulated)
 def input_of_the_wrong_tokens(run: SmallRun, patch: Patch) -> None:
     changing_products(patch, "wgrad", lambda left, right: (left, of_values(right, lambda values: values.roll(1, 1))))
 
 
-@fault("the gradient of the input is a quarter too large", quantized)
+@fault("the gradient of the input is a quarter too large", emulated)
 def dgrad_too_large(run: SmallRun, patch: Patch) -> None:
     changing_products(patch, "dgrad", lambda left, right: (of_values(left, lambda values: values * 1.25), right))
 
 
-@fault("a weight's gradient is that of every second token, doubled", quantized)
+@fault("a weight's gradient is that of every second token, doubled", emulated)
 def half_of_the_tokens(run: SmallRun, patch: Patch) -> None:
     def halved(left: Operand, right: Operand) -> tuple[Operand, Operand]:
         return of_values(left, lambda values: values[:, ::2] * 2), of_values(right, lambda values: values[:, ::2])
@@ -274,7 +340,7 @@ def half_of_the_tokens(run: SmallRun, patch: Patch) -> None:
     changing_products(patch, "wgrad", halved)
 
 
-@fault("one product's backward is not quantized", quantized)
+@fault("one product's backward is not quantized", emulated)
 def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     prepare = emulation.EmulationBackend.prepare
 
@@ -289,7 +355,7 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
 
 
-@fault("nothing is quantized, under the name of the precision", quantized)
+@fault("nothing is quantized, under the name of the precision", emulated)
 def not_quantized(run: SmallRun, patch: Patch) -> None:
     for module in (tensor, blocks):
         patch.setattr(module, "round_to_grid", lambda x, grid: x)
@@ -324,7 +390,7 @@ def changing_rounding(patch: Patch, change: Callable[[Tensor, Grid], Tensor]) ->
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: change(x, grid))
 
 
-@fault("values are truncated, not rounded", quantized)
+@fault("values are truncated, not rounded", emulated)
 def truncated(run: SmallRun, patch: Patch) -> None:
     def toward_zero(x: Tensor, grid: Grid) -> Tensor:
         x, quantum, per_quantum = rounding._in_quanta(x, grid)
@@ -333,7 +399,7 @@ def truncated(run: SmallRun, patch: Patch) -> None:
     changing_rounding(patch, toward_zero)
 
 
-@fault("codes have a mantissa bit less", quantized)
+@fault("codes have a mantissa bit less", emulated)
 def bit_less(run: SmallRun, patch: Patch) -> None:
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
 
@@ -345,7 +411,7 @@ def bit_less(run: SmallRun, patch: Patch) -> None:
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, coarser(grid), uniform))
 
 
-@fault("codes have a mantissa bit more", quantized)
+@fault("codes have a mantissa bit more", emulated)
 def bit_more(run: SmallRun, patch: Patch) -> None:
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
 
@@ -357,7 +423,7 @@ def bit_more(run: SmallRun, patch: Patch) -> None:
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: by_chance(x, finer(grid), uniform))
 
 
-@fault("E5M2 in place of E4M3, or E4M3 in place of the others", quantized)
+@fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)
 def another_format(run: SmallRun, patch: Patch) -> None:
     other = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
     nearest, by_chance = rounding.round_to_grid, rounding.round_stochastically
@@ -396,7 +462,7 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
     run.packed.context.backend._prepare.cache_clear()
 
 
-@fault("the tensor's scale is twice what fits", lambda run: quantized(run) and run.active.precision.tensor_scaled)
+@fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
     real = tensor.scale_from_amax
     for module in (tensor, nvfp4):

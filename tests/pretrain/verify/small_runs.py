@@ -1,4 +1,5 @@
-"""Small models as a run assembles them, with a step of packs, for parity and the audit to look at."""
+"""Small models as a run assembles them, with a step of packs, for parity and the audit to look at: on a CPU, or on a GPU with
+Transformer Engine."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import prepare
-from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, forward_backward, inputs_of
+from pretrain.model.rank_sums import RankSums
 from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients
-from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import Decision, decide
+from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings, OptimizerSettings
 from pretrain.verify import audit
@@ -51,7 +53,7 @@ class SmallRun:
     """One model with its step 0. A mutation changes any of it, or what it is made of, before it is checked."""
 
     packed: PackedLanguageModel
-    model: torch.nn.Module  # `packed`, or what DDP puts around it
+    model: PackedLanguageModel  # `packed`, prepared
     optimizer: ExactAdamW
     active: ActivePrecision
     decisions: dict[str, Decision]
@@ -72,7 +74,9 @@ class SmallRun:
         batch = build_microbatch(self.packs[:1], mask_boundaries=True)
         audit.check_trained(self.packed.hf, self.optimizer)
         scale = 1 / self.step.tokens
-        entries = audit.observe(self.packed, lambda: self.packed(**inputs_of(batch, CPU)) * scale, self.active, self.decisions)
+        entries = audit.observe(
+            self.packed, lambda: self.packed(**inputs_of(batch, self.accelerator.device)) * scale, self.active, self.decisions
+        )
         clear_gradients(self.optimizer, self.packed)
         return entries
 
@@ -87,10 +91,10 @@ class SmallRun:
 
 
 @contextmanager
-def on_a_cpu() -> Iterator[Accelerator]:
-    """accelerate keeps its state in the process: begun anew here, and not left behind."""
+def on_a(device: str) -> Iterator[Accelerator]:
+    """ "cpu" or "cuda". accelerate keeps its state in the process: begun anew here, and not left behind."""
     AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="no")
+    yield Accelerator(cpu=device == "cpu", mixed_precision="no")
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
@@ -107,29 +111,34 @@ def build_run(
     seed: int = 1,
     **fp8_config: Any,
 ) -> SmallRun:
-    """As `assemble` does it, on a CPU, quantization emulated. Delayed scaling has seen the step before."""
+    """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
+    step before."""
     settings = ModelSettings(
         config={"model_type": kind, **ARCHITECTURES[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
         gradient_checkpointing="full" if recompute else "none",
     )
     wanted = PRECISIONS[precision]
     options = LowPrecisionSettings(**fp8_config).resolved(precision)
-    active = ActivePrecision(precision, wanted, "emulation" if wanted.quantized else "torch", options)
-    hf = model.build(settings, model.load_config(settings), weights=weights, seed=seed, device=CPU, backend="packed_sdpa")
+    device = accelerator.device
+    low = "emulation" if device.type == "cpu" else "transformer_engine"
+    active = ActivePrecision(precision, wanted, low if wanted.quantized else "torch", options)
+    hf = model.build(settings, model.load_config(settings), weights=weights, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
-    context = PrecisionContext(EmulationBackend(active, CPU) if wanted.quantized else None, compute)
+    context = PrecisionContext(make_backend(active, device) if wanted.quantized else None, compute)
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
     if fused:
-        packed.fused = fuse(inside, decisions, Arithmetic(context))
-    convert(hf, decisions, context)
+        arithmetic, why_not = choose_arithmetic("on", active, device.type, context)
+        assert arithmetic is not None, why_not
+        packed.fused = fuse(inside, decisions, arithmetic)
+    convert(hf, decisions, context, packed.fused)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
     prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)
-    if accelerator.num_processes > 1:
-        prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
-    else:
+    prepared, optimizer = prepare(accelerator, packed, optimizer, compute)
+    if not accelerator.is_fsdp2:
         attach_main_gradients(packed, torch.float32, packed.fused.stacks if packed.fused else ())
+        packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
     packs = random_packs(8, seed)
     step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
     run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator)

@@ -6,6 +6,7 @@ those of the values, that lose a bit, or that no history makes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,12 +122,21 @@ def test_a_linear_that_never_ran_is_found(build_model: Callable, inputs: dict) -
     assert "3 of 15" in message and "layers.1.mlp.gate_proj (not run)" in message
 
 
-def test_observing_leaves_no_hook_and_no_gradient(build_model: Callable, inputs: dict) -> None:
+def test_a_parameter_that_nothing_computes_with_is_found_where_nothing_is_quantized(build_model: Callable, inputs: dict) -> None:
+    """As those of Doge's mask, which packed attention is not asked to compute. An expert may be what no token has chosen."""
+    packed = build_model()
+    for name in ("A", "experts"):
+        packed.hf.base_model.layers[0].self_attn.add_module(name, nn.Module())
+        packed.hf.base_model.layers[0].self_attn.get_submodule(name).scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(InputError, match=r"1 parameters get no gradient, .*self_attn\.A\.scale among them.*name another model"):
+        observe(packed, inputs, FP32)
+
+
+def test_observing_leaves_no_hook(build_model: Callable, inputs: dict) -> None:
     packed = build_model()
     observe(packed, inputs, FP32)
     refusal(packed, inputs, BF16)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in packed.modules())
-    assert all(parameter.grad is None for parameter in packed.parameters())
 
 
 def test_compiled_layers_are_observed_without_being_compiled(build_model: Callable, inputs: dict) -> None:
@@ -238,13 +248,14 @@ class Layer(nn.Module):
         self.product.operand = operand
         return self
 
-    def microbatch(self) -> None:
+    def microbatch(self, scale: float = 1.0) -> None:
+        """`scale`: of the gradient."""
         tokens, into, out = self.SIZES
         x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
         x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
         with self.context.forward(training=True):
             y = self.context.multiply("layer", self.product, x.bfloat16().requires_grad_(), self.weight, None)
-        y.backward((1e-3 * gradient).bfloat16())
+        y.backward((scale * 1e-3 * gradient).bfloat16())
 
     def faults(self, claimed: ActivePrecision) -> list[str]:
         """After a microbatch that teaches delayed scaling its scales."""
@@ -355,6 +366,14 @@ def test_histories_that_are_kept_pass_from_the_first_microbatch_on() -> None:
     layer = Layer(emulated("delayed"))
     for _ in range(3):
         microbatch(layer)
+
+
+def test_a_microbatch_in_which_nothing_is_to_be_learnt_leaves_histories_alone() -> None:
+    """None of its tokens has a label, or a layer is idle: its gradients are zero. Where they are NaN, the health check speaks."""
+    layer = Layer(emulated("delayed"))
+    for scale in (1.0, 0.0, 1.0, 0.0, math.nan, 1.0):
+        with audit.confirming_histories(layer.context, emulated("delayed")):
+            layer.microbatch(scale)
 
 
 def test_a_scale_that_is_never_updated_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.verify.kept import KeptResult, folder
 
-PASSED = {"failures": [], "plain": {"loss": 1.0}}
+PASSED = {"failures": [], "plain": {"loss": 1.0, "tensors_compared": 3}}
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +33,36 @@ def test_another_subject_or_other_code_is_not_what_was_kept(monkeypatch: pytest.
     monkeypatch.setattr("pretrain.verify.kept.code_hash", lambda: "other")
     assert KeptResult({"device": "CPU"}).read() is None
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["NVTE_FUSED_ATTN", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_FREEZING", "ATEN_CPU_CAPABILITY"])
+def test_a_variable_that_kernels_are_chosen_by_makes_another_subject(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptResult({"device": "CPU"})
+    kept.write(PASSED)
+    monkeypatch.setenv(name, "default")
+    assert kept.read() is None
+
+
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "TRITON_CACHE_DIR", "TORCHELASTIC_RUN_ID", "HOME_OF_TORCH"])
+def test_what_says_where_things_lie_does_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptResult({"device": "CPU"})
+    kept.write(PASSED)
+    monkeypatch.setenv(name, "7")
+    assert kept.read() is not None
+
+
+def test_a_file_that_was_copied_from_another_subject_is_none() -> None:
+    one, other = KeptResult({"device": "H200"}), KeptResult({"device": "CPU"})
+    one.write(PASSED)
+    other.path.write_bytes(one.path.read_bytes())
+    assert one.read() is not None and other.read() is None
+
+
+@pytest.mark.parametrize("record", [{"failures": []}, {"failures": [], "plain": {"tensors_compared": 0}}])
+def test_a_result_without_figures_is_none(record: dict) -> None:
+    kept = KeptResult({})
+    kept.write(record)
+    assert kept.read() is None
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[]", b"{}", b'{"version": 1, "date": "x", "parity": 3}', b"null"])

@@ -245,9 +245,13 @@ def test_a_wrong_fused_layer_is_not_used_where_that_was_left_open_and_refused_wh
     monkeypatch.setitem(TABLE, "layer", replace(TABLE["layer"], used=lambda run: run.parts is not None))
     run, choice = situation(fused=True), attention.Choice("packed_sdpa", "because")
     chosen = choose(run, choice, "auto", "auto")
-    assert chosen.not_fused.startswith("nothing: tried before training, the layer disagrees") and not chosen.situation.fused
+    assert (
+        chosen.not_fused.startswith("nothing: tried before training, the kernel `layer` disagrees") and not chosen.situation.fused
+    )
     assert [verdict.instead for verdict in chosen.verdicts] == ["layers that are not fused"]
-    with pytest.raises(InputError, match=r"`model.fused: on`: tried before training, the layer disagrees .*model.fused: auto"):
+    with pytest.raises(
+        InputError, match=r"`model.fused: on`: tried before training, the kernel `layer` disagrees .*model.fused: auto"
+    ):
         choose(run, choice, "auto", "on")
 
 
@@ -280,7 +284,7 @@ def test_auto_goes_on_to_the_next_attention_and_audit_and_screen_say_why(
     assert found["attention"]["kind"] == "packed_sdpa" and "varlen disagrees with its formula" in found["attention"]["reason"]
     (record,) = found["kernels"]
     assert not record["agrees"] and record["instead"] == "packed_sdpa" and record["errors"]["dq"] == pytest.approx(0.3, rel=1e-3)
-    assert "NOT USED: attention packed_varlen, which disagrees" in " ".join(run.output.split())
+    assert "NOT USED: the kernel `attention packed_varlen`, which disagrees" in " ".join(run.output.split())
 
 
 def test_a_wrong_attention_that_was_asked_for_by_name_is_one_clear_message(
@@ -305,7 +309,7 @@ def test_a_wrong_loss_stops_the_run_and_names_the_plain_one(train_broken: Callab
     right = kernels.softmax_gradient_
     monkeypatch.setattr(kernels, "softmax_gradient_", lambda logits, labels: 1.1 * right(logits, labels))
     said = train_broken().refusal
-    assert said.startswith("tried before training, the loss disagrees with cross-entropy in FP64: losses is 0.1 off")
+    assert said.startswith("tried before training, the kernel `loss` disagrees with cross-entropy in FP64: losses is 0.1 off")
     assert said.endswith("set `loss.kind: reference`")
 
 

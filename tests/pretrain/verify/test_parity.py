@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -13,22 +14,27 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from transformers.activations import ACT2FN
 
 from packing.arrow import Pack
 from packing.batch import IGNORE, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
-from pretrain.model.gradients import was_reached
+from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.verify.comparison import NEGLIGIBLE, distances, total_norm, typical_error
+from pretrain.precision.emulation import EmulatedProduct
+from pretrain.precision.linear import LowPrecisionNorm
+from pretrain.verify.comparison import NEGLIGIBLE, Distance, distances, total_norm, typical_error
 from pretrain.verify.parity import (
     DOCUMENTS,
     LONGEST,
     TOKENS,
     TOTAL,
+    _Draws,
     chosen_of,
     labelled,
     training_without_dropout,
+    with_total,
 )
 from pretrain.verify.products import ProductParity
 from pretrain.verify.reference_model import (
@@ -41,7 +47,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     valid_tokens_of,
 )
-from tests.pretrain.verify.small_runs import CPU, SmallRun, build_run, random_packs
+from tests.pretrain.verify.small_runs import CPU, SmallRun, build_run, random_packs, step_of
 
 LENGTH = 16
 
@@ -99,6 +105,13 @@ def test_what_is_compared_is_bounded_and_comes_from_every_microbatch(lengths: li
     assert sum(map(len, chosen)) <= DOCUMENTS and all(len(d.tokens) <= LONGEST for of_batch in chosen for d in of_batch)
     if LONGEST * len(lengths) <= TOKENS:  # there is room for one of each
         assert [bool(of_batch) for of_batch in chosen] == [bool(of_batch) for of_batch in lengths]
+
+
+def test_what_is_compared_holds_an_end_and_a_beginning() -> None:
+    """A kernel, or a loss, that forgets tokens forgets those of an end."""
+    documents = [[Document(np.zeros(20), np.zeros(20), 0, 20 * n) for n in range(60)] for _ in range(2)]
+    last, first = (sorted(document.begin // 20 for document in of_batch) for of_batch in chosen_of(documents))
+    assert last[-2:] == [58, 59] and first[:2] == [0, 1] and len(last) == len(first) == DOCUMENTS // 2
 
 
 def test_labels_of_what_is_not_compared_are_masked_and_others_stay() -> None:
@@ -194,6 +207,77 @@ def test_dropout_is_off_while_everything_trains(build_model: Callable) -> None:
         assert all(module.training for module in packed.modules())
         assert torch.equal(packed.hf.transformer.drop(torch.ones(1000)), torch.ones(1000))
     assert packed.hf.transformer.drop.p == packed.hf.transformer.h[0].mlp.dropout.p == 0.5
+
+
+def test_gradients_that_add_up_in_bf16_are_held_to_what_bf16_can(small: Callable) -> None:
+    run = small("fp32", layers=2)
+    attach_main_gradients(run.packed, torch.bfloat16)
+    assert run.parity().failures == []
+
+
+def test_a_text_of_one_token_is_compared_without_products(small: Callable) -> None:
+    """Its rows are all equal, and so are their errors: a sample of them says nothing."""
+    run = small("nvfp4", layers=2)
+    run.packs = [replace(pack, input_ids=np.full_like(pack.input_ids, 7)) for pack in run.packs]
+    run.step = step_of(run.packs, 2)
+    found = run.parity()
+    assert found.failures == [] and found.quantized is None
+    assert "1 different tokens" in found.summary() and not found.text.tells_all
+
+
+def test_tensors_of_few_values_are_no_mismatch(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How far BF16 takes a scalar's gradient is small by chance every other time."""
+
+    class Gain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.silu(x) * self.gain
+
+    monkeypatch.setitem(ACT2FN, "silu", Gain)
+    for seed in range(4):
+        run = small("bf16", "llama", layers=2, seed=seed)
+        assert any(name.endswith("gain") for name, _ in run.packed.hf.named_parameters())
+        assert run.parity().failures == [], seed
+
+
+def test_a_gradient_of_one_direction_may_become_small_but_not_nothing() -> None:
+    """Noise as large as itself may leave next to nothing of a scalar's gradient, and of a vector's everything."""
+    total = {"other": Distance(1e3, 1e3, 1.0, 10_000)}
+
+    def judged(measured: float, cosine: float) -> bool:
+        draw = total | {"layers.0.a": Distance(2.0, 1.0, math.sqrt(5 - 4 * cosine), 64)}
+        each = Distance(measured, 1.0, 1 - measured, 64)
+        return _Draws([dict(with_total(draw))] * 2).allow("layers.0.a", each, 0.0).excess <= 1
+
+    assert judged(0.01, cosine=-0.99) and not judged(0.0, cosine=-0.99)
+    assert not judged(0.01, cosine=0.3)
+
+
+def test_a_norm_that_is_wrong_in_low_precision_alone_is_found(small: Callable) -> None:
+    """It quantizes nothing, so it is held to rounding, and not to what quantization makes of gradients."""
+    run = small("nvfp4", layers=2, scope="linear+head+norm")
+    norm = next(module for module in run.packed.hf.modules() if isinstance(module, LowPrecisionNorm))
+    function = norm.function
+    norm.function = lambda *arguments: function(*arguments) * 1.05
+    assert any("the packed path, unquantized," in line for line in run.parity().failures)
+
+
+def test_a_fault_at_one_end_of_every_product_is_found(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
+    multiply = EmulatedProduct.multiply
+
+    def changed(product: EmulatedProduct, gemm: str, *operands: object) -> torch.Tensor:
+        result = multiply(product, gemm, *operands)
+        if gemm == "forward" and result.shape[1] > 128:
+            result[:, :32] = result[:, :32].roll(1, 1)
+        return result
+
+    monkeypatch.setattr(EmulatedProduct, "multiply", changed)
+    products = small("nvfp4", layers=4).parity().products
+    assert any(each.excess > 1 and each.gemm == "forward" for each in products)
 
 
 # What is said of a path that is wrong

@@ -1,0 +1,150 @@
+"""Train the same recipe in one process and in several, and hold loss and gradient norm of every step against each other.
+
+    python -m benchmarks.equality [--topology ddp] [--processes 2 4] [--steps 50] [--gpu] [--out FILE] [key=value ...]
+
+The real launcher under `accelerate launch`, on the CPU unless `--gpu` is given. Every number of processes computes the same
+microbatches. Each process adds up its own, and then all are added up. So figures differ by the order of additions in FP32, and by
+what the following steps make of that. How much that is by itself shows one process that takes the microbatches of each step in
+backward order. `key=value` arguments go to the launcher of every run. A topology is the name of a file in accelerate_configs/;
+figures of other topologies stay in the result file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.kill_resume import LENGTH, MODELS, write_packs
+from benchmarks.machine import processor
+from packing.batch import BatchStream, StepBatches
+from pretrain.metrics.run_folder import describe_environment
+from pretrain.metrics.run_record import read_metrics
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "equality_cpu.json"
+PACKS_PER_STEP = 16
+FIGURES = ("loss", "gradient_norm")
+BACKWARDS = "--launch-backwards"  # as the first argument: be the launcher that takes microbatches in backward order
+ORDER = "1, microbatches backwards"
+CASES = {
+    "fp32": ("precision=fp32", "weights=fp32"),
+    "bf16_exact": ("precision=bf16", "weights=bf16_exact"),
+    # A BF16 weight that rounds otherwise changes all BF16 values after it by a unit: at this rate none does in 50 steps.
+    "bf16_exact, rate 1e-6": ("precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-6"),
+}
+
+
+def write_recipe(folder: Path, packs: Path, steps: int) -> Path:
+    """A Qwen3 with a tied head; eight microbatches a step, which one, two, four and eight processes share evenly."""
+    recipe = {
+        "name": "equality",
+        "model": {"config": MODELS["qwen3"]},
+        "data": {"packs": str(packs), "length": LENGTH},
+        "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": PACKS_PER_STEP // 8},
+        "optimizer": {"learning_rate": 3.0e-4},
+        "schedule": {"kind": "constant", "warmup": 10},
+        "train": {"steps": steps},
+        "checkpoint": {"every": None, "at_end": False},
+        "parity": "off",
+    }
+    path = folder / "equality.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def curves(
+    arguments: Sequence[str], run_dir: Path, topology: str, processes: int, *, gpu: bool, backward_order: bool = False
+) -> dict[str, list[float]]:
+    """Train, and return each figure step by step. SystemExit with what the launcher said where it fails."""
+    config = topology if processes > 1 else "bf16" if gpu else "cpu"
+    script = ["-m", "benchmarks.equality", BACKWARDS] if backward_order else ["train_accelerate.py"]
+    # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
+    launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet", "--config_file"]
+    command = [*launch, f"accelerate_configs/{config}.yaml", "--num_processes", str(processes), *script]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
+    done = subprocess.run([*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command)} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}")
+    steps = [record for record in read_metrics(run_dir) if "gradient_norm" in record]
+    return {figure: [record[figure] for record in steps] for figure in FIGURES}
+
+
+def apart(one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """The largest relative difference of each figure over all steps, and the first step in which one is above 1e-6."""
+    relative = {key: [abs(b / a - 1) for a, b in zip(one[key], other[key], strict=True)] for key in FIGURES}
+    beyond = [step for step, each in enumerate(zip(*relative.values(), strict=True), start=1) if max(each) > 1e-6]
+    return {key: max(each) for key, each in relative.items()} | {"first step above 1e-6": beyond[0] if beyond else None}
+
+
+def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """By case: the curves by number of processes, and how far each is from that of one."""
+    runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
+    recipe, results = write_recipe(folder, write_packs(folder / "packs"), arguments.steps), {}
+    for case, overrides in CASES.items():
+        for fused in ("on", "off"):
+            name, found = f"{case}, fused {fused}", {}
+            for number, (processes, backward_order) in runs.items():
+                run_dir = folder / f"{case}-{fused}-{processes}-{backward_order}"
+                wanted = [str(recipe), *overrides, f"model.fused={fused}", f"run_dir={run_dir}", *arguments.overrides]
+                options = {"gpu": arguments.gpu, "backward_order": backward_order}
+                found[number] = curves(wanted, run_dir, arguments.topology, processes, **options)
+            differences = {number: apart(found["1"], found[number]) for number in list(runs)[1:]}
+            for number, each in differences.items():
+                print(f"{arguments.topology}, {name}, processes {number}: {each}", flush=True)
+            results[name] = {"apart": differences, "curves": found}
+    return results
+
+
+def launch_backwards() -> int:
+    """The launcher, its microbatches in backward order."""
+    import train_accelerate
+
+    step = BatchStream.step
+
+    def backwards(self: BatchStream, number: int) -> StepBatches:
+        batches = step(self, number)
+        return replace(batches, microbatches=batches.microbatches[::-1])
+
+    BatchStream.step = backwards
+    del sys.argv[1]
+    return train_accelerate.main()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--topology", default="ddp", help="of the runs of several processes")
+    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="equality-") as folder:
+        results = compare(arguments, Path(folder))
+    report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    report[arguments.topology] = {
+        "command": shlex.join(["python", "-m", "benchmarks.equality", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({"config_file": f"accelerate_configs/{arguments.topology}.yaml"}),
+        "processor": processor(),
+        "steps": arguments.steps,
+        "results": results,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(launch_backwards() if BACKWARDS in sys.argv[1:2] else main())

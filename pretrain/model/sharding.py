@@ -1,0 +1,189 @@
+"""FSDP2 as accelerate has set it up: when weights are gathered, and where gradients add up. Configured, not rewritten.
+
+accelerate makes a shard group of each decoder layer, of the embedding, of the head (of both where they are tied) and of what is
+left, the final norm. torch gathers a group's weights in the compute dtype before they are used, and reduces its gradients in
+FP32. There are two ways to go through the microbatches of a step:
+
+* Once a step (ZeRO-2; `fsdp_reshard_after_forward: false`): a group is gathered in the first microbatch and kept. Each rank adds
+  its gradients up whole, in FP32, and in the last microbatch's backward each group is reduced as soon as it is done, while the
+  next one computes. One gather and one reduction a step; it takes the memory of all weights and of all FP32 gradients.
+* For each use (ZeRO-3; `true`): a group is gathered before its forward and again before its backward, and reduced after each
+  microbatch's backward. Microbatches add up in the shards, in FP32. The memory is that of a few groups.
+
+In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie, as
+pretrain.model.gradients lays sums out: the gathered parameters have a `main_grad`, which products add to by themselves. For each
+use, the groups lie in one memory, one after the other, since only one of them is in its backward at a time.
+
+What FSDP2 returns has the parameter's dtype, so the FP32 sum of BF16 weights would be rounded. `kept` says what it is to be: with
+FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes, gathered weights
+are the bits that one process has, and optimizer and checkpoints know nothing of sharding. FP32 shards, gathered in BF16, would
+take the same memory; but the gathering rounds ties to even, and `bf16_exact` rounds them away from zero.
+
+A few private attributes of FSDP2 are used, which torch 2.11 to 2.13 have; `_NEEDED` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils import _pytree as pytree
+
+from foundation.errors import InputError
+from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, values_of_sums
+
+_NEEDED = {
+    "shard group": ("fsdp_params", "modules"),
+    "sharded parameter": ("sharded_param", "unsharded_accumulated_grad", "_module_info"),
+    "gathered shard group": ("_orig_dtype",),
+    "gathered parameter": ("_unsharded_param",),
+}
+
+
+@dataclass
+class _Group:
+    """Parameters that are gathered and reduced together."""
+
+    module: FSDPModule  # one of those that the group was made of
+    fsdp: Any  # torch's FSDPParamGroup
+    sums: Tensor | None = None  # the memory that they add up in
+    shares: bool = False  # the memory with other groups
+
+    @property
+    def trained(self) -> list[Any]:
+        """torch's FSDPParam of each parameter that is trained."""
+        return [each for each in self.fsdp.fsdp_params if each.sharded_param.requires_grad]
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether its sums hold something that is not reduced yet."""
+        return any(each.unsharded_accumulated_grad is not None for each in self.trained)
+
+
+class Sharding:
+    """The groups of one prepared model; made once, after accelerate has sharded it. Collective, as all that it does.
+
+    `kept`: the dtype of the reduced gradient in the shards. `stacks`: parameters of the sharded model that are the rows of one
+    matrix, as in `attach_main_gradients`. `once_a_step`: the first of the two ways above. InputError where this torch's FSDP2 is
+    made in another way.
+    """
+
+    def __init__(
+        self, model: nn.Module, kept: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = (), *, once_a_step: bool
+    ) -> None:
+        self.once_a_step = once_a_step
+        self._model, self._kept = model, kept
+        self._groups = _groups_of(model)
+        self._attach(stacks)
+        for group in self._groups:
+            for module in group.fsdp.modules:
+                module.register_forward_hook(partial(self._after_forward, group))
+        model.register_forward_hook(self._after_model)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Around the forward and backward of every microbatch of a step but the last."""
+        model = self._model
+        if self.once_a_step:
+            model.set_requires_gradient_sync(False)
+            model.set_reshard_after_backward(False)
+        else:
+            model.set_requires_all_reduce(False)  # replicas of shards exchange their sums once a step
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+            model.set_reshard_after_backward(True)
+
+    def reshard(self) -> None:
+        """Give gathered weights back; the model's parameters are the shards again."""
+        for group in self._groups:
+            group.module.reshard()
+
+    def abandon(self) -> None:
+        """Forget sums that were not reduced, as a backward leaves that failed or was not a step's last, and reshard."""
+        for group in self._groups:
+            for each in group.fsdp.fsdp_params:
+                each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+        self.reshard()
+
+    def _attach(self, stacks: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Give each gathered parameter its sum; the parameter is the same object each time that it is gathered again."""
+        at_once = {id(self._groups[0].fsdp)} if self._groups[0].module is self._model else set()
+        at_once |= {id(group.fsdp) for group in self._groups if len(group.fsdp.modules) > 1}  # as a tied head and embedding
+        sharing = [group for group in self._groups if not self.once_a_step and id(group.fsdp) not in at_once]
+        shared = None
+        if sharing:
+            values = max(values_of_sums(each.sharded_param for each in group.trained) for group in sharing)
+            shared = torch.empty(values, dtype=torch.float32, device=sharing[0].trained[0].sharded_param.device)
+        for group in self._groups:
+            trained = group.trained
+            group.shares = group in sharing
+            group.module.unshard()
+            _require(group.fsdp, "gathered shard group")
+            for each in group.fsdp.fsdp_params:
+                _require(each, "gathered parameter")
+            gathered = {id(each.sharded_param): each._unsharded_param for each in trained}
+            rows = [[gathered[id(one)] for one in stack] for stack in stacks if id(stack[0]) in gathered]
+            if trained:
+                group.sums = attach_sums(list(gathered.values()), torch.float32, rows, shared if group.shares else None)
+            for each in trained:
+                each.sharded_param.grad_dtype = None  # any
+                for module in (each._module_info.module, *each._module_info.shared_modules):
+                    if isinstance(module, nn.Embedding):
+                        sum_rows_in_fp32(module)
+            group.module.reshard()
+
+    def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
+        """As FSDP2 itself does: a hook on what a group's forward gave runs before anything of the group's backward."""
+        if torch.is_grad_enabled():
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    tensor.register_hook(lambda gradient: self._before_backward(group))
+
+    def _before_backward(self, group: _Group) -> None:
+        group.fsdp._orig_dtype = self._kept
+        if group.adds_up or group.sums is None:  # an earlier microbatch's, or that of another module of the group
+            return
+        if group.shares and any(other.shares and other.adds_up for other in self._groups):
+            raise RuntimeError("FSDP2: the backward of a shard group began before that of another had ended, in the same memory")
+        empty_sums(group.sums)
+        for each in group.trained:
+            each.unsharded_accumulated_grad = each._unsharded_param.main_grad
+
+    def _after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """No backward will give back what a forward without gradients has gathered; and weights may be changed next."""
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+
+def _groups_of(model: nn.Module) -> list[_Group]:
+    """Each once, that of `model` itself first where it has one."""
+    groups: dict[int, _Group] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            # torch 2.11 may know one group a module, later versions several.
+            found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else filter(None, [state._fsdp_param_group])
+            for fsdp in found:
+                groups.setdefault(id(fsdp), _Group(module, fsdp))
+    for group in groups.values():
+        _require(group.fsdp, "shard group")
+        for each in group.fsdp.fsdp_params:
+            _require(each, "sharded parameter")
+    return list(groups.values())
+
+
+def _require(owner: Any, kind: str) -> None:
+    for name in _NEEDED[kind]:
+        if not hasattr(owner, name):
+            raise InputError(
+                f"FSDP2 of torch {torch.__version__}: a {kind} has no `{name}`, on which sharded training rests here; "
+                "install torch 2.11, 2.12 or 2.13, or train without sharding (accelerate_configs/ddp.yaml)"
+            )

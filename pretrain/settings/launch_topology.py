@@ -1,0 +1,185 @@
+"""What a launch asks of accelerate's topology, and what is put right in it before accelerate acts on it.
+
+`accelerate config` asks many questions, and some of its answers would train another model here, or do a second time what the
+launcher does. They reach us as environment variables. What can be put right safely is, each with a notice; the rest is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import psutil
+
+from foundation.errors import InputError
+from pretrain.settings.recipe import Recipe
+
+_ORIGIN = "accelerate configuration"
+_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+_PARALLELISM = "PARALLELISM_CONFIG_"
+# FSDP1's strategies by their names and numbers: whether weights are resharded after their forward, None for not sharded at all.
+_STRATEGIES = {
+    **dict.fromkeys(("full_shard", "hybrid_shard", "1", "4"), True),
+    **dict.fromkeys(("shard_grad_op", "hybrid_shard_zero2", "2", "5"), False),
+    **dict.fromkeys(("no_shard", "3"), None),
+}
+_HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "4", "5")  # shards within a machine, replicas over machines
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What remains to be known of a launch once its variables are put right."""
+
+    recipe: Recipe
+    replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
+    notices: tuple[str, ...]  # what was put right, for the user
+
+
+def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
+    """Change `environ`, before an Accelerator is made, to what trains rightly. `has_gpu`: whether this process sees one.
+
+    A launch that cannot be put right is an InputError. What `recipe` says itself goes before what the launch says.
+    """
+    said: list[str] = []
+    for variable, kind in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")):
+        if _is_true(environ, variable):
+            raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
+    world = _settle_processes(environ, has_gpu, said)
+    _leave_out_compiler_and_accumulation(environ, said)
+    replicas = 1
+    if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        recipe, replicas = _settle_sharding(recipe, environ, world, said)
+    for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
+        del environ[variable]  # `replicas` is all that is left of it
+    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in said))
+
+
+def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: list[str]) -> int:
+    """How many processes train together."""
+    world = _number(environ, "WORLD_SIZE")
+    if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
+        # accelerate sets MASTER_ADDR for several processes, also where it then starts only one; so may whoever called it.
+        if not _inherited(environ, "MASTER_ADDR", "MASTER_PORT"):
+            raise InputError(
+                f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU) starts one; set "
+                "`distributed_type: MULTI_GPU`, on CPUs too, or `num_processes: 1`"
+            )
+        for variable in ("MASTER_ADDR", "MASTER_PORT"):
+            environ.pop(variable, None)
+    if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with
+        for variable in _GROUP:
+            environ.pop(variable, None)
+    # Processes of one machine see the same devices. On several, one that has lost its GPU must not go on with a CPU.
+    alone = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    if world > 1 and alone and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
+        environ["ACCELERATE_USE_CPU"] = "true"
+        said.append(f"no GPU is seen here, so {world} processes train on the CPU")
+    return world
+
+
+def _leave_out_compiler_and_accumulation(environ: MutableMapping[str, str], said: list[str]) -> None:
+    if (backend := environ.get("ACCELERATE_DYNAMO_BACKEND", "NO").upper()) != "NO":
+        environ["ACCELERATE_DYNAMO_BACKEND"] = "NO"
+        said.append(
+            f"`dynamo_config` ({backend.lower()}) is left out: it would compile the model a second time; `model.compile` decides"
+        )
+    steps = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if (asked := environ.get(steps, "1")) != "1":
+        environ[steps] = "1"
+        said.append(f"`gradient_accumulation_steps: {asked}` is left out: `batch.tokens` and `batch.microbatch` decide")
+
+
+def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: int, said: list[str]) -> tuple[Recipe, int]:
+    """The recipe, which may recompute now, and the number of replicas."""
+    replicas, shards = _mesh(environ, world)
+    if environ.get("FSDP_VERSION", "1") == "1":
+        strategy = _first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
+        reshards, machine = _STRATEGIES[strategy], _number(environ, "LOCAL_WORLD_SIZE")
+        if strategy in _HYBRID and 1 < machine < world:
+            replicas, shards = world // machine, machine
+        if reshards is None:
+            replicas, shards = world, 1
+        environ["FSDP_VERSION"], environ["FSDP_RESHARD_AFTER_FORWARD"] = "2", str(reshards is not False).lower()
+        environ.pop("FSDP_FORWARD_PREFETCH", None)  # and what only FSDP1 knows has no effect
+        said.append(f"`fsdp_version: 1` ({strategy}) is taken as {_described(reshards, replicas, shards)}")
+    if shards == 1:
+        if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+            raise InputError(
+                f"{_ORIGIN}: `fsdp_offload_params: true` needs FSDP2 over two processes or more, and here each holds everything"
+            )
+        environ["ACCELERATE_USE_FSDP"] = "false"
+        why = "one process has nothing to share" if world == 1 else f"{world} replicas of one shard are DDP"
+        said.append(f"FSDP is left out: {why}")
+        replicas = 1
+    if shards > 1 and _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+        said.append("`fsdp_cpu_ram_efficient_loading: true` is taken as false: it would untie the head from the embedding")
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
+        text = "`fsdp_activation_checkpointing: true`"
+        if "gradient_checkpointing" in recipe.model.model_fields_set:
+            said.append(f"{text} is left out: the recipe's `model.gradient_checkpointing` decides")
+        else:
+            model = recipe.model.model_copy(update={"gradient_checkpointing": "full"})
+            recipe = recipe.model_copy(update={"model": model})
+            said.append(f"{text} is taken as `model.gradient_checkpointing: full`, which the plan reckons with")
+    if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        said.append("`fsdp_activation_checkpointing_offload: true` is left out: what layers keep stays on the device")
+    for variable in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING", "ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        environ[f"FSDP_{variable}"] = "false"
+    policy, classes = environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP"), environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+    environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+    if shards > 1 and (classes or policy.upper() != "TRANSFORMER_BASED_WRAP"):
+        named = f"`fsdp_transformer_layer_cls_to_wrap: {classes}`" if classes else f"`fsdp_auto_wrap_policy: {policy}`"
+        said.append(f"{named} is left out: each decoder layer is a group of shards, as the model itself names them")
+    environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"  # how accelerate would save; checkpoints here are not accelerate's
+    return recipe, replicas
+
+
+def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
+    """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
+    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return 1, world
+    size = {key: _number(environ, f"{_PARALLELISM}{key}") for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")}
+    if any(_number(environ, f"{_PARALLELISM}{key}_SIZE") > 1 for key in ("TP", "CP", "SP")):
+        raise InputError(f"{_ORIGIN}: tensor, context and sequence parallelism are not supported; remove them")
+    replicas, shards = size.values()
+    if replicas == shards == 1:  # nothing was asked for
+        return 1, world
+    if replicas * shards != world:
+        raise InputError(
+            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, and there are {world}; set "
+            "--parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size to numbers whose product that is"
+        )
+    return replicas, shards
+
+
+def _described(reshards: bool | None, replicas: int, shards: int) -> str:
+    if reshards is None:
+        return "DDP"
+    hybrid = f", {replicas} replicas of {shards} shards" if replicas > 1 else ""
+    return f"2, `fsdp_reshard_after_forward: {str(reshards).lower()}`{hybrid}"
+
+
+def _first_known(environ: Mapping[str, str], *variables: str) -> str:
+    """The FSDP1 strategy that one of them names; FSDP1's own default where none does."""
+    values = (environ.get(variable, "").lower() for variable in variables)
+    return next((value for value in values if value in _STRATEGIES), "full_shard")
+
+
+def _inherited(environ: Mapping[str, str], *variables: str) -> bool:
+    """Whether the process that started this one had the same values; False where that cannot be seen."""
+    try:
+        before = psutil.Process().parent().environ()
+    except (psutil.Error, OSError, AttributeError):
+        return False
+    return all(before.get(variable) == environ.get(variable) for variable in variables)
+
+
+def _is_true(environ: Mapping[str, str], variable: str) -> bool:
+    return environ.get(variable, "false").lower() in ("true", "1", "yes", "y", "t", "on")
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int:
+    text = environ.get(variable, "1")
+    if not text.isdecimal():
+        raise InputError(f"environment: {variable}={text} is no whole number; correct it, or unset it")
+    return int(text)

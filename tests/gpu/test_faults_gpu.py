@@ -1,0 +1,44 @@
+"""Faults made on purpose in the products of Transformer Engine, fused and not: each is caught by parity or by the audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.pretrain.verify.mutations import UNFUSED, caught_by, faults_on, objections_to
+from tests.pretrain.verify.small_runs import ARCHITECTURES, build_run, on_a
+
+pytest.importorskip("transformer_engine")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+HOPPER = ("bf16", "delayed", "current", "block")
+
+
+@pytest.fixture
+def on_a_gpu() -> Iterator[Accelerator]:
+    with on_a("cuda") as accelerator:
+        yield accelerator
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("precision", HOPPER)
+def test_every_fault_is_caught(precision: str, fused: bool, on_a_gpu: Accelerator) -> None:
+    passed, made = [], 0
+    for fault in faults_on("cuda"):
+        run = build_run(on_a_gpu, precision, fused=fused, recompute=fault.recompute)
+        if fault.applies(run):
+            made += 1
+            if not caught_by(run, fault):
+                passed.append(fault.what)
+    assert passed == []
+    assert made >= (15 if precision == "bf16" else 25)
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize("precision", HOPPER)
+def test_what_is_not_broken_passes(precision: str, kind: str) -> None:
+    for fused in (False, True) if kind not in UNFUSED else (False,):
+        assert objections_to(4, kind, precision, fused, "cuda") == ()

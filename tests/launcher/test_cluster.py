@@ -1,0 +1,144 @@
+"""The scripts of cluster/, with several machines on this one: stand-ins for SLURM's commands, all that they start is real."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pretrain.checkpoint.checkpoint import step_folders
+from tests.conftest import write_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
+CLUSTER = ROOT / "cluster"
+
+# Starts its command once a node, each in a process group of its own, and signals these groups whole, as slurmstepd may.
+SRUN = """#!/usr/bin/env bash
+set -m
+while [[ "$1" == --* ]]; do shift; done
+for node in $(seq 0 $((SLURM_NNODES - 1))); do SLURM_NODEID=$node "$@" & tasks+=($!); done
+trap 'for task in "${tasks[@]}"; do kill -USR1 -- "-$task"; done' USR1
+worst=0
+for task in "${tasks[@]}"; do
+    code=0; wait "$task" || code=$?
+    while kill -0 "$task" 2>/dev/null; do code=0; wait "$task" || code=$?; done
+    ((code > worst)) && worst=$code
+done
+exit "$worst"
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [[ "$1 $2" == "show hostnames" ]]; then echo "$3" | tr , '\\n'; else echo "$@" >>"$SCONTROL_LOG"; fi
+"""
+# Found by every Python that has its folder in PYTHONPATH: who is about to name step 4's checkpoint waits for the test.
+WAIT_IN_SAVING = """
+import sys, time
+from pathlib import Path
+here = Path(__file__).parent
+def watch(event, values):
+    if event == "os.rename" and str(values[1]).endswith("step-00000004"):
+        (here / "waits").touch()
+        while not (here / "go_on").exists():
+            time.sleep(0.01)
+sys.addaudithook(watch)
+"""
+
+
+class Job:
+    """`sbatch --nodes ...` of a script, with these variables: its process, its log, and what it said to scontrol."""
+
+    def __init__(self, folder: Path, script: str, *arguments: str, nodes: int = 1, **variables: str) -> None:
+        self.log, self.scontrol = folder / "job.log", folder / "scontrol.log"
+        shims = folder / "shims"
+        shims.mkdir(exist_ok=True)
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            (shims / name).write_text(text)
+            (shims / name).chmod(0o755)
+        (folder / "sitecustomize.py").write_text(WAIT_IN_SAVING)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "SLURM_", "MASTER_"))}
+        slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(ROOT)}
+        slurm["SLURM_JOB_NODELIST"] = ",".join(["127.0.0.1"] * nodes)
+        paths = {"PATH": os.pathsep.join([str(shims), str(Path(sys.executable).parent), kept["PATH"]])}
+        paths |= {"PYTHONPATH": str(folder), "SCONTROL_LOG": str(self.scontrol), "VIRTUAL_ENV": sys.prefix}
+        environment = kept | slurm | paths | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
+        command = ["bash", str(CLUSTER / script), *arguments]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+
+    def wait_for(self, happened: Any) -> None:
+        while not happened():
+            assert self.process.poll() is None, self.log.read_text()
+            time.sleep(0.02)
+
+
+@pytest.mark.multi
+def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_goes_on_in_another(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """The first is told by SIGUSR1. The second, of one node and one process, ends by itself after a step: its hours are over."""
+    recipe = write_recipe(small_recipe | {"evaluate": {}, "precision": "fp32"}, tmp_path)
+    first = Job(
+        tmp_path,
+        "train.sbatch",
+        "batch.microbatch=1",
+        nodes=2,
+        CONFIG="accelerate_configs/ddp.yaml",
+        RECIPE=str(recipe),
+        PROCESSES_PER_NODE="1",
+        LAUNCH_OPTIONS="--main_training_function main",
+    )
+    first.wait_for((tmp_path / "waits").exists)
+    os.kill(first.process.pid, 10)
+    first.wait_for(lambda: "SIGUSR1: finishing this step" in first.log.read_text())
+    (tmp_path / "go_on").touch()
+    assert first.process.wait() == 0, first.log.read_text()
+    job = f"requeue {os.getpid()}\n"
+    assert first.scontrol.read_text() == job and "2 x CPU" in first.log.read_text()
+    checkpoints = Path(small_recipe["run_dir"]) / "checkpoints"
+    assert [path.name for path in step_folders(checkpoints)] == ["step-00000005", "step-00000004"]
+
+    options = {"CONFIG": "accelerate_configs/cpu.yaml", "RECIPE": str(recipe), "SLURM_GPUS_ON_NODE": "1"}
+    second = Job(tmp_path, "train.sbatch", "train.max_hours=1e-9", **options)
+    assert second.process.wait() == 0, second.log.read_text()
+    assert second.scontrol.read_text() == 2 * job
+    assert "stopped by `train.max_hours: 1e-09` after step 6" in second.log.read_text()
+
+
+def test_what_a_job_lacks_is_said_before_anything_starts(tmp_path: Path) -> None:
+    for script, variables, said in (
+        ("train.sbatch", {"CONFIG": "a.yaml"}, "RECIPE: is not set: sbatch --export=ALL,CONFIG="),
+        ("matrix.sbatch", {"MATRIX": "m.yaml"}, "SLURM_ARRAY_TASK_ID: is not set: sbatch --array=0-5"),
+        ("train.sbatch", {"CONFIG": "a.yaml", "RECIPE": "r.yaml"}, "how many processes a node runs: PROCESSES_PER_NODE"),
+    ):
+        job = Job(tmp_path, script, **variables)
+        assert job.process.wait() != 0 and said in job.log.read_text(), job.log.read_text()
+    assert not job.scontrol.exists()
+
+
+def test_the_scripts_are_bash_and_the_sky_file_is_yaml() -> None:
+    scripts = [*CLUSTER.glob("*.sbatch"), *CLUSTER.glob("*.sh")]
+    for path in scripts:
+        assert subprocess.run(["bash", "-n", path]).returncode == 0
+        assert "\nset -euo pipefail\n" in path.read_text()
+    sky = yaml.safe_load((CLUSTER / "sky.yaml").read_text())
+    assert {"resources", "num_nodes", "envs", "setup", "run"} <= sky.keys()
+    for part in ("setup", "run"):
+        assert subprocess.run(["bash", "-n"], input=sky[part], text=True).returncode == 0
+
+
+def test_the_image_pins_what_the_requirements_pin() -> None:
+    """It names no version of its own: what it installs by name is a tool, and the rest comes from the two files."""
+    text = (CLUSTER / "Dockerfile").read_text()
+    assert re.findall(r"[\w\]-]+==[\w.]+", text) == []
+    for name in ("requirements.txt", "requirements-cuda.txt"):
+        assert f"-r {name}" in text and (ROOT / name).is_file()
+    pins = (ROOT / "requirements-cuda.txt").read_text()
+    assert re.search(r"^transformer-engine\[pytorch\]==", pins, re.M) and re.search(r"^flash-attn==", pins, re.M)

@@ -1,0 +1,109 @@
+"""Shards, gathered once a step or for each use: the numbers of one process, and what is exchanged for them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pretrain.checkpoint.manifest import read_manifest
+
+pytestmark = pytest.mark.multi
+
+WAYS = {way: ["--config_file", f"accelerate_configs/{way}.yaml"] for way in ("zero", "fsdp2")}
+EXACT = {"zero": "on", "fsdp2": "off"}  # `model.fused` of the runs with exact weights
+# So slow that BF16 weights round alike where their masters differ in the last bits; a step later one might not.
+WEIGHTS = {
+    "fp32": ["weights=fp32", "precision=fp32"],
+    "bf16_exact": ["weights=bf16_exact", "precision=bf16", "optimizer.learning_rate=2e-4"],
+}
+
+
+def figures(run: Any, key: str) -> list[float]:
+    return [record[key] for record in run.records() if key in record]
+
+
+@pytest.fixture(scope="module")
+def runs(
+    start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """The finished run of these weights, fused or not, in one process ("one") or sharded over two; each is trained once. The head
+    is tied where weights are exact."""
+    folder, finished = tmp_path_factory.mktemp("sharding"), {}
+
+    def run(way: str, weights: str, fused: str) -> Any:
+        name = f"{way}-{weights}-{fused}"
+        if name not in finished:
+            recipe = recipe_for(folder / name)
+            recipe["model"]["config"] |= {"attention_bias": True, "tie_word_embeddings": weights != "fp32"}
+            arguments = [f"model.fused={fused}", "parity=off", *WEIGHTS[weights]]
+            if way == "one":
+                finished[name] = start_here(recipe, folder, *arguments)
+            else:
+                finished[name] = start_as_ranks(recipe, folder, *arguments, "--profile", launch=WAYS[way])
+            assert finished[name].status == 0, finished[name].output
+        return finished[name]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("way", "weights", "fused"),
+    [("zero", "fp32", "off"), ("fsdp2", "fp32", "on"), *((way, "bf16_exact", fused) for way, fused in EXACT.items())],
+)
+def test_shards_train_what_one_process_trains(runs: Callable, way: str, weights: str, fused: str) -> None:
+    one, two = runs("one", weights, fused), runs(way, weights, fused)
+    assert two.losses() == pytest.approx(one.losses(), abs=1e-6)
+    for key in ("gradient_norm", "held_out_loss"):
+        assert figures(two, key) == pytest.approx(figures(one, key), rel=1e-6)
+    models = [AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype="auto") for run in (one, two)]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    gathered = json.loads((two.run_dir / "environment.json").read_text())["accelerate"]["gathered"]
+    assert gathered == {"zero": "once a step", "fsdp2": "for each use"}[way]
+
+
+def test_a_checkpoint_of_exact_weights_is_the_same_in_shards_and_goes_on_elsewhere(
+    runs: Callable, start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    one, two = (runs(way, "bf16_exact", "on") for way in ("one", "zero"))
+    manifests = [read_manifest(run.run_dir / "checkpoints" / "step-00000004") for run in (one, two)]
+    kept = [{n: (e.dtype, e.shape) for part in (m.model, m.optimizer) for n, e in part.items()} for m in manifests]
+    assert kept[0] == kept[1] and any(name.startswith("remainder/") for name in kept[0])
+    for run in (one, two):
+        folder = tmp_path / run.run_dir.name
+        shutil.copytree(run.run_dir, folder)
+        for step in ("00000008", "00000012"):
+            shutil.rmtree(folder / "checkpoints" / f"step-{step}")
+        recipe = recipe_for(folder)
+        recipe["model"]["config"]["attention_bias"] = True
+        arguments = ["model.fused=on", "parity=off", *WEIGHTS["bf16_exact"]]
+        if run is two:
+            resumed = start_here(recipe, tmp_path, *arguments)
+        else:
+            resumed = start_as_ranks(recipe, tmp_path, *arguments, launch=WAYS["zero"])
+        assert resumed.status == 0 and "at step 4" in resumed.output, resumed.output
+        assert resumed.losses() == pytest.approx(one.losses(), abs=1e-6)
+
+
+@pytest.mark.parametrize(("way", "gathers", "reduced"), [("zero", 4, 4), ("fsdp2", 2 * (2 + 2 * 2), 2 * 4)])
+def test_a_step_gathers_each_group_once_or_as_often_as_it_is_used(runs: Callable, way: str, gathers: int, reduced: int) -> None:
+    """Groups: two layers, the embedding with the tied head, the final norm. Two microbatches a step; this is a step's profile."""
+    run = runs(way, "bf16_exact", EXACT[way])
+    trace = json.loads(gzip.decompress((run.run_dir / "profile.json.gz").read_bytes()))
+    names = Counter(str(event.get("name")).partition(" (")[0] for event in trace["traceEvents"])
+    assert names["FSDP::all_gather"] == gathers
+    assert names["FSDP::post_backward_reduce"] == reduced
+
+
+def test_how_often_to_gather_may_be_left_to_the_plan(train_as_ranks: Callable) -> None:
+    planned = train_as_ranks("--plan", launch=[*WAYS["fsdp2"], "--fsdp_reshard_after_forward", "auto"])
+    assert planned.status == 0 and "2 x CPU, shards gathered once a step" in planned.output, planned.output

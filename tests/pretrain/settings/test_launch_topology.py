@@ -1,0 +1,270 @@
+"""Files as `accelerate config` writes them: each trains as it should, with a notice where that takes one, or is refused at once.
+
+accelerate's own code writes each file, reads it and makes the variables of a process; torchrun's are added.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import launch as accelerate_launch
+
+from foundation.errors import InputError
+from foundation.settings import parse
+from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch_topology import Launch, put_right
+from pretrain.settings.recipe import Recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
+# What its questions come to where each is answered with the default.
+COMMON = {"compute_environment": "LOCAL_MACHINE", "use_cpu": False, "debug": False, "mixed_precision": "bf16"}
+COMMON |= {"downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "num_machines": 1}
+COMMON |= {"rdzv_backend": "static", "same_network": True, "main_training_function": "main"}
+FSDP1 = {
+    "fsdp_version": 1,
+    "fsdp_reshard_after_forward": "FULL_SHARD",
+    "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_backward_prefetch": "BACKWARD_PRE",
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_forward_prefetch": False,
+    "fsdp_use_orig_params": True,
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_sync_module_states": True,
+    "fsdp_activation_checkpointing": False,
+}
+FSDP2 = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_offload_params": False,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_activation_checkpointing": False,
+}
+UNTIED = "`fsdp_cpu_ram_efficient_loading: true` is taken as false"
+COMPILED = "`dynamo_config` (inductor) is left out"
+
+
+def mesh(replicas: int, shards: int, **sizes: int) -> dict[str, int]:
+    given = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": 1, "cp_size": 1} | sizes
+    return {f"parallelism_config_{key}": size for key, size in given.items()}
+
+
+def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) -> dict[str, str]:
+    """The variables of one of `processes` on one of `machines`, under the file with these answers."""
+    path = folder / "default_config.yaml"
+    values = {key: value for key, value in COMMON.items() if key != "compute_environment"} | {"num_machines": machines}
+    values |= {
+        "num_processes": processes,
+        "main_process_ip": "h1" if machines > 1 else None,
+        "main_process_port": 29999,
+    } | answers
+    ClusterConfig(compute_environment="LOCAL_MACHINE", **values).to_yaml_file(path)
+    command = launch_command_parser().parse_args(["--config_file", str(path), "train_accelerate.py"])
+    command = _validate_launch_command(command)[0]
+    if command.multi_gpu or command.use_fsdp or command.use_megatron_lm:
+        environ = accelerate_launch.prepare_multi_gpu_env(command)
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
+        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    else:
+        _, environ = accelerate_launch.prepare_simple_launcher_cmd_env(command)
+    return environ
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerate_launch, "is_fp8_available", lambda: True)  # without a library it stops
+    for key in list(os.environ):
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MASTER_")):
+            monkeypatch.delenv(key)
+
+
+def settle(environ: dict[str, str], *, has_gpu: bool = True, **values: Any) -> Launch:
+    return put_right(with_precision(parse(Recipe, SMALLEST | values, "recipe.yaml"), environ), environ, has_gpu=has_gpu)
+
+
+PLAIN, DDP, SHARDED = "one process", "DDP", "FSDP2"
+
+
+def topology(environ: dict[str, str]) -> str:
+    if environ.get("ACCELERATE_USE_FSDP") == "true":
+        return SHARDED
+    return DDP if "WORLD_SIZE" in environ else PLAIN
+
+
+@pytest.mark.parametrize(
+    ("processes", "answers", "becomes", "notices"),
+    [
+        (1, {"distributed_type": "NO"}, PLAIN, []),
+        (1, {"distributed_type": "NO", "use_cpu": True, "mixed_precision": "no"}, PLAIN, []),
+        (1, {"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, PLAIN, [COMPILED]),
+        (4, {"distributed_type": "MULTI_GPU"}, DDP, []),
+        (4, {"distributed_type": "MULTI_GPU", "debug": True, "enable_cpu_affinity": True, "downcast_bf16": "yes"}, DDP, []),
+        (8, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, []),
+        (2, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, []),
+        (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2}, SHARDED, [UNTIED]),
+        (1, {"distributed_type": "FSDP", "fsdp_config": FSDP2}, PLAIN, ["FSDP is left out: one process"]),
+        (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_state_dict_type": "FULL_STATE_DICT"}}, SHARDED, [UNTIED]),
+        (
+            4,
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": FSDP2 | {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 9},
+            },
+            SHARDED,
+            [UNTIED, "`fsdp_auto_wrap_policy: SIZE_BASED_WRAP` is left out"],
+        ),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "BertLayer"}},
+            SHARDED,
+            [UNTIED, "`fsdp_transformer_layer_cls_to_wrap: BertLayer` is left out"],
+        ),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2, "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            SHARDED,
+            [COMPILED, UNTIED],
+        ),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP1},
+            SHARDED,
+            ["`fsdp_version: 1` (full_shard) is taken as 2", UNTIED],
+        ),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}},
+            SHARDED,
+            ["`fsdp_version: 1` (shard_grad_op) is taken as 2, `fsdp_reshard_after_forward: false`", UNTIED],
+        ),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "NO_SHARD"}},
+            DDP,
+            ["`fsdp_version: 1` (no_shard) is taken as DDP", "FSDP is left out: 4 replicas"],
+        ),
+        (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(1, 1)}, SHARDED, [UNTIED]),
+        (4, {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(1, 4)}, SHARDED, [UNTIED]),
+        (
+            4,
+            {"distributed_type": "FSDP", "fsdp_config": FSDP2, "parallelism_config": mesh(4, 1)},
+            DDP,
+            ["FSDP is left out: 4 replicas of one shard are DDP"],
+        ),
+    ],
+)
+def test_a_file_that_accelerate_writes_trains(
+    processes: int, answers: dict[str, Any], becomes: str, notices: list[str], tmp_path: Path
+) -> None:
+    environ = written(tmp_path, processes, **answers)
+    launch = settle(environ)
+    assert topology(environ) == becomes and launch.replicas == 1
+    assert [
+        text.removeprefix("accelerate configuration: ")[: len(n)] for text, n in zip(launch.notices, notices, strict=True)
+    ] == notices
+    assert not any(key.startswith("PARALLELISM_") for key in environ) and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    if becomes == SHARDED:
+        assert (environ["FSDP_VERSION"], environ["FSDP_AUTO_WRAP_POLICY"]) == ("2", "TRANSFORMER_BASED_WRAP")
+        assert {environ[f"FSDP_{key}"] for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")} == {"false"}
+        assert environ["FSDP_RESHARD_AFTER_FORWARD"] == str("SHARD_GRAD_OP" not in str(answers)).lower()
+
+
+@pytest.mark.parametrize(
+    ("answers", "replicas"),
+    [
+        ({"fsdp_config": FSDP2, "parallelism_config": mesh(2, 4)}, 2),
+        ({"fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "HYBRID_SHARD"}, "machines": 4}, 4),
+        ({"fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "HYBRID_SHARD"}, "machines": 1}, 1),
+    ],
+)
+def test_replicas_of_shards_are_counted_from_the_mesh_or_from_the_machines(
+    answers: dict[str, Any], replicas: int, tmp_path: Path
+) -> None:
+    environ = written(tmp_path, 8, distributed_type="FSDP", **answers)
+    assert settle(environ).replicas == replicas and topology(environ) == SHARDED
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (
+            {"distributed_type": "MULTI_CPU", "use_cpu": True},
+            "`num_processes` is more than 1 and `distributed_type: NO` (or MULTI",
+        ),
+        ({"distributed_type": "NO"}, "`num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU) starts one; set"),
+        ({"distributed_type": "MEGATRON_LM"}, "`distributed_type: MEGATRON_LM` is not supported; use MULTI_GPU or FSDP"),
+        ({"fsdp_config": FSDP2, "parallelism_config": mesh(2, 4)}, "2 replicas x 4 shards are 8 processes, and there are 4"),
+        ({"fsdp_config": FSDP2, "parallelism_config": mesh(1, 2, tp_size=2)}, "tensor, context and sequence parallelism are not"),
+        ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU"}, "`mixed_precision: fp16` is not supported; use 'bf16'"),
+        (
+            {"fsdp_config": FSDP2 | {"fsdp_offload_params": True}, "parallelism_config": mesh(4, 1)},
+            "`fsdp_offload_params: true` needs FSDP2 over two processes or more",
+        ),
+    ],
+)
+def test_what_cannot_be_put_right_is_one_message(answers: dict[str, Any], message: str, tmp_path: Path) -> None:
+    environ = written(tmp_path, 4, **{"distributed_type": "FSDP"} | answers)
+    with pytest.raises(InputError) as error:
+        settle(environ)
+    assert str(error.value).startswith(f"accelerate configuration: {message}")
+
+
+@pytest.mark.parametrize(("said", "decided"), [(None, "full"), ("none", "none"), ({"every": 2}, "every=2")])
+def test_recomputation_is_the_recipes_wherever_it_speaks(said: Any, decided: str, tmp_path: Path) -> None:
+    fsdp = FSDP2 | {"fsdp_activation_checkpointing": True, "fsdp_activation_checkpointing_offload": True}
+    environ = written(tmp_path, 4, distributed_type="FSDP", fsdp_config=fsdp)
+    model = {"source": "m"} | ({} if said is None else {"gradient_checkpointing": said})
+    launch = settle(environ, model=model)
+    assert str(launch.recipe.model.gradient_checkpointing) == decided
+    assert (
+        "taken as `model.gradient_checkpointing: full`" in launch.notices[1] if said is None else "decides" in launch.notices[1]
+    )
+    assert "offload: true` is left out" in launch.notices[2] and environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] == "false"
+
+
+def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_path: Path) -> None:
+    """Its questions call two options by names that its launcher does not know, and the launcher fills in others."""
+    fp8 = {"backend": "TE", "use_autocast_during_eval": False, "margin": 0, "interval": 1, "fp8_format": "HYBRID"}
+    fp8 |= {"amax_history_length": 16, "amax_compute_algorithm": "max", "override_linear_precision": (False, False, False)}
+    environ = written(tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8)
+    recipe = settle(environ).recipe
+    assert (recipe.precision, recipe.fp8_config.amax_history_len, recipe.fp8_config.amax_compute_algo) == ("delayed", 16, "max")
+
+
+def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_path: Path) -> None:
+    """As torchrun starts them, or a file for GPUs on a machine without. On several machines one may just have lost its GPUs."""
+    environ = written(tmp_path, 4, distributed_type="MULTI_GPU")
+    assert settle(environ, has_gpu=False).notices == (
+        "accelerate configuration: no GPU is seen here, so 4 processes train on the CPU",
+    )
+    assert environ["ACCELERATE_USE_CPU"] == "true"
+    environ = written(tmp_path, 4, distributed_type="MULTI_GPU", machines=2)
+    assert settle(environ, has_gpu=False).notices == () and "ACCELERATE_USE_CPU" not in environ
+
+
+def test_gradient_accumulation_of_an_environment_is_left_out() -> None:
+    environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    assert "`gradient_accumulation_steps: 4` is left out" in settle(environ).notices[0]
+    assert environ == {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}
+
+
+def test_an_address_to_meet_at_that_a_job_script_exports_does_not_matter_to_one_process() -> None:
+    """accelerate sets one for several processes: it is theirs only where the process that started us did not have it."""
+    code = "import os; from pretrain.settings.launch_topology import put_right; "  # which needs no torch
+    code += "put_right(None, os.environ, has_gpu=True); print('MASTER_ADDR' in os.environ)"
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "MASTER_"))}
+    exported = kept | {"MASTER_ADDR": "h1", "MASTER_PORT": "29500", "ACCELERATE_DYNAMO_BACKEND": "NO"}
+    done = subprocess.run(
+        ["sh", "-c", f'"{sys.executable}" -c "{code}"; true'], cwd=ROOT, env=exported, capture_output=True, text=True
+    )
+    assert done.stdout == "False\n", done.stderr
