@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,9 +31,9 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
-from foundation.units import duration
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
@@ -45,9 +44,7 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
-from pretrain.model import huggingface as model
 from pretrain.model.distributed import (
-    full_state_dict,
     largest_over_ranks,
     make_accelerator,
     require_same_on_all_ranks,
@@ -60,9 +57,11 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
     METRICS_GONE,
+    SAVE_FAILED,
     TIME_IS_UP,
     explaining_memory,
     prepare_rescue,
@@ -135,8 +134,11 @@ def carry_out(
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
     with explaining_memory(job):
         run = build(job, accelerator, folder, console, arguments)
-    with explaining_memory(run.job, run):
-        return run_to_its_end(run)
+    try:
+        with explaining_memory(run.job, run):
+            return run_to_its_end(run)
+    finally:
+        run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
@@ -144,7 +146,7 @@ def carry_out(
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
@@ -180,6 +182,9 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
     )
     parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
+    every = recipe.checkpoint.every
+    if every is not None and state.step // every * every + every < state.steps:
+        checkpoints.prepare(assembly.tensors, assembly.state_tensors)
     if parity:
         console.notice(parity.summary())
         parity.require()
@@ -233,7 +238,10 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
             evaluate(run)
+        tell_saved(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
+            if asked == SAVE_FAILED:
+                run.checkpoints.wait()  # which raises what has failed
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             if not (decision := judge_weights(run)).proceed:
                 raise halted(run, decision)
@@ -244,7 +252,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
             return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
         if due(state.step, recipe.checkpoint.every) and not state.finished:
-            save(run)
+            save(run, behind=True)
     return None
 
 
@@ -267,7 +275,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.current)
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest)
     if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     elif decision.action == "skip":
@@ -309,17 +317,22 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save(run: Run) -> None:
-    """A checkpoint of this step, after which the older ones may go."""
-    began = time.perf_counter()
+def save(run: Run, *, behind: bool = False) -> None:
+    """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),
         "microbatch": run.job.plan.microbatch,
         "world_size": run.accelerator.num_processes,
     }
-    path = run.checkpoints.save(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
-    run.console.notice(f"saved {path} in {duration(time.perf_counter() - began)}")
+    write = run.checkpoints.begin if behind else run.checkpoints.save
+    write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
+    tell_saved(run)
+
+
+def tell_saved(run: Run) -> None:
+    for line in run.checkpoints.news():
+        run.console.notice(line)
 
 
 def finish(run: Run) -> None:
@@ -329,9 +342,7 @@ def finish(run: Run) -> None:
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate(run)
     if run.job.recipe.checkpoint.at_end:
-        weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
-        if run.accelerator.is_main_process:
-            model.export(run.assembly.hf, weights, run.job.tokenizer, run.folder.final)
+        export_trained(run)
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
