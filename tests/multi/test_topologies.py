@@ -78,6 +78,11 @@ def test_two_processes_have_the_loss_curve_of_one(one: Any, two: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("two", ["ddp"], indirect=True)
+def test_a_launched_run_lets_the_allocator_grow_its_segments(two: Any) -> None:
+    assert json.loads((two.run_dir / "environment.json").read_text())["allocator"] == "expandable_segments:True"
+
+
 def test_gradients_summed_over_two_processes_are_those_of_all_their_documents(two: Any) -> None:
     assert two.output.count("parity with plain transformers") == 1
     found = json.loads((two.run_dir / "audit.json").read_text())["parity"]
