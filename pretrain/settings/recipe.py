@@ -101,11 +101,13 @@ class ScheduleSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """The horizon: exactly one of the three."""
+    """The horizon: exactly one of the first three."""
 
     steps: PositiveCount | None = None  # optimizer steps
     tokens: PositiveCount | None = None  # rounded up to whole steps
     epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
+    # Several processes: seconds for which one may be silent, or behind while the others wait, before all end; null: any time.
+    rank_timeout: float | None = Field(30.0, ge=1, le=86400)
 
     @model_validator(mode="after")
     def _one_horizon(self) -> TrainSettings:
