@@ -267,7 +267,8 @@ class RankWatch:
         return min(BEAT, self.limit / 5)
 
     def _silence(self, settled: bool = True) -> float:
-        return self.limit * (1 if settled else PATIENCE)
+        """Seconds for which a rank may write nothing. Where this one has done its first steps, so have all."""
+        return self.limit * (1 if settled or self._steps >= BEGINNING else PATIENCE)
 
     def _watch(self) -> None:
         self._heard: dict[int, tuple[Beat, float]] = {}  # the last sign of life of each rank, and when it came
@@ -368,19 +369,18 @@ class RankWatch:
         hosts = list(dict.fromkeys(self._who[rank]["host"] for rank in ranks))
         named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         who = f"rank{'s' if len(ranks) > 1 else ''} {named} on {', '.join(hosts[:8])}"
-        one = len(ranks) == 1
-        step = f"step {beat.step}, {beat.doing}" if beat.step else beat.doing
+        is_, has, hangs = ("is", "has", "hangs") if len(ranks) == 1 else ("are", "have", "hang")
+        # What is gone or silent has come as far as this rank, which exchanges something with it in every step.
+        at = beat.step if kind == "hangs" else max(beat.step, self._place.step)
+        step = f"step {at}" if at else "the start"
         if kind == "gone":
-            what = (
-                f"{'is' if one else 'are'} gone without a word ({step}): killed, most often for memory, which `dmesg` then says"
-            )
+            what = f"{is_} gone since {step}, without a word: killed, most often for memory (see `dmesg`)"
         elif kind == "silent":
-            last = f"step {beat.step}" if beat.step else "the start"
-            what = f"{'has' if one else 'have'} not been heard of since {last}, {duration(seconds)} ago: stopped, or the machine is gone"
+            what = f"{has} not been heard of since {step}, {duration(seconds)} ago: stopped, or out of reach"
         else:
             frame = f" ({beat.frame})" if beat.frame else ""
-            what = f"{'hangs' if one else 'hang'} in {step}{frame}, for {duration(seconds)} now, while the others wait"
-        return {"kind": kind, "ranks": list(ranks), "hosts": hosts, "step": beat.step, "status": LOST, "text": f"{who} {what}"}
+            what = f"{hangs} in {step}, {beat.doing}{frame}, for {duration(seconds)} now, and the others wait"
+        return {"kind": kind, "ranks": list(ranks), "hosts": hosts, "step": at, "status": LOST, "text": f"{who} {what}"}
 
     def _follow(self, verdict: dict[str, Any]) -> None:
         """End this process as `verdict` says. Where a rank has failed with words of its own, it needs none of ours."""
@@ -433,8 +433,8 @@ class RankWatch:
     def _lost_store(self, error: RuntimeError | None) -> None:
         """The store is gone: with rank 0, which has it where no launcher does, or with the launcher.
 
-        Without a launcher nobody restarts, requeues or ends the ranks: they save and end, as by SIGTERM. If a rank does not come so
-        far within the limit, the first machine is gone as a whole.
+        Without a launcher nobody restarts, requeues or ends the ranks: they save and end, as by SIGTERM. If a rank does not come
+        so far within the limit, the first machine is gone as a whole.
         """
         now, heard = time.monotonic(), self._heard.get(0)
         if self._without_store is None:
