@@ -190,10 +190,10 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
 def start_as_ranks(caches: str) -> Callable[..., Finished]:
     """As `start_in_processes` with these options of `accelerate launch`, in two processes that are forked; see tests/ranks.py."""
 
-    def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **environment: str) -> Finished:
+    def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any) -> Finished:
         from tests.ranks import start_ranks
 
-        said = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **environment)
+        said = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **options)
         return Finished(*said, run_dir_of(recipe, arguments))
 
     return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.moments import fork_context
@@ -16,10 +16,13 @@ from tests.moments import fork_context
 WORLD_SIZE = 2
 
 
-def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+def start_ranks(
+    arguments: Sequence[str], options: Sequence[str], folder: Path, before: Callable[[int], None] | None = None, **variables: str
+) -> tuple[int, str, str]:
     """Run the launcher with `arguments` in WORLD_SIZE processes on the CPU, under the `options` of `accelerate launch`.
 
     Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
+    `before`: what each does first, a function of a module that is given the rank.
     """
     import torch.distributed as dist  # not above: tests of packing do without
 
@@ -37,7 +40,7 @@ def start_ranks(arguments: Sequence[str], options: Sequence[str], folder: Path, 
     processes = []
     for rank in range(WORLD_SIZE):
         environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(WORLD_SIZE)}
-        processes.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
+        processes.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs, before), daemon=True))
         processes[-1].start()
     for process in processes:
         process.join()
@@ -55,7 +58,9 @@ def environment_under(options: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
 
 
-def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
+def _launch(
+    arguments: list[str], environment: dict[str, str], logs: Sequence[Path], before: Callable[[int], None] | None
+) -> None:
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch
@@ -67,4 +72,6 @@ def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Pa
     os.environ.update(environment)
     torch.set_num_threads(1)
     sys.argv = ["train_accelerate.py", *arguments]
+    if before:
+        before(int(environment["RANK"]))
     sys.exit(train_accelerate.main())

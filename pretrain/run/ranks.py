@@ -57,6 +57,7 @@ LAG_STEPS = 50  # steps of which the median is a rank's own time
 LAG_EVERY, LAG_AGAIN = 100, 1000  # steps between two looks for one that lags, and until it is named again
 LAG_SHARE = 0.05  # of a step: what lags by less delays nobody
 
+_ROOT = Path(__file__).resolve().parents[2]
 # Where a main thread waits for the other ranks: the innermost frame's file, or function.
 _WAITS_IN = (f"{os.sep}torch{os.sep}distributed{os.sep}",)
 _WAITS_AS = {"_engine_run_backward", "same_on_all_ranks", "largest_over_ranks", "_ask"}
@@ -90,7 +91,7 @@ class Beat:
     usual: float = 0.0  # seconds of the longest of its recent steps
     own_ms: float | None = None  # a step's time in which it waits for no other rank, median
     data_ms: float = 0.0  # of them waiting for data
-    frame: str = ""  # innermost frame of the main thread, once that has not moved for long
+    frame: str = ""  # where in this project its main thread is, once that has not moved for long
     waits: bool = False  # in a collective, as far as the frame tells
     compiles: bool = False
     left: bool = False  # it has come to its end
@@ -547,15 +548,16 @@ def _process(who: Mapping[str, Any]) -> psutil.Process | None:
 
 
 def _frame_of(thread: int) -> dict[str, Any]:
-    """Of the thread's innermost frame: its place in words, whether it waits for other ranks there; and whether it compiles."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
+    """Of a thread's stack: the innermost place in this project, in words; whether it waits for other ranks; if it compiles."""
+    frame = innermost = sys._current_frames().get(thread)
+    if innermost is None:
         return {}
-    code = frame.f_code
-    waits = code.co_name in _WAITS_AS or any(part in code.co_filename for part in _WAITS_IN)
-    place = f"{os.sep.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno} {code.co_name}"
-    compiles = False
-    while frame is not None and not compiles:
-        compiles = os.path.basename(frame.f_code.co_filename) in _COMPILES_IN
+    waits = innermost.f_code.co_name in _WAITS_AS or any(part in innermost.f_code.co_filename for part in _WAITS_IN)
+    place, compiles = "", False
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        compiles = compiles or path.name in _COMPILES_IN
+        if not place and path.is_relative_to(_ROOT) and "site-packages" not in path.parts:
+            place = f"{path.relative_to(_ROOT)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return {"frame": place, "waits": waits, "compiles": compiles}
