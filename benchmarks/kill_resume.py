@@ -45,7 +45,7 @@ from pretrain.metrics.run_record import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
 LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 240
-STEPS_A_KILL = 15  # at least, so that the run is not done before its last kill
+STEPS_A_KILL = 12  # at least, so that the run is not done before its last kill
 ENDS_WITHIN = 60.0  # seconds in which all are to have ended when one rank is killed
 EVENTS_OF_FAULTS = {"lost_rank", "straggler"}  # lines of metrics that a run left alone need not have
 
@@ -140,8 +140,9 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
 
 def kill_in(
     process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float, rank: int | None
-) -> bool:
-    """Kill `process`, or one `rank` of it, at a random moment of `phase`; False if it ended before that moment came.
+) -> float | None:
+    """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns after how many seconds all had ended, or None if
+    they had before that moment came.
 
     start-up: before the first step, which takes about `startup` seconds to reach. steps: within 0.8 s of it, steps, evaluations
     and saves alike. saving: within 15 ms of a change among the checkpoints. exporting: the same for the model's.
@@ -153,34 +154,35 @@ def kill_in(
         began = time.time()
         while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
             if process.poll() is not None:
-                return False
+                return None
             time.sleep(0.0005)
         moment = time.monotonic() + rng.uniform(0, 0.8 if phase == "steps" else 0.015)
     while time.monotonic() < moment:
         if process.poll() is not None:
-            return False
+            return None
         time.sleep(0.0005)
     if rank is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        return True
+        return 0.0
     return kill_rank(process, rank)
 
 
-def kill_rank(process: subprocess.Popen[bytes], rank: int) -> bool:
-    """Kill one rank of the launcher `process`, as soon as it exists; all others must end by themselves. False as in `kill_in`."""
+def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
+    """Kill one rank of the launcher `process`, as soon as it exists; all others must end by themselves. Returns as `kill_in`."""
     while len(ranks := ranks_of(process)) <= rank:
         if process.poll() is not None:
-            return False
+            return None
         time.sleep(0.01)
     ranks[rank].kill()
+    killed = time.monotonic()
     try:
         process.wait(ENDS_WITHIN)
     except subprocess.TimeoutExpired:
         raise SystemExit(f"the launcher has not ended {ENDS_WITHIN:.0f} s after rank {rank} was killed") from None
     if left := psutil.wait_procs(ranks, 1.0)[1]:
         raise SystemExit(f"{len(left)} ranks have outlived their launcher after rank {rank} was killed")
-    return True
+    return time.monotonic() - killed
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -279,14 +281,14 @@ def prove(
         process, said_before = start(command_of(recipe, killed, processes), log, environment), log.stat().st_size
         launched = time.monotonic()
         rank = rng.randrange(processes) if processes > 1 else None
-        if not kill_in(process, phase, killed, rng, startup, rank):
+        if (ended_after := kill_in(process, phase, killed, rng, startup, rank)) is None:
             raise SystemExit(f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}")
         hit.append({"phase": phase, "after_seconds": round(time.monotonic() - launched, 3), **left_behind(killed)})
         if rank is not None:
             lost = [line for line in log.read_bytes()[said_before:].decode(errors="replace").splitlines() if line[:6] == "lost: "]
             if len(lost) > 1 or (not lost and phase != "start-up") or any(f"rank {rank} on" not in line for line in lost):
                 raise SystemExit(f"{name}: rank {rank} was killed in {phase}, and the others said {lost}; see {log}")
-            hit[-1] |= {"rank": rank, "message": bool(lost)}
+            hit[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2), "message": bool(lost)}
         print(f"{name}: kill {len(hit)} of {kills} in {phase}: {hit[-1]}", flush=True)
     finish(start(command_of(recipe, killed, processes), log, environment), log)
 
@@ -311,7 +313,8 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="for each of the two models")
+    parser.add_argument("--kills", type=int, default=20, help="for each model")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--processes", type=int, default=1, help="ranks, of which one is killed each time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
     parser.add_argument(
@@ -323,7 +326,9 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept: a failure wants to be looked at
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
-    results = {name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment) for name in MODELS}
+    results = {
+        name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment) for name in arguments.models
+    }
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.kill_resume", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
