@@ -141,8 +141,8 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
 def kill_in(
     process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float, rank: int | None
 ) -> float | None:
-    """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns the seconds in which all ended, None if they had
-    ended before that moment came.
+    """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns in how many seconds all ended, None if they
+    had before that moment came.
 
     start-up: before the first step, which takes about `startup` seconds to reach. steps: within 0.8 s of it, steps, evaluations
     and saves alike. saving: within 15 ms of a change among the checkpoints. exporting: the same for the model's.

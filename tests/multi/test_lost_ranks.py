@@ -17,6 +17,8 @@ from foundation.errors import InputError
 from packing.batch import BatchStream
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_record import read_metrics
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.run import ranks
 from pretrain.run.ranks import LOST, Beat, hanging, lagging
 
 pytestmark = pytest.mark.multi
@@ -120,6 +122,25 @@ def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_st
     run = train_as_ranks(SHORT, "parity=off", launch=DDP, before=partial(in_forward, happens))
     assert run.status == status and says in run.err, run.output
     assert "lost:" not in run.err and "gloo" not in run.err and run.err.count("Traceback") == (happens is bug)
+
+
+def slow_forward(rank: int) -> None:
+    """The second process takes longer, and ranks are compared sooner than they would be."""
+    ranks.LAG_EVERY = ranks.LAG_STEPS = 12
+    forward = PackedLanguageModel.forward
+
+    def slowly(model: PackedLanguageModel, **inputs: Any) -> Any:
+        time.sleep(0.02 * rank)
+        return forward(model, **inputs)
+
+    PackedLanguageModel.forward = slowly
+
+
+def test_a_rank_that_lags_is_named_once_and_the_run_goes_on(train_as_ranks: Callable) -> None:
+    run = train_as_ranks(SHORT, "parity=off", "train.steps=40", launch=DDP, before=slow_forward)
+    assert run.status == 0 and run.out.count("WARNING  rank 1 on ") == 1 and "lags: its own part of a step" in run.out, run.output
+    (event,) = [line for line in read_metrics(run.run_dir) if line.get("event") == "straggler"]
+    assert event["rank"] == 1 and event["own_ms"] > 40 > event["median_ms"] + event["data_ms"]
 
 
 # ── Who is named ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
