@@ -46,8 +46,8 @@ from pretrain.run.command_line import tell_torchrun
 LOST = 75  # the exit status of ranks that lost another: EX_TEMPFAIL of sysexits.h, "try again later"
 BEAT = 2.0  # seconds between two signs of life, or a fifth of the limit
 LOOK = 0.2  # seconds between two looks at what the main thread wants
-BEGINNING = 3  # steps of a process in which it compiles and tunes: their times say nothing, and it may be silent for longer
-PATIENCE = 4  # times the limit, for silence before that: compilers keep the interpreter to themselves
+BEGINNING = 3  # steps of a process in which it compiles and tunes: their times say nothing
+PATIENCE = 2  # times the limit, for the silence of what may take its time: compilers, for one, keep the interpreter to themselves
 SLOWER = 3  # times the longest of the usual steps, where that is more than the limit
 USUAL_STEPS = 20
 AFTER = 10**9  # the place of what comes after a step's forward and backward passes
@@ -87,7 +87,6 @@ class Beat:
     doing: str
     patient: bool
     seconds: float  # for which it has been there
-    settled: bool  # its first steps are done
     usual: float = 0.0  # seconds of the longest of its recent steps
     own_ms: float | None = None  # a step's time in which it waits for no other rank, median
     data_ms: float = 0.0  # of them waiting for data
@@ -185,8 +184,8 @@ class RankWatch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self._on:
             return
-        self._place = replace(self._place, doing="ending", patient=True, since=time.monotonic())
         if error is None:
+            self._place = replace(self._place, doing="ending", patient=True, since=time.monotonic())
             self._accelerator.wait_for_everyone()  # a rank may need long to end, and is watched until then
         else:
             if isinstance(error, RuntimeError) and of_a_collective(error):
@@ -267,9 +266,9 @@ class RankWatch:
     def _interval(self) -> float:
         return min(BEAT, self.limit / 5)
 
-    def _silence(self, settled: bool = True) -> float:
-        """Seconds for which a rank may write nothing. Where this one has done its first steps, so have all."""
-        return self.limit * (1 if settled or self._steps >= BEGINNING else PATIENCE)
+    def _silence(self) -> float:
+        """Seconds for which a rank may write nothing now: what takes its time, all ranks do at once."""
+        return self.limit * (PATIENCE if self._place.patient else 1)
 
     def _watch(self) -> None:
         self._heard: dict[int, tuple[Beat, float]] = {}  # the last sign of life of each rank, and when it came
@@ -327,7 +326,6 @@ class RankWatch:
             place.doing,
             place.patient,
             seconds,
-            settled=self._steps >= BEGINNING,
             usual=max(self._took, default=0.0),
             own_ms=statistics.median(own[0]) if own else None,
             data_ms=statistics.median(own[1]) if own else 0.0,
@@ -344,7 +342,7 @@ class RankWatch:
         silent = {
             rank: now - when
             for rank, (beat, when) in self._heard.items()
-            if not beat.left and rank != self.rank and now - when > self._silence(beat.settled)
+            if not beat.left and rank != self.rank and now - when > self._silence()
         }
         if silent:
             return self._verdict("silent", sorted(silent), self._heard, max(silent.values()))
@@ -447,7 +445,7 @@ class RankWatch:
                 return
         gone = self.rank != 0 and self._is_gone(0)
         if gone or not _launcher_has_store() or now - self._without_store > self._silence():
-            heard = heard or (Beat(0, 0, 0, "starting", True, 0.0, False), now)
+            heard = heard or (Beat(0, 0, 0, "starting", True, 0.0), now)
             self._follow(self._verdict("gone" if gone else "silent", [0], {0: heard}, now - heard[1]))
 
     def _compare(self) -> None:
