@@ -186,8 +186,16 @@ class RankWatch:
             return
         if error is None:
             self._place = replace(self._place, doing="ending", patient=True, since=time.monotonic())
-            self._accelerator.wait_for_everyone()  # a rank may need long to end, and is watched until then
-        else:
+            try:
+                self._accelerator.wait_for_everyone()  # a rank may need long to end, and is watched until then
+            except RuntimeError as broken:
+                self._leave(broken)
+                raise
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """End the watch, by itself or with `error`; where that comes of a lost rank, the process ends here."""
+        if error is not None:
             if isinstance(error, RuntimeError) and of_a_collective(error):
                 self._ask(self._silence() + 3 * self._interval)
             self._failure = {"kind": "failed", "ranks": [self.rank], "status": _status_of(error), "text": _first_line(error)}
