@@ -294,9 +294,9 @@ class RankWatch:
             turn = now
             try:
                 self._look()
-            except RuntimeError as error:  # DistError is one
+            except RuntimeError:  # DistError is one
                 if not self._ends:
-                    self._lost_store(error)
+                    self._lost_store()
         with suppress(RuntimeError):  # the store may have gone already, with the rank that has it
             if self._failure:
                 self._store.compare_set("verdict", "", json.dumps(self._failure))
@@ -305,7 +305,7 @@ class RankWatch:
 
     def _look(self) -> None:
         if self._without_store is not None:
-            return self._lost_store(None)
+            return self._lost_store()
         self._post()
         if self._store.check(["verdict"]):
             return self._follow(json.loads(self._store.get("verdict")))
@@ -437,22 +437,24 @@ class RankWatch:
                     if process.status() == psutil.STATUS_STOPPED:
                         process.kill()
 
-    def _lost_store(self, error: RuntimeError | None) -> None:
+    def _lost_store(self) -> None:
         """The store is gone: with rank 0, which has it where no launcher does, or with the launcher.
 
-        Without a launcher nobody restarts, requeues or ends the ranks: they save and end, as by SIGTERM. If a rank does not come
-        so far within the limit, the first machine is gone as a whole.
+        Without a launcher nobody restarts, requeues or ends the ranks: they save and end, as by SIGTERM. Where this one stands
+        still in a step, the first machine is gone as a whole.
         """
         now, heard = time.monotonic(), self._heard.get(0)
         if self._without_store is None:
             self._without_store = now
             if _launcher_has_store() and not self._is_gone(0):
-                with suppress(OSError):
-                    os.write(2, f"\nrank {self.rank}: the launcher on {self._who[0]['host']} is gone ({error})\n".encode())
+                if self.rank == 0:
+                    with suppress(OSError):
+                        os.write(2, f"\nthe launcher on {self._who[0]['host']} is gone: saving, and ending\n".encode())
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-        gone = self.rank != 0 and self._is_gone(0)
-        if gone or not _launcher_has_store() or now - self._without_store > self._silence():
+        gone, place = self.rank != 0 and self._is_gone(0), self._place
+        still = not place.patient and now - max(place.since, self._without_store) > self.limit
+        if gone or still or not _launcher_has_store():
             heard = heard or (Beat(0, 0, 0, "starting", True, 0.0), now)
             self._follow(self._verdict("gone" if gone else "silent", [0], {0: heard}, now - heard[1]))
 
