@@ -297,7 +297,9 @@ class RankWatch:
             except RuntimeError:  # DistError is one
                 if not self._ends:
                     self._lost_store()
-        with suppress(RuntimeError):  # the store may have gone already, with the rank that has it
+        if self._without_store is not None:
+            return
+        with suppress(RuntimeError):  # the rank that has the store may have ended first
             if self._failure:
                 self._store.compare_set("verdict", "", json.dumps(self._failure))
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,15 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train_accelerate
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.run_record import read_metrics
-from pretrain.model.packed import PackedLanguageModel
 from pretrain.run import ranks
-from pretrain.run.ranks import LOST, Beat, hanging, lagging
+from pretrain.run.ranks import LOST, Beat, OwnTime, hanging, lagging
+from tests.conftest import write_recipe
+from tests.moments import LauncherProcess, Moment
 
 pytestmark = pytest.mark.multi
 
@@ -113,6 +116,22 @@ def test_a_rank_that_is_lost_ends_the_run_with_one_message(
     assert event["ranks"] == [1] and event["reason"] in run.err
 
 
+def test_without_a_launcher_the_death_of_the_first_rank_is_noticed_as_well(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    """The store, in which ranks leave signs of life, dies with it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments, logs = [str(write_recipe(small_recipe, tmp_path)), "parity=off"], [tmp_path / f"{rank}.log" for rank in range(2)]
+    moments = [Moment("logged", "^6$", signal.SIGKILL)], []
+    started = [
+        LauncherProcess(arguments, log, *when, **together, RANK=str(rank), LOCAL_RANK=str(rank))
+        for rank, (log, when) in enumerate(zip(logs, moments, strict=True))
+    ]
+    assert [process.end() for process in started] == [-signal.SIGKILL, LOST], logs[1].read_text()
+    said = logs[1].read_text()
+    assert said.count("lost: rank 0 on ") == 1 and "the last checkpoint is" in said and "Traceback" not in said, said
+
+
 @pytest.mark.parametrize(
     ("happens", "status", "says"), [(fail, 2, "error: what only this"), (bug, 1, "ValueError: a bug of this")]
 )
@@ -124,23 +143,29 @@ def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_st
     assert "lost:" not in run.err and "gloo" not in run.err and run.err.count("Traceback") == (happens is bug)
 
 
-def slow_forward(rank: int) -> None:
-    """The second process takes longer, and ranks are compared sooner than they would be."""
+def twice_as_slow(rank: int) -> None:
+    """The second process measures twice the time, and ranks are compared sooner than they would be."""
     ranks.LAG_EVERY, ranks.LAG_STEPS, ranks.BEAT = 12, 12, 0.2
-    forward = PackedLanguageModel.forward
-
-    def slowly(model: PackedLanguageModel, **inputs: Any) -> Any:
-        time.sleep(0.02 * rank)
-        return forward(model, **inputs)
-
-    PackedLanguageModel.forward = slowly
+    measure = OwnTime.milliseconds
+    OwnTime.milliseconds = lambda own: measure(own) * 0 + 1e4 * (1 + rank)
 
 
 def test_a_rank_that_lags_is_named_once_and_the_run_goes_on(train_as_ranks: Callable) -> None:
-    run = train_as_ranks("parity=off", "train.steps=40", launch=DDP, before=slow_forward)
+    run = train_as_ranks("parity=off", "train.steps=60", launch=DDP, before=twice_as_slow)
     assert run.status == 0 and run.out.count("WARNING  rank 1 on ") == 1 and "lags: its own part of a step" in run.out, run.output
     (event,) = [line for line in read_metrics(run.run_dir) if line.get("event") == "straggler"]
-    assert event["rank"] == 1 and event["own_ms"] > max(40, event["median_ms"] + event["data_ms"])
+    assert event["rank"] == 1 and event["own_ms"] == pytest.approx(2e4, rel=0.1) and event["median_ms"] < 1.1e4 + event["data_ms"]
+
+
+def test_a_ranks_own_time_is_from_the_first_forward_pass_to_the_end_of_the_last_one() -> None:
+    own = OwnTime(torch.device("cpu"))
+    assert own.milliseconds() is None
+    for begins in (True, False, True, False):
+        own.mark(begins=begins)
+        time.sleep(0.01)
+    assert own.milliseconds() >= 30
+    own.clear()
+    assert own.milliseconds() is None
 
 
 # ── Who is named ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
