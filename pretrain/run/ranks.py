@@ -48,6 +48,7 @@ BEAT = 2.0  # seconds between two signs of life, or a fifth of the limit
 LOOK = 0.2  # seconds between two looks at what the main thread wants
 BEGINNING = 3  # steps of a process in which it compiles and tunes: their times say nothing
 PATIENCE = 2  # times the limit, for the silence of what may take its time: compilers, for one, keep the interpreter to themselves
+GRACE = 10.0  # seconds for a main thread that waits in a collective while another rank has failed, and told why
 SLOWER = 3  # times the longest of the usual steps, where that is more than the limit
 USUAL_STEPS = 20
 AFTER = 10**9  # the place of what comes after a step's forward and backward passes
@@ -242,8 +243,10 @@ class RankWatch:
         """Around what may take one rank any time while the others wait for it."""
         before = self._place
         self._place = replace(before, doing=doing, patient=True, since=time.monotonic())
-        yield
-        self._place = replace(before, since=time.monotonic())
+        try:
+            yield
+        finally:
+            self._place = replace(before, since=time.monotonic())
 
     def _pass(self, doing: str, *, begins: bool) -> None:
         if self._in_step:
@@ -394,8 +397,10 @@ class RankWatch:
     def _follow(self, verdict: dict[str, Any]) -> None:
         """End this process as `verdict` says. Where a rank has failed with words of its own, it needs none of ours."""
         if verdict["kind"] == "failed":
-            until = time.monotonic() + min(self.limit, 10.0)  # all ranks may end by that failure, each by itself
-            while time.monotonic() < until and not self._ends and not self._asked:
+            began = time.monotonic()  # all ranks may end by that failure, each by itself, and when its work is done
+            while not self._ends and not self._asked and (passed := time.monotonic() - began) < PATIENCE * self.limit:
+                if passed > GRACE and _frame_of(self._main).get("waits"):
+                    break
                 time.sleep(LOOK)
             if self._ends:
                 return

@@ -146,12 +146,11 @@ def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_st
 def twice_as_slow(rank: int) -> None:
     """The second process measures twice the time, and ranks are compared sooner than they would be."""
     ranks.LAG_EVERY, ranks.LAG_STEPS, ranks.BEAT = 12, 12, 0.2
-    measure = OwnTime.milliseconds
-    OwnTime.milliseconds = lambda own: measure(own) * 0 + 1e4 * (1 + rank)
+    OwnTime.milliseconds = lambda own: 1e4 * (1 + rank)
 
 
 def test_a_rank_that_lags_is_named_once_and_the_run_goes_on(train_as_ranks: Callable) -> None:
-    run = train_as_ranks("parity=off", "train.steps=60", launch=DDP, before=twice_as_slow)
+    run = train_as_ranks("parity=off", "train.steps=40", launch=DDP, before=twice_as_slow)
     assert run.status == 0 and run.out.count("WARNING  rank 1 on ") == 1 and "lags: its own part of a step" in run.out, run.output
     (event,) = [line for line in read_metrics(run.run_dir) if line.get("event") == "straggler"]
     assert event["rank"] == 1 and event["own_ms"] == pytest.approx(2e4, rel=0.1) and event["median_ms"] < 1.1e4 + event["data_ms"]
