@@ -70,6 +70,7 @@ from pretrain.run.faults import (
 )
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
+from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.settings import config
@@ -117,8 +118,11 @@ def launch(arguments: argparse.Namespace) -> int:
         console.notice("\n".join(filter(None, [render(job.plan), resumed])))
         return 0
 
-    with RunFolder(job.run_dir, owner=main_process) as folder:
-        stopped_by = carry_out(job, accelerator, folder, console, arguments)
+    with (
+        RunFolder(job.run_dir, owner=main_process) as folder,
+        RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
+    ):
+        stopped_by = carry_out(job, accelerator, folder, console, watch, arguments)
     status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
     # group that ended first was seen to abort its process.
@@ -129,22 +133,25 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def carry_out(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
 ) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
     with explaining_memory(job):
-        run = build(job, accelerator, folder, console, arguments)
+        run = build(job, accelerator, folder, console, watch, arguments)
     try:
         with explaining_memory(run.job, run):
             return run_to_its_end(run)
     finally:
-        run.checkpoints.close()
+        with watch.busy("saving"):
+            run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
 
 
-def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
+def build(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
+) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
@@ -179,9 +186,12 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
+        watch=watch,
     )
+    watch.attach(assembly.model)
     parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
+    watch.note = run.trackers.note if main_process else None
     every = recipe.checkpoint.every
     if every is not None and state.step // every * every + every < state.steps:
         checkpoints.prepare(assembly.tensors, assembly.state_tensors)
@@ -197,18 +207,19 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
     stopped_by = train(run)
-    if stopped_by is None:
-        finish(run)
-    run.trackers.finish()
-    if run.precision_watch:
-        run.precision_watch.finish()
+    with run.watch.busy("finishing"):
+        if stopped_by is None:
+            finish(run)
+        run.trackers.finish()
+        if run.precision_watch:
+            run.precision_watch.finish()
     return stopped_by
 
 
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
     run.assembly.model.train()
-    with StopRequest() as stop:
+    with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
             with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
                 if stopped_by := train_on(run, steps, stop):
@@ -220,7 +231,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     while not state.finished:
-        with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
+        profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
+        with run.watch.step(state.step + 1), profiling, run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         if decision.proceed and (due(state.step, recipe.checkpoint.every) or state.finished):
@@ -228,7 +240,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if decision.action == "stop":
             raise halted(run, decision)
         if decision.action == "rollback":
-            return roll_back(run, decision.reason)
+            with run.watch.busy("going back"):
+                return roll_back(run, decision.reason)
         if run.profile and run.profile.step == state.step:
             work = run.assembly.work_of(figures, run.recorder)
             run.console.notice(run.profile.table(work, steps.data_wait_ms))
@@ -237,11 +250,13 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
-            evaluate(run)
+            with run.watch.busy("evaluating"):
+                evaluate(run)
         tell_saved(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
             if asked == SAVE_FAILED:
-                run.checkpoints.wait()  # which raises what has failed
+                with run.watch.busy("saving"):
+                    run.checkpoints.wait()  # which raises what has failed
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             if not (decision := judge_weights(run)).proceed:
                 raise halted(run, decision)
@@ -311,7 +326,11 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     """The step's line in metrics.jsonl, in the trackers, and on the screen when it is due."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
-    run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
+    with run.watch.busy("writing to the terminal"):  # which a user may have paused
+        run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
+    for found in run.watch.stepped(data_wait_ms):
+        run.trackers.note({"step": record["step"], **found})
+        run.console.warning(describe_lag(found))
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,7 +345,8 @@ def save(run: Run, *, behind: bool = False) -> None:
         "world_size": run.accelerator.num_processes,
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
-    write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
+    with run.watch.busy("saving"):
+        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
     tell_saved(run)
 
 
