@@ -16,7 +16,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,9 +31,9 @@ from accelerate import Accelerator
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
-from foundation.units import duration
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
@@ -45,9 +44,7 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
-from pretrain.model import huggingface as model
 from pretrain.model.distributed import (
-    full_state_dict,
     largest_over_ranks,
     make_accelerator,
     require_same_on_all_ranks,
@@ -60,9 +57,11 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
     METRICS_GONE,
+    SAVE_FAILED,
     TIME_IS_UP,
     explaining_memory,
     prepare_rescue,
@@ -71,6 +70,7 @@ from pretrain.run.faults import (
 )
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
+from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.settings import config
@@ -118,8 +118,11 @@ def launch(arguments: argparse.Namespace) -> int:
         console.notice("\n".join(filter(None, [render(job.plan), resumed])))
         return 0
 
-    with RunFolder(job.run_dir, owner=main_process) as folder:
-        stopped_by = carry_out(job, accelerator, folder, console, arguments)
+    with (
+        RunFolder(job.run_dir, owner=main_process) as folder,
+        RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
+    ):
+        stopped_by = carry_out(job, accelerator, folder, console, watch, arguments)
     status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
     # group that ended first was seen to abort its process.
@@ -130,21 +133,27 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def carry_out(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
 ) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
     with explaining_memory(job):
-        run = build(job, accelerator, folder, console, arguments)
-    with explaining_memory(run.job, run):
-        return run_to_its_end(run)
+        run = build(job, accelerator, folder, console, watch, arguments)
+    try:
+        with explaining_memory(run.job, run):
+            return run_to_its_end(run)
+    finally:
+        with watch.busy("saving"):
+            run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
 
 
-def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run:
+def build(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
+) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
@@ -177,9 +186,15 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
+        watch=watch,
     )
+    watch.attach(assembly.model)
     parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
+    watch.note = run.trackers.note if main_process else None
+    every = recipe.checkpoint.every
+    if every is not None and state.step // every * every + every < state.steps:
+        checkpoints.prepare(assembly.tensors, assembly.state_tensors)
     if parity:
         console.notice(parity.summary())
         parity.require()
@@ -192,18 +207,19 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
     stopped_by = train(run)
-    if stopped_by is None:
-        finish(run)
-    run.trackers.finish()
-    if run.precision_watch:
-        run.precision_watch.finish()
+    with run.watch.busy("finishing"):
+        if stopped_by is None:
+            finish(run)
+        run.trackers.finish()
+        if run.precision_watch:
+            run.precision_watch.finish()
     return stopped_by
 
 
 def train(run: Run) -> int | None:
     """Step until the horizon, or until a signal asks any rank to stop; returns that signal's number."""
     run.assembly.model.train()
-    with StopRequest() as stop:
+    with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
             with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
                 if stopped_by := train_on(run, steps, stop):
@@ -215,7 +231,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     while not state.finished:
-        with run.profile.recording(state.step + 1) if run.profile else nullcontext(), run.recorder.step():
+        profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
+        with run.watch.step(state.step + 1), profiling, run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         if decision.proceed and (due(state.step, recipe.checkpoint.every) or state.finished):
@@ -223,7 +240,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if decision.action == "stop":
             raise halted(run, decision)
         if decision.action == "rollback":
-            return roll_back(run, decision.reason)
+            with run.watch.busy("going back"):
+                return roll_back(run, decision.reason)
         if run.profile and run.profile.step == state.step:
             work = run.assembly.work_of(figures, run.recorder)
             run.console.notice(run.profile.table(work, steps.data_wait_ms))
@@ -232,8 +250,13 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
         # Between steps.
         if due(state.step, recipe.evaluate.every) and not state.finished:
-            evaluate(run)
+            with run.watch.busy("evaluating"):
+                evaluate(run)
+        tell_saved(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
+            if asked == SAVE_FAILED:
+                with run.watch.busy("saving"):
+                    run.checkpoints.wait()  # which raises what has failed
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             if not (decision := judge_weights(run)).proceed:
                 raise halted(run, decision)
@@ -244,7 +267,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
             return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
         if due(state.step, recipe.checkpoint.every) and not state.finished:
-            save(run)
+            save(run, behind=True)
     return None
 
 
@@ -267,7 +290,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.current)
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest)
     if decision.proceed:
         optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     elif decision.action == "skip":
@@ -303,23 +326,33 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     """The step's line in metrics.jsonl, in the trackers, and on the screen when it is due."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
-    run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
+    with run.watch.busy("writing to the terminal"):  # which a user may have paused
+        run.console.step(record, show=due(record["step"], run.job.recipe.log.every) or run.state.finished)
+    for found in run.watch.stepped(data_wait_ms):
+        run.trackers.note({"step": record["step"], **found})
+        run.console.warning(describe_lag(found))
 
 
 # ── Act 4: what is kept ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save(run: Run) -> None:
-    """A checkpoint of this step, after which the older ones may go."""
-    began = time.perf_counter()
+def save(run: Run, *, behind: bool = False) -> None:
+    """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
     run.trackers.sync()
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),
         "microbatch": run.job.plan.microbatch,
         "world_size": run.accelerator.num_processes,
     }
-    path = run.checkpoints.save(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
-    run.console.notice(f"saved {path} in {duration(time.perf_counter() - began)}")
+    write = run.checkpoints.begin if behind else run.checkpoints.save
+    with run.watch.busy("saving"):
+        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
+    tell_saved(run)
+
+
+def tell_saved(run: Run) -> None:
+    for line in run.checkpoints.news():
+        run.console.notice(line)
 
 
 def finish(run: Run) -> None:
@@ -329,9 +362,7 @@ def finish(run: Run) -> None:
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate(run)
     if run.job.recipe.checkpoint.at_end:
-        weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
-        if run.accelerator.is_main_process:
-            model.export(run.assembly.hf, weights, run.job.tokenizer, run.folder.final)
+        export_trained(run)
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)

@@ -1,17 +1,21 @@
 """Kill a training with SIGKILL at 20 random moments, start the same command again each time, and compare with a run left alone.
 
-    python -m benchmarks.kill_resume [--kills 20] [--seed 0]
+    python -m benchmarks.kill_resume [--kills 20] [--seed 0] [--processes 4]
 
 The real launcher under `accelerate launch`, on the CPU, twice: a Qwen3, and a GPT-2 with dropout, where the random numbers of
 every step matter too. A kill takes launcher and training process together, as a machine that goes away would. Its moment is drawn
 within one of four phases: a uniform moment would nearly always be in the start-up, and the short ones are where files are half
 written. Equal means: every step stands in metrics.jsonl exactly once, every figure that is not a time or memory is the same
 double, and the last checkpoint's tensors and the exported model are the same bytes.
+
+With several processes one rank is killed, drawn anew each time. The others, and the launcher, must then end by themselves within
+a minute, with one message that names it wherever they had begun to watch over each other, which is before the model is built.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import yaml
 
 from benchmarks.machine import processor
@@ -40,6 +45,9 @@ from pretrain.metrics.run_record import read_metrics
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
 LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 240
+STEPS_A_KILL = 12  # at least, so that the run is not done before its last kill
+ENDS_WITHIN = 60.0  # seconds in which all are to have ended when one rank is killed
+EVENTS_OF_FAULTS = {"lost_rank", "straggler"}  # lines of metrics that a run left alone need not have
 
 # Figures of a step that two runs of one training need not share; everything else must be equal.
 OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"}
@@ -88,16 +96,16 @@ def write_packs(folder: Path) -> Path:
     return folder
 
 
-def write_recipe(folder: Path, name: str, packs: Path) -> Path:
+def write_recipe(folder: Path, name: str, packs: Path, steps: int = STEPS, processes: int = 1) -> Path:
     """Checkpoints and evaluations fall on the same and on different steps, and an epoch ends within a step."""
     recipe = {
         "name": name,
         "model": {"config": MODELS[name]},
         "data": {"packs": str(packs), "length": LENGTH},
-        "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": 4},
+        "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": 4 if processes == 1 else 2},
         "optimizer": {"learning_rate": 0.003},
         "schedule": {"kind": "cosine", "warmup": 5},
-        "train": {"steps": STEPS},
+        "train": {"steps": steps},
         "evaluate": {"every": 6},
         "checkpoint": {"every": 4, "keep": 2},
     }
@@ -106,10 +114,12 @@ def write_recipe(folder: Path, name: str, packs: Path) -> Path:
     return path
 
 
-def command_of(recipe: Path, run_dir: Path) -> list[str]:
+def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
     # `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
     launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet"]
-    return [*launch, "--config_file", "accelerate_configs/cpu.yaml", "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
+    several = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--num_processes", str(processes)]
+    options = several if processes > 1 else ["--config_file", "accelerate_configs/cpu.yaml"]
+    return [*launch, *options, "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
 
 
 # ── Killing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -128,29 +138,62 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
         )
 
 
-def kill_in(process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float) -> bool:
-    """Kill `process` at a random moment of `phase`; False if it ended before that moment came.
+def kill_in(
+    process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float, rank: int | None
+) -> float | None:
+    """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns in how many seconds all ended, None if they
+    had before that moment came.
 
     start-up: before the first step, which takes about `startup` seconds to reach. steps: within 0.8 s of it, steps, evaluations
-    and saves alike. saving: within 15 ms of a checkpoint's partial folder appearing. exporting: the same for the model's.
+    and saves alike. saving: within 15 ms of a change among the checkpoints. exporting: the same for the model's.
     """
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
     else:
-        marks = {"steps": "metrics.jsonl", "saving": "checkpoints/.partial-step-*", "exporting": ".final.writing"}
+        marks = {"steps": "metrics.jsonl", "saving": "checkpoints", "exporting": ".final.writing"}
         began = time.time()
         while not any(path.stat().st_mtime >= began for path in _existing(run_dir, marks[phase])):
             if process.poll() is not None:
-                return False
+                return None
             time.sleep(0.0005)
         moment = time.monotonic() + rng.uniform(0, 0.8 if phase == "steps" else 0.015)
     while time.monotonic() < moment:
         if process.poll() is not None:
-            return False
+            return None
         time.sleep(0.0005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    return True
+    if rank is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return 0.0
+    return kill_rank(process, rank)
+
+
+def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
+    """Kill one rank of the launcher `process`, as soon as it exists; all others must end by themselves. Returns as `kill_in`."""
+    while len(ranks := ranks_of(process)) <= rank:
+        if process.poll() is not None:
+            return None
+        time.sleep(0.01)
+    ranks[rank].kill()
+    killed = time.monotonic()
+    try:
+        process.wait(ENDS_WITHIN)
+    except subprocess.TimeoutExpired:
+        raise SystemExit(f"the launcher has not ended {ENDS_WITHIN:.0f} s after rank {rank} was killed") from None
+    if left := psutil.wait_procs(ranks, 1.0)[1]:
+        raise SystemExit(f"{len(left)} ranks have outlived their launcher after rank {rank} was killed")
+    return time.monotonic() - killed
+
+
+def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """The ranks that the launcher `process` has started, in their order."""
+    found = {}
+    with contextlib.suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "RANK" in (environment := child.environ()):
+                    found[int(environment["RANK"])] = child
+    return [found[rank] for rank in sorted(found)]
 
 
 def _existing(run_dir: Path, pattern: str) -> list[Path]:
@@ -192,7 +235,10 @@ def phases(kills: int, rng: random.Random) -> list[str]:
 def differences(one: Path, other: Path) -> list[str]:
     """How two finished runs differ: in figures, last checkpoint's tensors or exported model. Empty where they do not."""
     found = []
-    curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
+    curves = [
+        [_figures(record) for record in read_metrics(run_dir) if record.get("event") not in EVENTS_OF_FAULTS]
+        for run_dir in (one, other)
+    ]
     for run_dir, curve in zip((one, other), curves, strict=True):
         counts = Counter((record["step"], record.get("event")) for record in curve)
         found += [f"{run_dir}: step {key} is there {count} times" for key, count in counts.items() if count > 1]
@@ -219,29 +265,38 @@ def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
 # ── The proof ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def prove(name: str, folder: Path, packs: Path, kills: int, rng: random.Random, environment: Mapping[str, str]) -> dict[str, Any]:
+def prove(
+    name: str, folder: Path, packs: Path, kills: int, processes: int, rng: random.Random, environment: Mapping[str, str]
+) -> dict[str, Any]:
     """One model, alone and killed; what each kill hit, and whether the two runs are equal."""
-    recipe = write_recipe(folder, name, packs)
+    steps = max(STEPS, STEPS_A_KILL * kills)
+    recipe = write_recipe(folder, name, packs, steps, processes)
     alone, killed, log = folder / f"{name}-alone", folder / f"{name}-killed", folder / f"{name}.log"
     began = time.time()
-    finish(start(command_of(recipe, alone), log, environment), log)
+    finish(start(command_of(recipe, alone, processes), log, environment), log)
     startup = (alone / "config.yaml").stat().st_mtime - began  # written just before the first step
 
     hit = []
     for phase in phases(kills, rng):
-        process = start(command_of(recipe, killed), log, environment)
+        process, said_before = start(command_of(recipe, killed, processes), log, environment), log.stat().st_size
         launched = time.monotonic()
-        if not kill_in(process, phase, killed, rng, startup):
+        rank = rng.randrange(processes) if processes > 1 else None
+        if (ended_after := kill_in(process, phase, killed, rng, startup, rank)) is None:
             raise SystemExit(f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}")
         hit.append({"phase": phase, "after_seconds": round(time.monotonic() - launched, 3), **left_behind(killed)})
+        if rank is not None:
+            lost = [line for line in log.read_bytes()[said_before:].decode(errors="replace").splitlines() if line[:6] == "lost: "]
+            if len(lost) > 1 or (not lost and phase != "start-up") or any(f"rank {rank} on" not in line for line in lost):
+                raise SystemExit(f"{name}: rank {rank} was killed in {phase}, and the others said {lost}; see {log}")
+            hit[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2), "message": bool(lost)}
         print(f"{name}: kill {len(hit)} of {kills} in {phase}: {hit[-1]}", flush=True)
-    finish(start(command_of(recipe, killed), log, environment), log)
+    finish(start(command_of(recipe, killed, processes), log, environment), log)
 
     found = differences(alone, killed)
     print(f"{name}: {'equal, bit for bit' if not found else found[:5]}", flush=True)
     return {
         "model": MODELS[name],
-        "steps": STEPS,
+        "steps": steps,
         "startup_seconds": round(startup, 2),
         "kills": hit,
         "lines_of_metrics": len(read_metrics(killed)),
@@ -258,7 +313,9 @@ def finish(process: subprocess.Popen[bytes], log: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20, help="for each of the two models")
+    parser.add_argument("--kills", type=int, default=20, help="for each model")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--processes", type=int, default=1, help="ranks, of which one is killed each time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
     parser.add_argument(
         "--threads", type=int, default=1, help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run"
@@ -268,12 +325,14 @@ def main() -> int:
     rng = random.Random(arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept: a failure wants to be looked at
     packs = write_packs(folder / "packs")
-    environment = {"OMP_NUM_THREADS": str(arguments.threads)}
-    results = {name: prove(name, folder, packs, arguments.kills, rng, environment) for name in MODELS}
+    environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
+    results = {
+        name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment) for name in arguments.models
+    }
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.kill_resume", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
-        "environment": describe_environment({"config_file": "accelerate_configs/cpu.yaml"}),
+        "environment": describe_environment({"processes": arguments.processes}),
         "processor": processor(),
         "threads": arguments.threads,
         "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},

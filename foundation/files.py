@@ -17,6 +17,7 @@ from typing import TextIO
 from foundation.errors import InputError
 
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+PROOF = "proof"  # `.proof.<rank>.partial`: the token by which processes prove that they see one folder
 
 
 def fsync(path: Path) -> None:

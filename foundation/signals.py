@@ -30,13 +30,15 @@ REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; n
 class StopRequest:
     """Turns SIGNALS and IF_NOT_IGNORED into a flag for as long as the `with` block lasts. Enter it in the main thread.
 
-    The first signal is announced on stderr, and a second Ctrl-C exits at once. With `passed_on`, neither happens: the signals are
-    for processes that this one runs. `take` hands them over, and this process ends when those have ended.
+    The first signal is announced on stderr, but for `announced=False`, and a second Ctrl-C exits at once. With `passed_on`,
+    neither happens: the signals are for processes that this one runs. `take` hands them over, and this process ends when those
+    have ended.
     """
 
-    def __init__(self, *, passed_on: bool = False) -> None:
+    def __init__(self, *, passed_on: bool = False, announced: bool = True) -> None:
         self.requested: signal.Signals | None = None  # the first signal
         self._passed_on = passed_on
+        self._announced = announced  # of several ranks one says it
         self._pending: list[signal.Signals] = []
         self._interrupted_at: float | None = None
         self._previous: dict[signal.Signals, object] = {}
@@ -70,6 +72,8 @@ class StopRequest:
             self._interrupted_at = self._interrupted_at or now
         if self.requested is None:
             self.requested = signal.Signals(number)
+            if not self._announced:
+                return
             again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
             with suppress(OSError):  # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
                 os.write(sys.__stderr__.fileno(), f"\n{self.requested.name}: finishing this step, then saving{again}\n".encode())

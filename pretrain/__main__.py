@@ -13,6 +13,7 @@ from foundation.errors import InputError
 COMMANDS = {
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
+    "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
 }
 

@@ -11,7 +11,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,6 +56,12 @@ class LauncherProcess:
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return once `condition` holds, which the process is to bring about; fails where it ends before."""
+        while not condition():
+            assert self._process.is_alive(), "the process ended before"
+            time.sleep(0.01)
 
     def end(self) -> int:
         """Wait for the process to end; returns its exit status, or minus the signal that killed it."""

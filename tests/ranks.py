@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.moments import fork_context
@@ -17,11 +17,20 @@ WORLD_SIZE = 2
 
 
 def start_ranks(
-    arguments: Sequence[str], options: Sequence[str], folder: Path, processes: int = WORLD_SIZE, **variables: str
+    arguments: Sequence[str],
+    options: Sequence[str],
+    folder: Path,
+    processes: int = WORLD_SIZE,
+    *,
+    machines: Sequence[Path] | None = None,
+    before: Callable[[int], None] | None = None,
+    **variables: str,
 ) -> tuple[int, str, str]:
     """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
 
-    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
+    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment. With
+    `machines` each process is the only one of a machine, and starts in the folder named there. `before`: what each does first, a
+    function of a module that is given the rank.
     """
     import torch.distributed as dist  # not above: tests of packing do without
 
@@ -38,8 +47,10 @@ def start_ranks(
         log.write_text("")
     started = []
     for rank in range(processes):
-        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)}
-        started.append(fork_context.Process(target=_launch, args=(list(arguments), environment, logs), daemon=True))
+        local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines else {"LOCAL_RANK": str(rank)}
+        environment = shared | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} | local
+        what = (list(arguments), environment, logs, machines[rank] if machines else None, before)
+        started.append(fork_context.Process(target=_launch, args=what, daemon=True))
         started[-1].start()
     for process in started:
         process.join()
@@ -57,7 +68,15 @@ def environment_under(options: Sequence[str]) -> dict[str, str]:
     return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
 
 
-def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Path]) -> None:
+def _launch(
+    arguments: list[str],
+    environment: dict[str, str],
+    logs: Sequence[Path],
+    machine: Path | None,
+    before: Callable[[int], None] | None,
+) -> None:
+    if machine is not None:
+        os.chdir(machine)
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch
@@ -69,4 +88,6 @@ def _launch(arguments: list[str], environment: dict[str, str], logs: Sequence[Pa
     os.environ.update(environment)
     torch.set_num_threads(1)
     sys.argv = ["train_accelerate.py", *arguments]
+    if before:
+        before(int(environment["RANK"]))
     sys.exit(train_accelerate.main())

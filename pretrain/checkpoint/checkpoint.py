@@ -18,14 +18,13 @@ halfway, so every byte is hashed again before it is trusted.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
-import os
-import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,93 +32,224 @@ import torch.distributed
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import fsync, write_file
-from foundation.integrity import THREADS, FileRecord, find_damage, wrong_sizes
+from foundation.integrity import find_damage
 from foundation.reading import load_object
-from foundation.units import memory
-from pretrain.checkpoint.manifest import MANIFEST, Manifest, TensorEntry, read_manifest
+from foundation.units import duration, memory
+from pretrain.checkpoint.disks import Disks, name_ranks
+from pretrain.checkpoint.folders import (
+    finish_renames,
+    looks_complete,
+    make_empty,
+    partial_folder,
+    remove,
+    set_aside,
+    step_folder,
+    step_folders,
+    step_of,
+)
+from pretrain.checkpoint.manifest import NOT_HERE, Manifest, TensorEntry, missing_disks, read_manifest
+from pretrain.checkpoint.saving import STATE, PendingSave
 from pretrain.checkpoint.shards import (
     PART_BYTES,
+    ShardBlock,
     block_of,
     lay_out,
     load_tensors,
     mismatches,
+    not_covered,
     rank_stem,
-    write_tensors,
 )
+from pretrain.checkpoint.staging import Files, Staging, bytes_staged, gpu_of, room_for
 from pretrain.optimizer.adamw_update import local_part
 
-STATE = "state.json"
-_STEP = re.compile(r"step-\d{8,}")
-_PARTIAL, _REMOVED = ".partial-", ".removed-"
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_AFTER_AN_ERROR = 20.0  # seconds: how long a process that ends by an error waits for the other ranks' part of a save
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Tensors = Mapping[str, Tensor]
+Blocks = dict[str, dict[str, ShardBlock]]  # by kind: what a rank holds of each tensor
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Which rank writes what, for as long as all ranks hold the same blocks."""
+
+    mine: Blocks
+    index: dict[str, dict[str, TensorEntry]]  # of this rank's disk
 
 
 class Checkpoints:
     """The checkpoints of one run.
 
-    Where torch.distributed is initialised, every method is collective: all ranks call it, in the same order.
+    Where torch.distributed is initialised, every method is collective but those that say otherwise: all ranks call it, in the
+    same order. A save that was begun is written by threads, one save at a time; every other method waits for it first.
     """
 
-    def __init__(self, folder: Path, keep: int, *, part_bytes: int = PART_BYTES) -> None:
+    def __init__(self, folder: Path, keep: int, *, disks: Disks | None = None, part_bytes: int = PART_BYTES) -> None:
         self.folder = folder
         self.keep = keep
         self.part_bytes = part_bytes
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
         self.world_size = torch.distributed.get_world_size() if distributed else 1
+        self.disks = disks or Disks.shared(self.rank, self.world_size)
         self.current: Path | None = None  # what the tensors in memory were last saved to or loaded from
         self.damaged: dict[Path, list[str]] = {}  # found by newest(): what is wrong with each
         self._verified: Path | None = None  # found intact by newest(): load() need not hash it again
+        self._layout: _Layout | None = None
+        self._staging = Staging()
+        self._reserving: Future[None] | None = None
+        self._pending: PendingSave | None = None
+        self._news: list[str] = []
+        self._told_of_no_room = False
+
+    # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Path:
         """Write checkpoint `step`, then prune; returns its path. A step just saved or loaded is not written again.
 
         `model` holds parameters and persistent buffers by Hugging Face name (a tied tensor once), `optimizer` whatever tensors
         the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
-        Raises InputError where the file system refuses (full, read-only, not shared by all ranks); what was saved before stays.
+        Raises InputError where the file system refuses (full, read-only, a part that does not come); what was saved before stays.
         """
-        final = step_folder(self.folder, step)
-        if self.current == final:
-            return final
-        partial = final.with_name(f"{_PARTIAL}{final.name}")
-        groups = {"model": model, "optimizer": optimizer}
-        mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
-        offers = self._gather(mine)
-        index = {kind: lay_out(kind, [offer[kind] for offer in offers], self.part_bytes) for kind in groups}
-        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
-        try:
-            self._on_every_rank(lambda: self.rank == 0 and _make_empty(partial))
-            written = self._on_every_rank(lambda: self._write_shards(partial, index, groups))
-            files = [record for records in written for record in records]
-            files.append(FileRecord(STATE, len(state_json), {"sha256": hashlib.sha256(state_json).hexdigest()}))
-            manifest = Manifest(step, self.world_size, files, index["model"], index["optimizer"])
-            self._on_every_rank(lambda: self.rank == 0 and _complete(partial, final, manifest, state_json))
-        except OSError as refusal:
-            if self.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise InputError(self._describe(refusal, step, bytes_needed(model, optimizer))) from None
-        self.current = final
-        self.damaged.pop(final, None)  # set aside, where it was
-        self.prune()
-        return final
+        self._begin(step, model, optimizer, state, copied=False)
+        self.wait()
+        if not self.disks.are_one:  # now that every disk has it
+            self._prune(self.current)
+        return self.current
 
-    def _write_shards(
-        self, partial: Path, index: dict[str, dict[str, TensorEntry]], groups: dict[str, Tensors]
-    ) -> list[FileRecord]:
-        """Write this rank's files into `partial`, several at a time."""
-        mine: dict[str, dict[str, Tensor]] = {}
+    def begin(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> None:
+        """As `save`, but return as soon as the tensors are copied: they may change while the copies are written.
+
+        Raises InputError where the save before this one has failed. Where the host's memory has no room for the copies, this
+        process returns once its part is written, and says so.
+        """
+        self._begin(step, model, optimizer, state, copied=True)
+
+    def prepare(self, model: Tensors, optimizer: Tensors) -> None:
+        """Make ready what the first `begin` would otherwise wait for: who writes what, and the memory, taken in a thread."""
+        files = self._my_files({"model": model, "optimizer": optimizer})
+        if room_for(bytes_staged(files)):
+            thread = ThreadPoolExecutor(1)
+            self._reserving = thread.submit(self._staging.reserve, bytes_staged(files), gpu_of(files))
+            thread.shutdown(wait=False)
+
+    def _begin(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, copied: bool) -> None:
+        final = step_folder(self.folder, step)
+        if final == self.latest:
+            return
+        entered = time.perf_counter()
+        self.wait()
+        began, previous = time.perf_counter(), self.current
+        partial, groups = partial_folder(final), {"model": model, "optimizer": optimizer}
+        state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
+        needed = bytes_needed(model, optimizer)
+        files = self._my_files(groups)
+        try:
+            self._on_every_rank(lambda: self.disks.leads and make_empty(partial))
+        except OSError as refusal:
+            raise InputError(self._describe(refusal, step, needed)) from None
+        to_write, written_first = self._copy(files) if copied else (files, True)
+        stopped = time.perf_counter() - entered  # the wait for a slower save before this one counts
+
+        def afterwards() -> None:
+            # What another disk may not have yet must not cost the last one that all of them have.
+            self._prune(final if self.disks.are_one else previous)
+            behind = "" if written_first else f"; training stopped for {duration(stopped)}"
+            self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{behind}")
+
+        manifest = Manifest(
+            step, self.world_size, [], self._layout.index["model"], self._layout.index["optimizer"], self._notes(final)
+        )
+        self._pending = PendingSave(partial, final, to_write, manifest, state_json, self.disks, afterwards, needed)
+        if written_first:
+            self._pending.written.exception()
+
+    def _copy(self, files: Files) -> tuple[Files, bool]:
+        """Copies of the tensors, and whether they must be written before the tensors may change, because there was no room."""
+        if self._reserving is not None:
+            self._reserving.result()
+            self._reserving = None
+        if not self._staging.holds(bytes_staged(files)) and not room_for(bytes_staged(files)):
+            if self.disks.leads and not self._told_of_no_room:
+                _log.warning(
+                    "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
+                    memory(bytes_staged(files) / 2**30),
+                )
+            self._told_of_no_room = True
+            return files, True
+        return self._staging.copy(files), False
+
+    def _my_files(self, groups: Mapping[str, Tensors]) -> dict[str, dict[str, Tensor]]:
+        """What this rank writes, by file; as the ranks agree on it. Exchanged again only where a rank's blocks have changed."""
+        mine = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        known = self._layout is not None and self._layout.mine == mine
+        if not all(self._gather(known)):
+            offers = self._gather(mine)
+            members = set(self.disks.members)
+            by_kind = {kind: [offer[kind] if rank in members else {} for rank, offer in enumerate(offers)] for kind in groups}
+            self._layout = _Layout(mine, {kind: lay_out(kind, offers, self.part_bytes) for kind, offers in by_kind.items()})
+        files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
-            for name, entry in index[kind].items():
+            for name, entry in self._layout.index[kind].items():
                 for piece in entry.pieces:
                     if piece.file.startswith(rank_stem(kind, self.rank, self.world_size)):
-                        mine.setdefault(piece.file, {})[name] = local_part(group[name])
-        with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(lambda file: write_tensors(partial / file, mine[file]), mine))
+                        files.setdefault(piece.file, {})[name] = local_part(group[name])
+        return files
+
+    def _notes(self, final: Path) -> dict[str, tuple[str, str]]:
+        """What a manifest says of the disks, where there are several."""
+        if self.disks.are_one:
+            return {}
+        leaders = sorted(set(self.disks.leaders))
+        inside = final.relative_to(self.folder.parent)
+        return {str(each): (name_ranks(self.disks.ranks_of(each)), f"{self.disks.places[each]}/{inside}") for each in leaders}
+
+    @property
+    def latest(self) -> Path | None:
+        """As `current`, or what is being written; not collective."""
+        return self._pending.final if self._pending else self.current
+
+    @property
+    def failed(self) -> bool:
+        """Whether this process knows that the save under way has failed, which `wait` then says; not collective."""
+        return self._pending is not None and self._pending.failed
+
+    def news(self) -> list[str]:
+        """What was saved since the last call, one line each; not collective, and only the ranks that lead a disk know."""
+        news, self._news = self._news, []
+        return news
+
+    def wait(self) -> None:
+        """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            self._on_every_rank(pending.written.result)
+            self._on_every_rank(lambda: pending.completed and pending.completed.result())
+        except OSError as refusal:
+            pending.give_up()
+            if self.disks.leads:
+                shutil.rmtree(pending.partial, ignore_errors=True)
+            raise InputError(self._describe(refusal, step_of(pending.final), pending.needed)) from None
+        self.current = pending.final
+        self.damaged.pop(pending.final, None)  # set aside, where it was
+
+    def settle(self) -> str | None:
+        """As `wait`, for a run that ends in any case: returns what it would have raised."""
+        try:
+            self.wait()
+        except InputError as error:
+            return str(error)
+        return None
+
+    def close(self) -> None:
+        """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
+        if self._pending is not None:
+            self._pending.patience = _AFTER_AN_ERROR
+            self._pending.join()
 
     def _gather(self, item: T) -> list[T]:
         """What every rank passed, in the order of the ranks; small objects only."""
@@ -149,24 +279,31 @@ class Checkpoints:
             "then start the same command again to resume."
         )
 
+    # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
+
     def prune(self) -> None:
         """Remove all but the `keep` newest checkpoints, and what dead writers left. Does nothing before this run's first save.
 
         Damaged checkpoints, and those newer than the one just saved, are neither removed nor counted.
         """
-        if self.rank != 0 or self.current is None or self.current.parent != self.folder:
-            return
-        steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(self.current)]
-        intact = [path for path in steps if path not in self.damaged and _looks_complete(path)]
-        _remove(self.folder, intact[self.keep :])
+        self.wait()
+        self._prune(self.current)
+
+    def _prune(self, newest: Path | None) -> None:
+        """As `prune`, when `newest` was saved last; not collective."""
+        if self.disks.leads and newest is not None and newest.parent == self.folder:
+            steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
+            intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
+            remove(self.folder, intact[self.keep :])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.
 
         Otherwise the next automatic resume would continue the abandoned training. Returns the new paths.
         """
-        newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.rank == 0 else []
-        return self._gather([_set_aside(path) for path in newer])[0]
+        self.wait()
+        newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.disks.leads else []
+        return self._gather([set_aside(path) for path in newer])[0]
 
     def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
         """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
@@ -174,20 +311,27 @@ class Checkpoints:
 
         A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is tried.
         """
+        self.wait()
         found = []
-        if self.rank == 0:
+        if self.disks.leads:
             if not look_only:
-                _finish_renames(self.folder)
-            found = [path for path in step_folders(self.folder) if before is None or step_of(path) < before]
-        for path in self._gather(found)[0]:
+                finish_renames(self.folder)
+            found = [step for step in map(step_of, step_folders(self.folder)) if before is None or step < before]
+        for step in sorted({step for steps in self._gather(found) for step in steps}, reverse=True):
+            path = step_folder(self.folder, step)
             problems = self._verify(path)
             if not problems:
                 self._verified = path
                 return path
             self.damaged[path] = problems
             if self.rank == 0:
-                _log.warning("%s is DAMAGED and is not used; trying the one before it. %s", path, "; ".join(problems))
+                what = "is not whole here" if all(NOT_HERE in problem for problem in problems) else "is DAMAGED"
+                _log.warning("%s %s and is not used; trying the one before it. %s", path, what, "; ".join(problems))
         return None
+
+    def is_there(self, path: Path) -> bool:
+        """Whether any rank sees a checkpoint at `path`."""
+        return any(self._gather(path.exists()))
 
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
@@ -198,7 +342,9 @@ class Checkpoints:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
 
         Returns notes for the user, on dtypes that were converted. Raises InputError, before anything is copied, where a file is
-        damaged or names, shapes or integer dtypes differ.
+        damaged, where names, shapes or integer dtypes differ, and where a rank's values lie on another machine's disk.
+
+        A rank reads the bytes of its own part, by mapping the files. Before that, every byte is hashed once, by one of the ranks.
         """
         self._require_intact(path)
         manifest = read_manifest(path)
@@ -206,99 +352,48 @@ class Checkpoints:
         if differing := [f"{kind}: {problem}" for kind, tensors, index in parts for problem in mismatches(index, tensors)]:
             remedy = "Resume with the recipe it was made by, or set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(differing)}. {remedy}")
+        lacking = [f"{name} is not whole" for _, tensors, index in parts for name in not_covered(index, tensors)]
+        if lacking := self._first_of_each(lacking[:1] and (self._lines(missing_disks(path, manifest)) or lacking[:1])):
+            raise InputError(f"{path}: cannot be loaded: {'; '.join(lacking)}; then start the same command again")
         notes = [f"{kind}: {note}" for kind, tensors, index in parts for note in load_tensors(path, index, tensors)]
         self.current = path
         return notes
 
     def _require_intact(self, path: Path) -> None:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
+        self.wait()
         if path != self._verified and (problems := self._verify(path)):
             remedy = "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
             raise InputError(f"{path}: cannot be used: {'; '.join(problems)}; {remedy}")
         self._verified = path
 
     def _verify(self, path: Path) -> list[str]:
-        """What is wrong with the checkpoint at `path`; each rank hashes its share of the files."""
+        """What is wrong with the checkpoint at `path`; each rank hashes its share of the files that it sees."""
+        members = self.disks.members
         try:
-            files = sorted(read_manifest(path).files, key=lambda file: file.name)
-            problems = find_damage(path, files[self.rank :: self.world_size])
+            manifest = read_manifest(path)
+            files = sorted(manifest.files, key=lambda file: file.name)
+            problems = find_damage(path, files[members.index(self.rank) :: len(members)])
+            if not problems and not self._may_suffice(manifest):
+                problems = missing_disks(path, manifest) or [f"{manifest.uncovered[0]} is not whole in it"]
         except InputError as error:
-            problems = [str(error)]
+            elsewhere = not self.disks.are_one and not path.exists()
+            problems = [f"its files {NOT_HERE}; copy them from a machine that has them" if elsewhere else str(error)]
+        return self._first_of_each(self._lines(problems))
+
+    def _may_suffice(self, manifest: Manifest) -> bool:
+        """Whether this rank's part may be among what its disk holds: all is there, or the ranks lie as when it was written."""
+        as_written = {str(leader): name_ranks(self.disks.ranks_of(leader)) for leader in self.disks.leaders}
+        alike = as_written == {leader: ranks for leader, (ranks, _) in manifest.disks.items()}
+        return not manifest.uncovered or (alike and manifest.world_size == self.world_size)
+
+    def _lines(self, problems: list[str]) -> list[str]:
+        """With the host before each, where machines have disks of their own."""
+        host = "" if self.disks.are_one else f"{self.disks.places[self.rank].partition(':')[0]}: "
+        return [host + problem for problem in problems]
+
+    def _first_of_each(self, problems: list[str]) -> list[str]:
         return list(dict.fromkeys(problem for rank in self._gather(problems) for problem in rank))
-
-
-def step_folder(parent: Path, step: int) -> Path:
-    return parent / f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint folder; ValueError for another name."""
-    return int(folder.name.removeprefix("step-"))
-
-
-def step_folders(parent: Path) -> list[Path]:
-    """All folders in `parent` that are named like a checkpoint, newest first."""
-    folders = [path for path in parent.glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir()]
-    return sorted(folders, key=step_of, reverse=True)
-
-
-def _make_empty(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
-
-
-def _complete(partial: Path, final: Path, manifest: Manifest, state_json: bytes) -> None:
-    """Add the state and, last, the manifest to the tensor files in `partial`; then give the folder its name."""
-    write_file(partial / STATE, state_json)
-    if wrong := wrong_sizes(partial, manifest.files):
-        raise OSError(f"{wrong[0]}: rank 0 does not find what another rank wrote; all machines must share this file system")
-    write_file(partial / MANIFEST, manifest.to_json())
-    fsync(partial)
-    if final.exists():
-        _set_aside(final)
-    os.rename(partial, final)
-    fsync(final.parent)
-
-
-def _finish_renames(parent: Path) -> None:
-    """Name the partial folders that have their manifest: their writers died just before doing so."""
-    for partial in parent.glob(f"{_PARTIAL}step-*"):
-        final = parent / partial.name.removeprefix(_PARTIAL)
-        if not final.exists() and _looks_complete(partial):
-            os.rename(partial, final)
-            fsync(parent)
-
-
-def _looks_complete(folder: Path) -> bool:
-    """Whether all files are there with their sizes. Hashing them is left to loading."""
-    try:
-        return not wrong_sizes(folder, read_manifest(folder).files)
-    except InputError:
-        return False
-
-
-def _set_aside(folder: Path) -> Path:
-    """Free the name `step-*` without losing the data."""
-    number = 1
-    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    os.rename(folder, aside)
-    _log.warning("%s was set aside as %s; remove it when you do not need it", folder, aside.name)
-    return aside
-
-
-def _remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
-    try:
-        for folder in folders:
-            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
-            os.rename(folder, folder.with_name(f"{_REMOVED}{folder.name}"))
-        for prefix in (_REMOVED, _PARTIAL):
-            for leftover in parent.glob(f"{prefix}step-*"):
-                shutil.rmtree(leftover)
-    except OSError as error:
-        _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
 
 def bytes_needed(model: Tensors, optimizer: Tensors) -> int:

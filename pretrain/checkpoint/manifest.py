@@ -9,13 +9,19 @@
 
 Nothing but the pieces ties a checkpoint to the processes that wrote it, so any world size loads it. No torch here: a folder can
 be listed and verified on a machine without it.
+
+Machines that share no disk write a manifest each, about the files on theirs: `manifest.json` where rank 0 is, elsewhere
+`manifest-00008.json`, by its leader. Each says under `disks` which there are and where they lie. Their files can be copied into
+one folder, whose manifests are read as one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import math
+import re
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,13 @@ from foundation.settings import first_mistake
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+NOT_HERE = "are not here"  # said of shards on a disk that another machine has
+_NAME = re.compile(r"manifest(-\d{5,})?\.json")
+
+
+def manifest_name(leader: int) -> str:
+    """Of the manifest about the disk whose files rank `leader` completes."""
+    return f"manifest-{leader:05d}.json" if leader else MANIFEST
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,11 @@ class TensorEntry:
     shape: tuple[Size, ...]
     pieces: tuple[Piece, ...]
 
+    @property
+    def is_covered(self) -> bool:
+        """Whether every value lies in one of the pieces."""
+        return sum(math.prod(piece.shape) for piece in self.pieces) == math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class HashedFile:
@@ -61,10 +79,18 @@ class Manifest:
     files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
     model: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
+    disks: dict[str, tuple[str, str]] = field(default_factory=dict)  # by leader: "ranks 8 to 15", "host:/path"; of several
+
+    @property
+    def uncovered(self) -> list[str]:
+        """The tensors of which the files do not hold every value."""
+        return [name for name, entry in (*self.model.items(), *self.optimizer.items()) if not entry.is_covered]
 
     def to_json(self) -> bytes:
         files = {file.name: {"bytes": file.size, **file.hashes} for file in self.files}
         content = {"format": FORMAT, **asdict(self), "files": files}
+        if not self.disks:
+            del content["disks"]
         return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
 
 
@@ -77,8 +103,47 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint at `folder`; InputError where there is none, or none that can be trusted."""
-    path = folder / MANIFEST
+    """The manifest of the checkpoint at `folder`, or of all disks whose files are there; InputError where there is none, or one
+    that cannot be trusted."""
+    names = sorted(path.name for path in folder.glob("manifest*.json") if _NAME.fullmatch(path.name))
+    return _merged(folder, [_read(folder, name) for name in names or [MANIFEST]])
+
+
+def missing_disks(folder: Path, manifest: Manifest) -> list[str]:
+    """One line for each disk whose files are not in `folder`, though ranks wrote a part of this checkpoint there."""
+    absent = [note for leader, note in manifest.disks.items() if not (folder / manifest_name(int(leader))).exists()]
+    return [f"the shards of {ranks} {NOT_HERE}; copy all files of {place} into it" for ranks, place in absent]
+
+
+def _merged(folder: Path, manifests: list[Manifest]) -> Manifest:
+    """What several disks hold of one checkpoint; a block that lies on more than one counts once."""
+    first, *others = manifests
+    if not others:
+        return first
+    files = {file.name: file for manifest in manifests for file in manifest.files}
+    if any(files[file.name] != file for manifest in manifests for file in manifest.files) or any(
+        (other.step, other.world_size, other.disks) != (first.step, first.world_size, first.disks) for other in others
+    ):
+        raise InputError(
+            f"{folder}: its manifests are of different checkpoints; copy the files of one checkpoint into one folder"
+        )
+    groups = [[each.model for each in manifests], [each.optimizer for each in manifests]]
+    try:
+        model, optimizer = ({name: _joined([g[name] for g in group]) for name in group[0]} for group in groups)
+    except KeyError as name:
+        raise InputError(
+            f"{folder}: one of its manifests lacks {name}; copy the files of one checkpoint into one folder"
+        ) from None
+    return Manifest(first.step, first.world_size, list(files.values()), model, optimizer, first.disks)
+
+
+def _joined(entries: list[TensorEntry]) -> TensorEntry:
+    pieces = {(piece.offset, piece.shape): piece for entry in entries for piece in entry.pieces}
+    return TensorEntry(entries[0].dtype, entries[0].shape, tuple(pieces.values()))
+
+
+def _read(folder: Path, name: str) -> Manifest:
+    path = folder / name
     try:
         content = load_json(path)
     except FileNotFoundError:

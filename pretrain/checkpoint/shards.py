@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -46,6 +47,7 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _FLOATS = {name for dtype, name in DTYPE_NAMES.items() if dtype.is_floating_point}
 
 
@@ -194,6 +196,17 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
         elif saved.dtype != dtype and not {saved.dtype, dtype} <= _FLOATS:
             problems.append(f"{name} is {saved.dtype} there and {dtype} here")
     return problems
+
+
+def not_covered(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
+    """The names of the tensors of which the saved pieces do not hold all of this process's part."""
+    short = []
+    for name, target in targets.items():
+        mine = block_of(target)
+        overlaps = (overlap for piece in index[name].pieces if (overlap := _overlap(piece, mine)))
+        if sum(math.prod(part.stop - part.start for part in here) for _, here in overlaps) != math.prod(mine.shape):
+            short.append(name)
+    return short
 
 
 def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:

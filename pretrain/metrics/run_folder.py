@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from foundation.errors import InputError
-from foundation.files import PARTIAL, FileLock, replace_file
+from foundation.files import PARTIAL, PROOF, FileLock, replace_file
 from foundation.reading import reason_of
 from foundation.settings import load_yaml
 
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "sa
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 _WRITTEN_WHOLE = ("config.yaml", "environment.json", "audit.json", "metrics.jsonl", "summary.json", "loss.png", MATRIX_FILE)
 _FOLDERS = ("checkpoints", "final")
-_LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, _WRITTEN_WHOLE))})\.\d+{re.escape(PARTIAL)}")
+_LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))})\.\d+{re.escape(PARTIAL)}")
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
 OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "triton")
 
@@ -32,8 +32,8 @@ OPTIONAL_PACKAGES = ("transformer-engine", "flash-attn", "cut-cross-entropy", "t
 class RunFolder(ExitStack):
     """Creates the folder at `path` and locks it for this process; a context manager that releases the lock, as `close` does.
 
-    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. InputError where the
-    folder cannot be made or another process holds it.
+    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. On a machine whose
+    disk is not rank 0's, one process takes it, too. InputError where the folder cannot be made or another process holds it.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
@@ -48,15 +48,22 @@ class RunFolder(ExitStack):
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
         self._lock: FileLock | None = None
-        if not owner:
+        if owner:
+            self.take()
+
+    def take(self) -> None:
+        """Make the folder and lock it, where this process has not done so."""
+        if self._lock is not None:
             return
         try:
-            self._lock = self.enter_context(FileLock(path / ".lock", self._refuse))
-            for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+            self._lock = self.enter_context(FileLock(self.path / ".lock", self._refuse))
+            for leftover in self.path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
                 if _LEFTOVER.fullmatch(leftover.name) and leftover.is_file():
                     leftover.unlink()
         except OSError as error:
-            raise InputError(f"{path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`") from None
+            raise InputError(
+                f"{self.path}: cannot be used as the run folder: {reason_of(error)}; set another `run_dir`"
+            ) from None
 
     @property
     def in_place(self) -> bool:
@@ -113,7 +120,7 @@ def check_ours(path: Path) -> None:
                 f"{path / name}: is no {wanted}, which a run would write there; move it away, or set another `run_dir`"
             )
     strange = [name for name in names if name not in (".lock", MATRIX_FILE) and not _LEFTOVER.fullmatch(name)]
-    if not strange or any(path.glob("checkpoints/step-*/manifest.json")):
+    if not strange or any(path.glob("checkpoints/step-*/manifest*.json")):
         return
     try:
         if load_yaml(path / "config.yaml").keys() >= _OF_EVERY_RECIPE:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
 import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -36,6 +40,7 @@ _OF_WRONG_VALUES = (
     *(StrictDataclassError, SafetensorError, pickle.UnpicklingError, EOFError, ImportError),
 )
 
+EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
@@ -187,17 +192,20 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(hf.named_parameters()), **buffers}
 
 
-def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any | None, folder: Path) -> None:
+def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
-    What was exported to `folder` before is replaced; where more lies in it, it is kept whole as `<name>.replaced-<n>`.
+    `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
+    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. What was exported to `folder`
+    before is replaced; where more lies in it, it is kept whole as `<name>.replaced-<n>`.
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
     bar_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # it would be the only line of a run's output that is drawn over
     try:
-        hf.save_pretrained(writing, state_dict=dict(state_dict))
+        hf.save_pretrained(writing, state_dict={})  # all but the weights
+        _write_weights(hf, read, writing)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
@@ -226,3 +234,21 @@ def export(hf: PreTrainedModel, state_dict: Mapping[str, Tensor], tokenizer: Any
     fsync(folder.parent)
     if not kept:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:
+    """The tensors of `hf` in safetensors files in `folder`, with an index where there are several."""
+    left_out = set(hf._keys_to_ignore_on_save or ())
+    tensors = {name: each for name, each in named_tensors(hf).items() if name not in left_out}
+    held = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in tensors.items()}  # whole, if sharded
+    stored = revert_weight_conversion(hf, dict(held))
+    if {name: each.shape for name, each in stored.items()} != {name: each.shape for name, each in held.items()}:
+        # Some architectures are stored otherwise than they are held, their experts one by one: all is read for that.
+        held = revert_weight_conversion(hf, {name: read(name).cpu() for name in held})
+        read = held.__getitem__
+    split = split_torch_state_dict_into_shards(held, filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -45,6 +45,7 @@ from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.parity import LeftOut, hold_to_parity
+from pretrain.run.ranks import RankWatch
 from pretrain.verify import audit
 from pretrain.verify.kernels import choose_kernels
 from pretrain.verify.parity import Parity
@@ -157,6 +158,7 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
+    watch: RankWatch
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:

@@ -16,7 +16,8 @@ from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.assembly import Run
 
-FOLDER_GONE, METRICS_GONE, TIME_IS_UP = 1000, 999, 998  # beside the numbers of signals, which ranks agree on in one exchange
+# Beside the numbers of signals, which ranks agree on in one exchange; the largest that any rank knows of counts.
+FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP = 1000, 999, 998, 997
 
 
 @contextmanager
@@ -32,10 +33,13 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 
 def vanished(run: Run) -> int:
-    """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, else 0. The main process knows."""
+    """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
+    written cannot be, else 0. Ranks know it of what they write."""
     if not run.folder.in_place:
         return FOLDER_GONE
-    return 0 if run.trackers.in_place else METRICS_GONE
+    if not run.trackers.in_place:
+        return METRICS_GONE
+    return SAVE_FAILED if run.checkpoints.failed else 0
 
 
 def time_is_up(run: Run) -> int:
@@ -58,8 +62,9 @@ def prepare_rescue(run: Run, what: int) -> InputError:
             f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "
             "with it. The step is saved: start the same command again to go on; the metrics begin after it"
         )
+    run.checkpoints.settle()  # what was being written went with the folder
     path, moved = broadcast_object_list([str(_free_name_beside(run.folder.path)), run.folder.moved_to()])
-    run.checkpoints = Checkpoints(Path(path) / "checkpoints", run.checkpoints.keep)
+    run.checkpoints = Checkpoints(Path(path) / "checkpoints", run.checkpoints.keep, disks=run.checkpoints.disks)
     saved = step_folder(run.checkpoints.folder, step)
     where, folder = ("renamed", moved) if moved else ("deleted or replaced", run.folder.path)
     left = f"It is {moved} now" if moved else "Its metrics and checkpoints went with it"

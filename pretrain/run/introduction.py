@@ -17,6 +17,10 @@ def introduce(run: Run, notes: list[str]) -> None:
     for note in notes:
         run.console.notice(note)
     settings = config.resolved(run.job.recipe)
+    if run.checkpoints.disks.leads and not run.accelerator.is_main_process:
+        run.folder.write_yaml(run.folder.config, settings)  # which makes it a run's folder on this machine's disk
+    if not run.checkpoints.disks.are_one:
+        run.console.notice(run.checkpoints.disks.describe())
     if run.accelerator.is_main_process:
         environment = describe_environment(describe_topology(run.accelerator))
         run.folder.write_yaml(run.folder.config, settings)

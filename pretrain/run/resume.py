@@ -12,7 +12,8 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
-from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.disks import look_at_disks
+from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
 from pretrain.optimizer.adamw import set_updates_done
@@ -42,12 +43,15 @@ def find_resume_point(
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
     path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
-    if path is not None and not path.exists():
+    if path is not None and not checkpoints.is_there(path):
         there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
         raise InputError(
             f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
         )
     if path is None and checkpoints.damaged:
+        newest, problems = max(checkpoints.damaged.items())
+        if all(NOT_HERE in problem for problem in problems):
+            raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     if path is None:
         return None
@@ -61,7 +65,8 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
         return None
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
+    disks = look_at_disks(job.run_dir)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
 

@@ -26,6 +26,7 @@ def roll_back(run: Run, reason: str) -> None:
     come: a run that is resumed from the checkpoint drops that line, meets the same step, and goes back by itself.
     """
     judged, rollbacks, checkpoints = run.state, run.health.rollbacks + 1, run.checkpoints
+    checkpoints.wait()
     path = checkpoints.newest() or checkpoints.current  # none of this run's own yet: the one that it was resumed from
     record = checkpoints.read_state(path)
     if TrainState.from_record(record, judged.steps, path).left_out != judged.left_out:
@@ -62,8 +63,11 @@ def roll_back(run: Run, reason: str) -> None:
 
 
 def halted(run: Run, decision: StepDecision) -> TrainingHalted:
-    """The end of a run at a step that it does not survive, with what to change. All ranks call it."""
+    """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
+    then, or the reason says why not."""
     reason, remedy = decision.reason, decision.remedy
+    if failure := run.checkpoints.settle():
+        reason += f". {failure.rstrip('.')}"
     if names := tensors_not_finite(run):
         reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
         source, untrained = run.job.recipe.model.source, run.state.step - run.state.skipped_steps <= 1
@@ -80,7 +84,7 @@ def judge_weights(run: Run) -> StepDecision:
     names = tensors_not_finite(run)
     if not names:
         return StepDecision()
-    decision = run.health.judge_overflow(names, last_checkpoint=run.checkpoints.current)
+    decision = run.health.judge_overflow(names, last_checkpoint=run.checkpoints.latest)
     if decision.action == "stop":
         run.trackers.note({"step": run.state.step, "event": "halted", "reason": f"{decision.reason}: {some_of(names)}"})
     return decision

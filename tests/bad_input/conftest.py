@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import train_accelerate
+from pretrain.model import huggingface
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def refusal(launch: Callable[..., Any], small_recipe: dict[str, Any], monkeypatc
     def run(*arguments: str) -> str:
         before = contents(Path(small_recipe["run_dir"]))
         with monkeypatch.context() as patch:
-            patch.setattr(train_accelerate.model, "build", never)
+            patch.setattr(huggingface, "build", never)
             message = launch(*arguments).refusal
         assert contents(Path(small_recipe["run_dir"])) == before
         return message

@@ -94,11 +94,11 @@ def tiny_model(tmp_path_factory):
 def test_an_export_keeps_what_somebody_has_put_beside_the_model(tiny_model, tmp_path):
     final = tmp_path / "final"
     for _ in range(2):
-        export(tiny_model, tiny_model.state_dict(), None, final)
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, final)
     assert os.listdir(tmp_path) == ["final"], "what we wrote ourselves is replaced"
     for number in (1, 2):
         (final / "thesis.tex").write_text(f"year {number}")
-        export(tiny_model, tiny_model.state_dict(), None, final)
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, final)
         assert not (final / "thesis.tex").exists()
         assert (tmp_path / f"final.replaced-{number}" / "thesis.tex").read_text() == f"year {number}"
         assert (tmp_path / f"final.replaced-{number}" / "model.safetensors").is_file()
@@ -108,7 +108,7 @@ def test_an_export_keeps_what_somebody_has_put_beside_the_model(tiny_model, tmp_
 def test_files_of_an_exported_model_have_the_modes_that_the_umask_leaves(mask, mode, tiny_model, tmp_path):
     before = os.umask(mask)
     try:
-        export(tiny_model, tiny_model.state_dict(), None, tmp_path / "final")
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, tmp_path / "final")
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "final").iterdir()} == {mode}

@@ -9,7 +9,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -288,17 +287,6 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
     assert newest_steps == sorted(newest_steps) and set(newest_steps) == {2, 3}
     shown = {"not begun", "0 of 4 files", "half a file", "2 of 4 files", "3 of 4 files", "manifest begun", "not named"}
     assert set(stages) - {"1 of 4 files"} == shown | {"not pruned", "pruning", "done"}  # two threads may begin two files at once
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a small file system needs privileges")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_full_disk_is_one_message_and_leaves_the_previous_checkpoint_untouched(small_disk):

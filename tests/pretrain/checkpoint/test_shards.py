@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pretrain.checkpoint import shards
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, lay_out, write_tensors
+from pretrain.checkpoint.shards import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, not_covered, write_tensors
+from pretrain.optimizer.adamw_update import local_part
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
@@ -72,6 +75,52 @@ def test_every_value_is_written_exactly_once_and_replicas_are_shared_out(tensors
         assert bool((covered == 1).all())
     if tensors and not any(sharded for *_, sharded in tensors):
         assert max(load) - min(load) <= max(4 * rows * columns for rows, columns, _ in tensors)
+
+
+# ── Any number of processes to any other, in this process ─────────────────────────────────────────────────────────────────────
+
+
+def as_rank(rank: int, mesh_shape: tuple[int, ...], placements: list[Placement], tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as torch distributes it to `rank` of a group of that shape; a group without the other processes is enough."""
+    torch.distributed.init_process_group("fake", rank=rank, world_size=math.prod(mesh_shape), store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", mesh_shape)
+        return distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@st.composite
+def topologies(draw: st.DrawFn, dimensions: int) -> tuple[tuple[int, ...], list[Placement]]:
+    """Shards, replicas, or replicas of shards, over up to six processes."""
+    mesh_shape = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2)]))
+    placement = st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, dimensions - 1)))
+    placements = [draw(placement) for _ in mesh_shape]
+    if len(placements) == 2:  # as HSDP lays a mesh out
+        placements[0] = Replicate()
+    return mesh_shape, placements
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.DataObject):
+    shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
+    tensor = torch.randn(shape, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    (saved_mesh, saved_placements), (mesh, placements) = (data.draw(topologies(len(shape))) for _ in range(2))
+
+    parts = [as_rank(rank, saved_mesh, saved_placements, tensor) for rank in range(math.prod(saved_mesh))]
+    index = lay_out("model", [{"t": block_of(part)} for part in parts])
+    with tempfile.TemporaryDirectory() as folder:
+        for piece in index["t"].pieces:
+            write_tensors(Path(folder, piece.file), {"t": local_part(parts[int(piece.file.split("-")[1])])})
+        written = sum(math.prod(piece.shape) for piece in index["t"].pieces)
+        assert written == tensor.numel() and index["t"].is_covered, "replicas are written once"
+        for rank in range(math.prod(mesh)):
+            wanted = as_rank(rank, mesh, placements, tensor)
+            found = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
+            assert not_covered(index, {"t": found}) == []
+            load_tensors(Path(folder), index, {"t": found})
+            assert torch.equal(local_part(found), local_part(wanted))
 
 
 SHAPES = {"embed": (10, 6), "thin": (2, 4), "norm": (7,), "columns": (3, 8), "replica": (5, 2), "plain": (4, 4), "scalar": ()}

@@ -162,8 +162,8 @@ def test_tied_heads_stay_tied_and_exports_load_as_plain_transformers_models(kind
     packed = packed_model(settings(kind), cast_to=torch.bfloat16)
     tied = packed.hf.get_output_embeddings().weight is packed.hf.get_input_embeddings().weight
     assert tied == (kind in ("qwen3", "gpt2"))
-    model.export(packed.hf, packed.hf.state_dict(), None, tmp_path / "final")
-    model.export(packed.hf, packed.hf.state_dict(), None, tmp_path / "final")  # writing again replaces
+    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")
+    model.export(packed.hf, packed.hf.state_dict().__getitem__, None, tmp_path / "final")  # writing again replaces
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
     assert [p.name for p in tmp_path.iterdir()] == ["final"]
     assert (loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight) == tied

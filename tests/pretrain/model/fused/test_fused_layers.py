@@ -85,7 +85,7 @@ def test_parameters_keep_their_names_values_and_identity(config: dict[str, Any])
 def test_an_exported_model_is_loaded_by_transformers(config: dict[str, Any], tmp_path: Path) -> None:
     hf = build(config)
     packed(hf, fused=True)
-    model.export(hf, hf.state_dict(), None, tmp_path / "final")
+    model.export(hf, hf.state_dict().__getitem__, None, tmp_path / "final")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, hf.get_parameter(name)), name

@@ -1,0 +1,146 @@
+"""How long a checkpoint stops training, and when it is on the disk, by its size; and what writing costs the steps beside it.
+
+    python -m benchmarks.saving --gb 20 --folder /scratch --out benchmarks/results/h200_saving.json
+    torchrun --nproc-per-node 4 -m benchmarks.saving --gb 20 ...     # replicas share the writing
+
+The tensors are those of `weights: bf16_exact`, 12 bytes a parameter, in matrices of 2048 x 6144. Beside a save a loop computes,
+as training does: products on the device, and Python in between, which a thread that held the interpreter lock would slow down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from benchmarks.machine import processor
+from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed
+from pretrain.metrics.run_folder import describe_environment
+
+SHAPE = (2048, 6144)
+BYTES_A_PARAMETER = 12  # BF16 weight, 16 remainder bits, two FP32 moments
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world_size > 1:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    model, optimizer = tensors(arguments.gb, device)
+    folder = Path(tempfile.mkdtemp(prefix="saving-", dir=arguments.folder)) if rank == 0 else Path()
+    if world_size > 1:
+        shared = [str(folder)]
+        torch.distributed.broadcast_object_list(shared)
+        folder = Path(shared[0])
+    try:
+        found = measure(Checkpoints(folder / "checkpoints", keep=1), model, optimizer, device, arguments.saves)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if world_size > 1:
+        torch.distributed.destroy_process_group()
+    if rank != 0:
+        return
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.saving", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": describe_environment({}),
+        "processor": processor(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
+        "processes": world_size,
+        "load_average": os.getloadavg()[0],  # of the machine: above its cores, others were at work
+        "gb": bytes_needed(model, optimizer) / 1e9,
+        **found,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({key: report[key] for key in ("gb", *found)}, indent=1))
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gb", type=float, default=2.0, help="of one checkpoint, in 1e9 bytes")
+    parser.add_argument("--saves", type=int, default=3, help="measured, after one to warm up")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
+
+
+def tensors(gb: float, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A model and its optimizer's state of about `gb` 1e9 bytes together."""
+    count = max(1, round(gb * 1e9 / BYTES_A_PARAMETER / (SHAPE[0] * SHAPE[1])))
+    model = {f"layers.{n}.weight": torch.full(SHAPE, n, dtype=torch.bfloat16, device=device) for n in range(count)}
+    optimizer = {f"{key}/{name}": torch.full(SHAPE, 0.5, device=device) for key in ("exp_avg", "exp_avg_sq") for name in model}
+    optimizer |= {f"remainder/{name}": torch.zeros(SHAPE, dtype=torch.int16, device=device) for name in model}
+    return model, optimizer
+
+
+def measure(
+    checkpoints: Checkpoints, model: dict[str, Tensor], optimizer: dict[str, Tensor], device: torch.device, saves: int
+) -> dict[str, Any]:
+    """Seconds, each save's own and their medians."""
+    work = step_on(device)
+    began = time.perf_counter()
+    checkpoints.save(1, model, optimizer, {})
+    waited_for = time.perf_counter() - began
+    checkpoints.prepare(model, optimizer)
+    alone = [work() for _ in range(30)]
+
+    stopped, durable, beside = [], [], []
+    for step in range(2, 3 + saves):
+        began = time.perf_counter()
+        checkpoints.begin(step, model, optimizer, {})
+        stopped.append(time.perf_counter() - began)
+        meanwhile = []
+        while not checkpoints._pending.ended:
+            meanwhile.append(work())
+        durable.append(time.perf_counter() - began)
+        checkpoints.wait()
+        beside += meanwhile if step > 2 else []
+    return {
+        "save_that_is_waited_for_seconds": waited_for,
+        "first": {"training_stops_seconds": stopped[0], "durable_seconds": durable[0]},
+        "training_stops_seconds": statistics.median(stopped[1:]),
+        "durable_seconds": statistics.median(durable[1:]),
+        "each": {"training_stops_seconds": stopped[1:], "durable_seconds": durable[1:]},
+        "step_ms_alone": statistics.median(alone) * 1e3,
+        "step_ms_while_writing": statistics.median(beside) * 1e3,
+        "steps_while_writing": len(beside),
+    }
+
+
+def step_on(device: torch.device) -> Callable[[], float]:
+    """A step that takes some 10 ms: products on the device, and Python; returns its seconds."""
+    size, products = (4096, 20) if device.type == "cuda" else (512, 4)
+    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+
+    def step() -> float:
+        began = time.perf_counter()
+        for _ in range(products):
+            matrix @ matrix
+        sum(number * number for number in range(20_000))
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - began
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

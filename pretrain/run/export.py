@@ -1,0 +1,132 @@
+"""`python -m pretrain export`: any checkpoint, of a run that goes on, stopped or has ended, as a Hugging Face folder.
+
+No GPU, and no more memory than one file of weights. The model's configuration and its tokenizer are those that the run's
+config.yaml leads to: the model's source or its config, and the packs or the tokenizer that the data names.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from foundation.errors import InputError
+from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.weights import SavedWeights
+from pretrain.model import huggingface as model
+from pretrain.model.distributed import full_state_dict
+from pretrain.optimizer.adamw_update import Weights
+from pretrain.plan.data import open_data
+from pretrain.plan.tokenizer import load_tokenizer
+from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.run.assembly import Run
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument(
+        "--dtype",
+        choices=["bf16", "fp32"],
+        help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
+    )
+    asked = parser.parse_args(arguments)
+    print(export_checkpoint(asked.source, asked.out, asked.dtype))
+    return 0
+
+
+def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
+    """Write the model at `source`, a run folder or a checkpoint in one, to the new folder `out`; returns what was done.
+
+    InputError, before anything is written, where `out` exists, and where the checkpoint is damaged or not all there.
+    """
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
+    weights, run_dir = _intact(source, dtype)
+    recipe = load_recipe(run_dir / "config.yaml")
+    to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
+    hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
+    expected = model.named_tensors(hf).keys()
+    if strange := sorted(expected ^ set(weights.names())):
+        raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
+    tokenizer, without = _tokenizer(recipe)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    model.export(hf, _reader(weights, hf, to), tokenizer, out)
+    joined = ", each joined with its remainder" if weights.remainders and to == "fp32" else ""
+    return f"{weights.folder} is exported to {out}: weights in {to}{joined}{without}"
+
+
+def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
+    """The checkpoint that `source` names, its bytes compared with their hashes, and the folder of its run."""
+    if (source / "checkpoints").is_dir():
+        folders, run_dir = step_folders(source / "checkpoints"), source
+    else:
+        folders, run_dir = [source] if source.is_dir() else [], source.absolute().parent.parent
+    if not folders:
+        raise InputError(f"{source}: no checkpoint is there; name a run folder, or a step-* folder in its `checkpoints`")
+    if not (run_dir / "config.yaml").is_file():
+        raise InputError(f"{source}: its model is not known: there is no {run_dir / 'config.yaml'}; leave it in its run folder")
+    problems = []
+    for folder in folders:
+        try:
+            weights = SavedWeights(folder)
+            weights.verify(dtype or "bf16")
+        except InputError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            print(f"{problem}. It is not exported; the one before it is")
+        return weights, run_dir
+    raise InputError(problems[0])
+
+
+def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of `recipe` without memory for its weights, as one that is stored in `dtype`."""
+    config = model.load_config(recipe.model)
+    hf = model.build_on_meta(config, recipe.model.trust_remote_code)
+    model.round_weights(hf, dtype)
+    if recipe.model.source is not None and hf.can_generate():
+        with suppress(OSError):  # it has none of its own
+            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.source, revision=recipe.model.revision)
+    return hf
+
+
+def _tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
+    """The run's tokenizer; or None, and why in words for the user."""
+    try:
+        packs = recipe.data.model_copy(update={"source": None})  # opened, never prepared
+        data = open_data(packs, is_main_process=False) if recipe.data.packs.exists() else None
+        tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
+    except InputError as error:
+        return None, f"; WITHOUT a tokenizer: {error}"
+    return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"
+
+
+def export_trained(run: Run) -> None:
+    """Write `final/` of a run whose last step is saved. All ranks call it.
+
+    From the checkpoint, so that no process holds the model whole; but gathered where machines share no disk.
+    """
+    hf, weights = run.assembly.hf, {}
+    if not run.checkpoints.disks.are_one:
+        weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
+    if not run.accelerator.is_main_process:
+        return
+    read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
+    model.export(hf, read, run.job.tokenizer, run.folder.final)
+
+
+def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:
+    """Reads a tensor of `hf` by name: a parameter as mode `to` stores it, a buffer as it is."""
+    parameters = dict(hf.named_parameters()).keys()
+    return lambda name: weights.read(name, to if name in parameters else None)

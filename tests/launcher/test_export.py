@@ -1,0 +1,123 @@
+"""`python -m pretrain export`: checkpoints of runs that ended or were interrupted, as folders that transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pretrain.__main__ import main
+from pretrain.checkpoint.folders import step_folder
+from pretrain.model import huggingface
+from tests.launcher.test_weights import masters, tensors
+
+FSDP2 = ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"]
+
+
+def loaded(folder: Path, dtype: str = "auto") -> dict[str, torch.Tensor]:
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).named_parameters())
+
+
+def export(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    status = main(["export", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.fixture
+def word_tokenizer(tmp_path: Path) -> Path:
+    """A tokenizer.json that knows three words."""
+    Tokenizer(models.WordLevel({"[PAD]": 0, "[EOS]": 1, "one": 2}, unk_token="[PAD]")).save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture(scope="module")
+def exact(start_here: Callable, recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in exact BF16 whose last two thirds are lost, and with them its exported model."""
+    folder = tmp_path_factory.mktemp("export")
+    run = start_here(recipe_for(folder / "run"), folder, "precision=bf16", "weights=bf16_exact")
+    assert run.status == 0, run.output
+    for step in (8, 12):
+        shutil.rmtree(step_folder(run.run_dir / "checkpoints", step))
+    shutil.rmtree(run.run_dir / "final")
+    return run.run_dir
+
+
+def test_an_interrupted_run_is_exported_as_it_stores_its_weights(exact: Path, tmp_path: Path, capsys: Any):
+    status, said = export(capsys, exact, tmp_path / "out")
+    assert status == 0 and "step-00000004 is exported" in said and "weights in bf16; without a tokenizer" in said
+    found, saved = loaded(tmp_path / "out"), tensors(exact, "model")
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+    assert all(weight.dtype == torch.bfloat16 for weight in found.values())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_fp32_of_exact_weights_joins_each_with_its_remainder(exact: Path, tmp_path: Path, capsys: Any):
+    status, said = export(capsys, step_folder(exact / "checkpoints", 4), tmp_path / "out", "--dtype", "fp32")
+    assert status == 0 and "each joined with its remainder" in said
+    found, expected = loaded(tmp_path / "out"), masters(exact)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert any((weight != weight.bfloat16()).any() for weight in found.values())
+
+
+def test_shards_of_two_processes_are_exported_whole_and_final_holds_the_same(
+    train_as_ranks: Callable, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+):
+    run = train_as_ranks("train.steps=4", launch=FSDP2)
+    assert run.status == 0, run.output
+    monkeypatch.setattr(huggingface, "EXPORTED_BYTES", 20_000)  # several files, with an index
+    assert export(capsys, run.run_dir, tmp_path / "out")[0] == 0
+    assert len(list((tmp_path / "out").glob("model-0000?-of-0000?.safetensors"))) > 1
+    found, final = loaded(tmp_path / "out"), loaded(run.run_dir / "final")
+    assert found.keys() == final.keys() and all(torch.equal(found[name], final[name]) for name in final)
+
+
+def test_experts_that_are_stored_one_by_one_are_exported_so(tmp_path: Path):
+    config = {"model_type": "mixtral", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    hf = AutoModelForCausalLM.from_config(huggingface.CONFIG_MAPPING["mixtral"](**config))
+    hf.save_pretrained(tmp_path / "theirs")
+    huggingface.export(hf, hf.state_dict().__getitem__, None, tmp_path / "ours")
+    assert (tmp_path / "ours/model.safetensors").read_bytes() == (tmp_path / "theirs/model.safetensors").read_bytes()
+
+
+def test_the_runs_tokenizer_goes_along(exact: Path, tmp_path: Path, capsys: Any, word_tokenizer: Path):
+    run = shutil.copytree(exact, tmp_path / "run")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace("tokenizer: null", f"tokenizer: {word_tokenizer}"))
+    status, said = export(capsys, run, tmp_path / "out")
+    assert status == 0 and "a tokenizer" not in said
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("one").input_ids == [2]
+
+
+def test_what_exists_is_not_written_over_and_damage_is_named_with_its_file(exact: Path, tmp_path: Path, capsys: Any):
+    (tmp_path / "out").mkdir()
+    status, said = export(capsys, exact, tmp_path / "out")
+    assert status == 2 and f"{tmp_path / 'out'}: exists" in said
+
+    run = shutil.copytree(exact, tmp_path / "run")
+    file = next((run / "checkpoints").glob("*/model-*"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    status, said = export(capsys, run, tmp_path / "other")
+    assert status == 2 and file.name in said and "damaged" in said and not (tmp_path / "other").exists()
+    shutil.copytree(exact / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000002")
+    status, said = export(capsys, run, tmp_path / "other")
+    assert status == 0 and "the one before it is" in said and "step-00000002 is exported" in said
+
+
+@pytest.mark.parametrize("what", ["nothing", "no run"])
+def test_a_folder_without_a_checkpoint_or_a_run_around_it_is_refused(what: str, exact: Path, tmp_path: Path, capsys: Any):
+    source = tmp_path / "nothing"
+    if what == "no run":
+        source = shutil.copytree(exact / "checkpoints" / "step-00000004", tmp_path / "a" / "b" / "step-00000004")
+    status, said = export(capsys, source, tmp_path / "out")
+    assert status == 2 and ("no checkpoint is there" in said if what == "nothing" else "its model is not known" in said)
