@@ -93,8 +93,8 @@ def documents_in(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, m
             alike = known[batch.input_ids[0, begin : begin + length].contiguous().numpy().tobytes()]
             if alike:  # of packs with the same tokens in other documents, the one at whose positions they stand
                 positions = batch.position_ids[0, begin : begin + length].numpy()
-                alike.sort(key=lambda pack: _stands_at(pack, positions), reverse=True)
-                documents += documents_of(alike.pop(0), mask_boundaries=mask_boundaries, begin=begin)
+                place = next((place for place, pack in enumerate(alike) if _stands_at(pack, positions)), 0)
+                documents += documents_of(alike.pop(place), mask_boundaries=mask_boundaries, begin=begin)
         found.append(documents)
     return found
 

@@ -75,8 +75,8 @@ def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
 
 
 def test_delayed_scaling_knows_all_gradients_before_the_first_step(low_precision_recipe: dict[str, Any], tmp_path: Path) -> None:
-    """In a step of four million tokens gradients are so small that they round to zero at the scale that a history begins with."""
-    recipe = low_precision_recipe | {"precision": "delayed", "batch": {"tokens": 2**22, "microbatch": 8}}
+    """In a step of a million tokens gradients are so small that they round to zero at the scale that a history begins with."""
+    recipe = low_precision_recipe | {"precision": "delayed", "batch": {"tokens": 2**20, "microbatch": 8}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     command = [
         "-m",
