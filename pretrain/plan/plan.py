@@ -25,6 +25,7 @@ GIB = 2**30
 WIDTH = 100  # of the rendered plan
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
+ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ def _time_line(plan: Plan) -> str:
         speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
         return f"{units.duration(plan.hours * 3600)} at {speed}"
     if plan.peak_tflops:
-        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in (0.5, 0.3))
+        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in ASSUMED_SHARES)
         return f"{fast} to {slow} at 50 to 30 % of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
     if plan.emulated:
         return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"

@@ -1,0 +1,272 @@
+"""How a run would scale over many GPUs: its compute, what GPUs send each other, and how much of that cannot hide.
+
+A model of a few lines, not a simulation. Inside a machine it is fitted to four measured figures (`OF_NVLINK`); between machines
+nothing was measured, so two efficiencies are given, one with all hidden that can be, and one with nothing hidden.
+
+S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A GPU sends, in NCCL's rings and trees,
+
+    to gather or to reduce and scatter   (g - 1) / g · S inside its machine    (M - 1) / M · S / g between machines
+    to add up over all (all-reduce)      twice both
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from foundation import units
+from foundation.errors import InputError
+from pretrain.plan.plan import ASSUMED_SHARES, GIB, Plan
+from pretrain.plan.preflight import fits_gathered
+from pretrain.settings.launch_topology import Sharding
+
+# Of what NVLink carries in one direction, the share at which exchanges cost time when none of it is taken to be hidden. Measured on
+# four H200s; it holds what hides nothing: ranks that wait for the slowest, and compute that slows down while NCCL's kernels run.
+OF_NVLINK = 0.45
+OF_NETWORK = 0.8  # of the line rate: assumed
+FORWARD = 1 / 3  # of a microbatch's time
+ENOUGH = 0.9  # efficiency, below which a run is said to have stopped scaling
+SUM_BYTES = 4  # gradients are exchanged in FP32 under every topology
+
+
+@dataclass(frozen=True)
+class Links:
+    """Of one GPU, in one direction: NVLink in GB/s, and its share of the machine's network in Gbit/s."""
+
+    nvlink: float
+    network: float
+
+
+# H100, H200: NVLink 4, 18 links of 25 GB/s (H200 data sheet: 900 GB/s both ways); DGX H100/H200: a ConnectX-7 of 400 Gbit/s a GPU.
+# B200: NVLink 5, 18 links of 50 GB/s (1.8 TB/s both ways); DGX B200: a ConnectX-7 of 400 Gbit/s a GPU. Not their PCIe and NVL cards.
+LINKS = {"H100": Links(450.0, 400.0), "H200": Links(450.0, 400.0), "B200": Links(900.0, 400.0)}
+ASSUMED = "H200"  # where the device is not in the table
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """`gpus` on `nodes` machines, equally many on each. `network`: Gbit/s a GPU; None: by `LINKS`. InputError where they do not
+    divide."""
+
+    gpus: int
+    nodes: int = 1
+    network: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.gpus % self.nodes:
+            raise InputError(
+                f"--gpus {self.gpus} --nodes {self.nodes}: machines of equally many GPUs; give a multiple of the nodes"
+            )
+
+    @property
+    def of_a_node(self) -> int:
+        return self.gpus // self.nodes
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What each GPU sends in a step for one purpose."""
+
+    inside: float  # bytes, to GPUs of its machine
+    between: float  # bytes, to other machines
+    behind: float  # seconds of compute that it can hide behind
+
+    @staticmethod
+    def gathering(size: float, gpus: int, nodes: int, behind: float) -> Exchange:
+        """Or reducing and scattering `size` bytes over `nodes` machines of `gpus` each."""
+        return Exchange((gpus - 1) / gpus * size, (nodes - 1) / nodes * size / gpus, behind)
+
+    @staticmethod
+    def adding_up(size: float, gpus: int, nodes: int, behind: float) -> Exchange:
+        half = Exchange.gathering(size, gpus, nodes, behind)
+        return Exchange(2 * half.inside, 2 * half.between, behind)
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """One plan on one cluster, at one speed. Seconds are of a step."""
+
+    plan: Plan  # its devices are the cluster's
+    cluster: Cluster
+    links: Links
+    speed: float  # tokens/s of one GPU that is alone
+
+    @property
+    def compute(self) -> float:
+        """Of the GPU that has most packs."""
+        return self.plan.packs_per_rank * self.plan.recipe.data.length / self.speed
+
+    @property
+    def microbatches(self) -> int:
+        return -(-self.plan.packs_per_rank // self.microbatch)
+
+    @property
+    def microbatch(self) -> int:
+        return min(self.plan.expected_microbatch, self.plan.packs_per_rank)
+
+    def exchanges(self) -> list[Exchange]:
+        """Gradients, then weights where they are sharded, then the sums of replicas."""
+        devices, gpus, nodes = self.plan.devices, self.cluster.of_a_node, self.cluster.nodes
+        values, once = self.plan.flops.parameters, not devices.sharded or devices.gathered
+        # Once a step, gradients hide behind the backward of the last microbatch and gathered weights behind the forward of the
+        # first; for each use, behind all compute.
+        share, times = (1 / self.microbatches, 1) if once else (1, self.microbatches)
+        forward, backward = FORWARD * share * self.compute, (1 - FORWARD) * share * self.compute
+        sums = SUM_BYTES * values
+        if not devices.sharded:
+            return [Exchange.adding_up(sums, gpus, nodes, backward)]
+        weights = self.plan.active.precision.number_bytes * values * (1 if once else 2 * times)
+        over = nodes // devices.replicas  # machines that the shards of a replica are on
+        found = [Exchange.gathering(times * sums, gpus, over, backward), Exchange.gathering(weights, gpus, over, forward)]
+        if devices.replicas > 1:
+            last = (1 - FORWARD) / self.microbatches * self.compute
+            found.append(Exchange.adding_up(sums / gpus, 1, nodes, last))  # each GPU's shard, with its like
+        return found
+
+    @property
+    def inside(self) -> float:
+        """Seconds that exchanges inside a machine cost."""
+        return sum(each.inside for each in self.exchanges()) / (OF_NVLINK * self.links.nvlink * 1e9)
+
+    def between(self, *, hidden: bool) -> float:
+        """Seconds that exchanges between machines take; `hidden`: less what they can hide behind."""
+        rate = OF_NETWORK * self.links.network / 8 * 1e9
+        return sum(max(0.0, each.between / rate - each.behind * hidden) for each in self.exchanges())
+
+    def step(self, *, hidden: bool) -> float:
+        return self.compute + self.inside + self.between(hidden=hidden)
+
+    def efficiency(self, *, hidden: bool) -> float:
+        """Of as many times one GPU's speed."""
+        return self.plan.tokens_per_step / (self.cluster.gpus * self.speed) / self.step(hidden=hidden)
+
+    def on(self, gpus: int, nodes: int) -> Scaling:
+        devices = replace(self.plan.devices, count=gpus, replicas=nodes if self.plan.devices.replicas > 1 else 1)
+        return replace(self, cluster=replace(self.cluster, gpus=gpus, nodes=nodes), plan=replace(self.plan, devices=devices))
+
+    def scales_to(self, *, hidden: bool) -> int:
+        """The most GPUs, up to a machine or of whole machines, that are at least `ENOUGH` efficient at this batch."""
+        node = self.cluster.of_a_node
+        sizes = [*((gpus, 1) for gpus in range(1, node)), *((nodes * node, nodes) for nodes in _counts(self._most // node))]
+        return max((gpus for gpus, nodes in sizes if self.on(gpus, nodes).efficiency(hidden=hidden) >= ENOUGH), default=1)
+
+    @property
+    def _most(self) -> int:
+        """More GPUs have no pack each."""
+        return max(self.plan.packs_per_step, self.cluster.of_a_node)
+
+
+def cluster_asked(arguments: argparse.Namespace) -> Cluster | None:
+    """What `--gpus`, `--nodes` and `--network-gbps` ask for; InputError where one of them has nothing to go with."""
+    asked = {name: value for name in ("gpus", "nodes", "network_gbps") if (value := getattr(arguments, name)) is not None}
+    if not asked:
+        return None
+    if not arguments.plan or "gpus" not in asked:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in asked)
+        raise InputError(f"{names}: say how a run would scale, with --plan --gpus N; add what is missing, or leave {names} out")
+    return Cluster(arguments.gpus, arguments.nodes or 1, arguments.network_gbps)
+
+
+def on_cluster(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: bool) -> Plan:
+    """The plan when its devices are the cluster's; `replicated` (HSDP): a replica a machine."""
+    replicas = cluster.nodes if replicated and sharding != "none" else 1
+    sharded = sharding != "none" and cluster.gpus > replicas
+    devices = replace(plan.devices, count=cluster.gpus, sharded=sharded, replicas=replicas if sharded else 1, gathered=False)
+    plan = replace(plan, devices=devices)
+    gathered = sharded and (sharding == "once" or (sharding == "auto" and fits_gathered(plan)))
+    return replace(plan, devices=replace(devices, gathered=gathered))
+
+
+def links_of(device: str | None, network: float | None) -> tuple[Links, str | None]:
+    """Of the device that torch calls so, and the table's name for it; None where it is not in the table."""
+    words = set(re.split(r"[\s\-_]+", (device or "").upper()))
+    known = None if words & {"PCIE", "NVL"} else next((name for name in LINKS if name in words), None)
+    links = LINKS[known or ASSUMED]
+    return replace(links, network=network or links.network), known
+
+
+def speeds_of(plan: Plan) -> list[float]:
+    """Tokens/s of one GPU: the stated or measured one, or two assumed ones, the faster first; none where no peak is known."""
+    if plan.tokens_per_second:
+        return [plan.tokens_per_second / plan.devices.count]
+    peak = (plan.peak_tflops or 0) / plan.devices.count * 1e12
+    return [share * peak / plan.flops_per_token for share in ASSUMED_SHARES] if peak else []
+
+
+def render_scaling(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: bool) -> str:
+    """What `--plan --gpus` prints. `plan`: of this launch, which asked for `sharding`. InputError where no speed is known."""
+    if not (speeds := speeds_of(plan)):
+        raise InputError("--gpus: no speed is measured or assumed for this device; give one GPU's with --tokens-per-second")
+    links, known = links_of(plan.devices.name, cluster.network)
+    planned = on_cluster(plan, cluster, sharding, replicated=replicated)
+    cases = [Scaling(planned, cluster, links, speed) for speed in speeds]
+    lines = [*_lines(cases), *_assumptions(cases[0], plan, links, known)]
+    return "\n".join(f"{name:<9}{text}" for name, text in lines)
+
+
+def _lines(cases: list[Scaling]) -> Iterator[tuple[str, str]]:
+    one, devices, cluster = cases[0], cases[0].plan.devices, cases[0].cluster
+    topology = {True: "zero", False: "fsdp2"}[devices.gathered] if devices.sharded else "ddp"
+    if devices.replicas > 1:
+        topology = f"hsdp, a replica a machine, {topology} inside it"
+    speed = " to ".join(f"{each.speed:,.0f}" for each in cases)
+    yield "scaling", f"{cluster.gpus:,} GPUs on {cluster.nodes:,} machines, {topology}; one GPU {speed} tokens/s"
+    packs = f"{one.plan.packs_per_rank} packs a GPU, {one.microbatches} x {one.microbatch}"
+    yield "", f"a step: compute {_range(units.duration(each.compute) for each in cases)} ({packs})"
+    inside, between = (sum(getattr(each, name) for each in one.exchanges()) for name in ("inside", "between"))
+    yield "", f"sent by a GPU inside its machine: {inside / 1e9:,.2f} GB, {units.duration(one.inside)}, not hidden"
+    if cluster.nodes > 1:
+        left = _range(units.duration(each.between(hidden=True)) for each in cases)
+        took = f"{units.duration(one.between(hidden=False))}, of which {left} cannot hide"
+        yield "", f"sent by a GPU to other machines: {between / 1e9:,.2f} GB, {took}"
+    yield "", f"efficiency: {_both(cases, lambda each, hidden: units.percent(each.efficiency(hidden=hidden)))}"
+    tokens = f"{one.plan.tokens_per_step:,} tokens a step"
+    ends = _both(cases, lambda each, hidden: f"{each.scales_to(hidden=hidden):,} GPUs")
+    yield "", f"{units.percent(ENOUGH)} or more at {tokens}: up to {ends}"
+    yield "", f"memory: about {units.memory(one.plan.memory.total(one.microbatch) / GIB)} a GPU"
+
+
+def _both(cases: list[Scaling], figure: Callable[[Scaling, bool], str]) -> str:
+    hidden, open_ = (_range(figure(each, way) for each in cases) for way in (True, False))
+    return hidden if hidden == open_ else f"{hidden} with the network hidden where it can be, {open_} with nothing hidden"
+
+
+def _range(texts: Iterable[str]) -> str:
+    return " to ".join(dict.fromkeys(texts))
+
+
+def _assumptions(one: Scaling, plan: Plan, links: Links, known: str | None) -> Iterator[tuple[str, str]]:
+    device = f"{known}'s" if known else f"{ASSUMED}'s, as {plan.devices.name or 'this device'} is not in the table"
+    if not plan.tokens_per_second:
+        yield "assumed", f"speed: 50 to 30 % of the {plan.active.precision.name} peak; --tokens-per-second N states one GPU's"
+    elif plan.devices.count > 1:
+        yield "assumed", f"speed: that of {plan.devices.count} GPUs divided by their number, what they exchanged included"
+    else:
+        yield "assumed", "speed: one GPU's, the same with fewer packs in a step"
+    rate = f"{units.percent(OF_NVLINK)} of NVLink's {links.nvlink:g} GB/s ({device})"
+    yield "", f"inside a machine: {rate}, fitted to four H200s, where it holds all that is lost"
+    if one.cluster.nodes > 1:
+        yield (
+            "",
+            f"between machines: {units.percent(OF_NETWORK)} of {links.network:g} Gbit/s a GPU, not measured; --network-gbps N",
+        )
+        yield "", f"hidden: {_hides(one)}; backward is two thirds of compute"
+    yield "", "not counted: latencies, machines that lag or fail, evaluation, checkpoints"
+
+
+def _hides(one: Scaling) -> str:
+    if one.plan.devices.sharded and not one.plan.devices.gathered:
+        each = "every gather and reduction behind the layers' compute"
+        return f"{each}, replicas' sums behind the last microbatch's backward" if one.plan.devices.replicas > 1 else each
+    gathered = ", weights behind the first one's forward" if one.plan.devices.sharded else ""
+    return f"gradients behind the last microbatch's backward{gathered}"
+
+
+def _counts(most: int) -> Iterator[int]:
+    """1 to `most`, each up to a thousand and then every hundredth part more."""
+    count = 1
+    while count <= most:
+        yield count
+        count += max(1, count // 1000)
