@@ -1,6 +1,6 @@
 """How a run would scale over many GPUs: its compute, what GPUs send each other, and how much of that cannot hide.
 
-A model of a few lines, not a simulation. Inside a machine it is fitted to four measured figures (`OF_NVLINK`); between machines
+A model of a few lines, not a simulation. Inside a machine it is fitted to what four H200s measured; between machines
 nothing was measured, so two efficiencies are given, one with all hidden that can be, and one with nothing hidden.
 
 S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A GPU sends, in NCCL's rings and trees,
@@ -13,18 +13,20 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from foundation import units
 from foundation.errors import InputError
-from pretrain.plan.plan import ASSUMED_SHARES, GIB, Plan
+from pretrain.plan.plan import ASSUMED_SHARES, GIB, WIDTH, Plan, plural
 from pretrain.plan.preflight import fits_gathered
 from pretrain.settings.launch_topology import Sharding
 
-# Of what NVLink carries in one direction, the share at which exchanges cost time when none of it is taken to be hidden. Measured on
-# four H200s; it holds what hides nothing: ranks that wait for the slowest, and compute that slows down while NCCL's kernels run.
-OF_NVLINK = 0.45
+# Of what NVLink carries in one direction, the share at which exchanges would have to run, all in plain sight, to cost what a step
+# loses; of those once a step, and for each use. Fitted to four H200s (docs/scaling.md). Much is hidden there. The rest of the loss
+# is ranks that wait for the slowest, updates that are not divided, and compute that is slower while NCCL's kernels run.
+OF_NVLINK_ONCE, OF_NVLINK_EACH = 0.45, 0.75
 OF_NETWORK = 0.8  # of the line rate: assumed
 FORWARD = 1 / 3  # of a microbatch's time
 ENOUGH = 0.9  # efficiency, below which a run is said to have stopped scaling
@@ -39,8 +41,8 @@ class Links:
     network: float
 
 
-# H100, H200: NVLink 4, 18 links of 25 GB/s (H200 data sheet: 900 GB/s both ways); DGX H100/H200: a ConnectX-7 of 400 Gbit/s a GPU.
-# B200: NVLink 5, 18 links of 50 GB/s (1.8 TB/s both ways); DGX B200: a ConnectX-7 of 400 Gbit/s a GPU. Not their PCIe and NVL cards.
+# H100, H200: NVLink 4, 18 links of 25 GB/s (H200 data sheet: 900 GB/s both ways). B200: NVLink 5, 18 links of 50 GB/s (1.8 TB/s).
+# DGX H100, H200 and B200 have a ConnectX-7 of 400 Gbit/s for each GPU. PCIe and NVL cards are left out.
 LINKS = {"H100": Links(450.0, 400.0), "H200": Links(450.0, 400.0), "B200": Links(900.0, 400.0)}
 ASSUMED = "H200"  # where the device is not in the table
 
@@ -56,9 +58,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if self.gpus % self.nodes:
-            raise InputError(
-                f"--gpus {self.gpus} --nodes {self.nodes}: machines of equally many GPUs; give a multiple of the nodes"
-            )
+            raise InputError(f"--gpus {self.gpus} --nodes {self.nodes}: give a multiple of the nodes, equally many on each")
 
     @property
     def of_a_node(self) -> int:
@@ -85,7 +85,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Scaling:
+class Scaled:
     """One plan on one cluster, at one speed. Seconds are of a step."""
 
     plan: Plan  # its devices are the cluster's
@@ -126,9 +126,14 @@ class Scaling:
         return found
 
     @property
+    def of_nvlink(self) -> float:
+        """Of its bandwidth, what counts as reached."""
+        return OF_NVLINK_EACH if self.plan.devices.sharded and not self.plan.devices.gathered else OF_NVLINK_ONCE
+
+    @property
     def inside(self) -> float:
         """Seconds that exchanges inside a machine cost."""
-        return sum(each.inside for each in self.exchanges()) / (OF_NVLINK * self.links.nvlink * 1e9)
+        return sum(each.inside for each in self.exchanges()) / (self.of_nvlink * self.links.nvlink * 1e9)
 
     def between(self, *, hidden: bool) -> float:
         """Seconds that exchanges between machines take; `hidden`: less what they can hide behind."""
@@ -142,7 +147,7 @@ class Scaling:
         """Of as many times one GPU's speed."""
         return self.plan.tokens_per_step / (self.cluster.gpus * self.speed) / self.step(hidden=hidden)
 
-    def on(self, gpus: int, nodes: int) -> Scaling:
+    def on(self, gpus: int, nodes: int) -> Scaled:
         devices = replace(self.plan.devices, count=gpus, replicas=nodes if self.plan.devices.replicas > 1 else 1)
         return replace(self, cluster=replace(self.cluster, gpus=gpus, nodes=nodes), plan=replace(self.plan, devices=devices))
 
@@ -201,43 +206,46 @@ def render_scaling(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicat
         raise InputError("--gpus: no speed is measured or assumed for this device; give one GPU's with --tokens-per-second")
     links, known = links_of(plan.devices.name, cluster.network)
     planned = on_cluster(plan, cluster, sharding, replicated=replicated)
-    cases = [Scaling(planned, cluster, links, speed) for speed in speeds]
+    cases = [Scaled(planned, cluster, links, speed) for speed in speeds]
     lines = [*_lines(cases), *_assumptions(cases[0], plan, links, known)]
-    return "\n".join(f"{name:<9}{text}" for name, text in lines)
+    rest = " " * 11
+    return "\n".join(textwrap.fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=rest) for name, text in lines)
 
 
-def _lines(cases: list[Scaling]) -> Iterator[tuple[str, str]]:
+def _lines(cases: list[Scaled]) -> Iterator[tuple[str, str]]:
     one, devices, cluster = cases[0], cases[0].plan.devices, cases[0].cluster
     topology = {True: "zero", False: "fsdp2"}[devices.gathered] if devices.sharded else "ddp"
     if devices.replicas > 1:
         topology = f"hsdp, a replica a machine, {topology} inside it"
     speed = " to ".join(f"{each.speed:,.0f}" for each in cases)
-    yield "scaling", f"{cluster.gpus:,} GPUs on {cluster.nodes:,} machines, {topology}; one GPU {speed} tokens/s"
-    packs = f"{one.plan.packs_per_rank} packs a GPU, {one.microbatches} x {one.microbatch}"
+    yield "scaling", f"{plural(cluster.gpus, 'GPU')} on {plural(cluster.nodes, 'machine')}, {topology}; one GPU {speed} tokens/s"
+    packs = f"a GPU has {one.microbatches} x {plural(one.microbatch, 'pack')}"
     yield "", f"a step: compute {_range(units.duration(each.compute) for each in cases)} ({packs})"
     inside, between = (sum(getattr(each, name) for each in one.exchanges()) for name in ("inside", "between"))
-    yield "", f"sent by a GPU inside its machine: {inside / 1e9:,.2f} GB, {units.duration(one.inside)}, not hidden"
+    yield "", f"sent by a GPU inside its machine: {inside / 1e9:,.2f} GB, which cost {units.duration(one.inside)}"
     if cluster.nodes > 1:
-        left = _range(units.duration(each.between(hidden=True)) for each in cases)
-        took = f"{units.duration(one.between(hidden=False))}, of which {left} cannot hide"
+        left = [each.between(hidden=True) for each in cases]
+        much = f"of which {_range(map(units.duration, left))} cannot hide" if any(left) else "all of which can hide"
+        took = f"{units.duration(one.between(hidden=False))}, {much}"
         yield "", f"sent by a GPU to other machines: {between / 1e9:,.2f} GB, {took}"
     yield "", f"efficiency: {_both(cases, lambda each, hidden: units.percent(each.efficiency(hidden=hidden)))}"
     tokens = f"{one.plan.tokens_per_step:,} tokens a step"
-    ends = _both(cases, lambda each, hidden: f"{each.scales_to(hidden=hidden):,} GPUs")
-    yield "", f"{units.percent(ENOUGH)} or more at {tokens}: up to {ends}"
-    yield "", f"memory: about {units.memory(one.plan.memory.total(one.microbatch) / GIB)} a GPU"
+    ends = _both(cases, lambda each, hidden: f"{plural(each.scales_to(hidden=hidden), 'GPU')}")
+    yield "", f"{100 * ENOUGH:.0f} % or more at {tokens}: up to {ends}"
+    limit = f" of {units.memory(devices.memory / GIB)}" if devices.memory else ""
+    yield "", f"memory: about {units.memory(one.plan.memory.total(one.microbatch) / GIB)}{limit} a GPU"
 
 
-def _both(cases: list[Scaling], figure: Callable[[Scaling, bool], str]) -> str:
+def _both(cases: list[Scaled], figure: Callable[[Scaled, bool], str]) -> str:
     hidden, open_ = (_range(figure(each, way) for each in cases) for way in (True, False))
-    return hidden if hidden == open_ else f"{hidden} with the network hidden where it can be, {open_} with nothing hidden"
+    return hidden if hidden == open_ else f"{hidden} with all hidden that can be, {open_} with nothing hidden"
 
 
 def _range(texts: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys(texts))
 
 
-def _assumptions(one: Scaling, plan: Plan, links: Links, known: str | None) -> Iterator[tuple[str, str]]:
+def _assumptions(one: Scaled, plan: Plan, links: Links, known: str | None) -> Iterator[tuple[str, str]]:
     device = f"{known}'s" if known else f"{ASSUMED}'s, as {plan.devices.name or 'this device'} is not in the table"
     if not plan.tokens_per_second:
         yield "assumed", f"speed: 50 to 30 % of the {plan.active.precision.name} peak; --tokens-per-second N states one GPU's"
@@ -245,18 +253,16 @@ def _assumptions(one: Scaling, plan: Plan, links: Links, known: str | None) -> I
         yield "assumed", f"speed: that of {plan.devices.count} GPUs divided by their number, what they exchanged included"
     else:
         yield "assumed", "speed: one GPU's, the same with fewer packs in a step"
-    rate = f"{units.percent(OF_NVLINK)} of NVLink's {links.nvlink:g} GB/s ({device})"
-    yield "", f"inside a machine: {rate}, fitted to four H200s, where it holds all that is lost"
+    rate = f"{100 * one.of_nvlink:.0f} % of NVLink's {links.nvlink:g} GB/s ({device})"
+    yield "", f"inside a machine: {rate}, fitted to four H200s; it holds all that they lost"
     if one.cluster.nodes > 1:
-        yield (
-            "",
-            f"between machines: {units.percent(OF_NETWORK)} of {links.network:g} Gbit/s a GPU, not measured; --network-gbps N",
-        )
-        yield "", f"hidden: {_hides(one)}; backward is two thirds of compute"
+        rate = f"{100 * OF_NETWORK:.0f} % of {links.network:g} Gbit/s a GPU"
+        yield "", f"between machines: {rate}, not measured; --network-gbps G states it"
+        yield "", f"can hide: {_hides(one)}; backward is two thirds of compute"
     yield "", "not counted: latencies, machines that lag or fail, evaluation, checkpoints"
 
 
-def _hides(one: Scaling) -> str:
+def _hides(one: Scaled) -> str:
     if one.plan.devices.sharded and not one.plan.devices.gathered:
         each = "every gather and reduction behind the layers' compute"
         return f"{each}, replicas' sums behind the last microbatch's backward" if one.plan.devices.replicas > 1 else each

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation.errors import InputError
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import Devices, Plan
-from pretrain.plan.scaling import Cluster, Links, Scaling, cluster_asked, links_of, on_cluster, render_scaling, speeds_of
+from pretrain.plan.scaling import Cluster, Links, Scaled, cluster_asked, links_of, on_cluster, render_scaling, speeds_of
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import recipe
@@ -43,11 +43,11 @@ def scaling(
     replicated: bool = False,
     speed: float = 80_000.0,
     **changes: Any,
-) -> Scaling:
+) -> Scaled:
     bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
     one = Plan(recipe(**changes), bf16, Devices(), "any", ModelFlops.of(model), 745.0, packs=22_206)
     cluster = Cluster(gpus, nodes)
-    return Scaling(on_cluster(one, cluster, sharding, replicated=replicated), cluster, H200, speed)
+    return Scaled(on_cluster(one, cluster, sharding, replicated=replicated), cluster, H200, speed)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,9 @@ def scaling(
         ("qwen3", "none", 524_288, 4096, 8, 76_923, 299_500 / (4 * 76_923)),
         ("qwen3", "once", 524_288, 4096, 8, 76_923, 300_000 / (4 * 76_923)),
         ("llama", "once", 262_144, 8192, 1, 20_679, 77_841 / (4 * 20_679)),
+        # An earlier form of `fsdp2.yaml`.
+        ("qwen3", "each", 524_288, 4096, 8, 70_023, 262_825 / (4 * 70_023)),
+        ("llama", "each", 262_144, 8192, 1, 20_679, 61_233 / (4 * 20_679)),
     ],
 )
 def test_efficiencies_of_four_h200s_are_met_within_one_and_a_half_points(
@@ -131,9 +134,16 @@ def test_the_text_says_what_is_sent_what_is_lost_and_what_is_assumed(models: dic
     base = scaling(models["qwen3"], 1, batch={"tokens": 4_194_304, "microbatch": 8}).plan
     measured = replace(base, tokens_per_second=76_923.0)
     said = render_scaling(measured, Cluster(512, 64), "once", replicated=False)
-    for part in ("512 GPUs on 64 machines, zero", "compute 0.11 s (2 packs a GPU, 1 x 2)", "9.03 GB", "1.27 GB", "not measured"):
+    for part in (
+        "512 GPUs on 64 machines, zero",
+        "compute 0.11 s (a GPU has 1 x 2 packs)",
+        "9.03 GB",
+        "1.27 GB",
+        "all of which can hide",
+        "not measured",
+    ):
         assert part in said, said
-    assert "H200's, as this device is not in the table" in said and max(map(len, said.splitlines())) <= 130
+    assert "H200's, as this device is not in the table" in said and max(map(len, said.splitlines())) <= 100
     assumed = replace(base, devices=Devices(name="NVIDIA H200"))
     fast, slow = speeds_of(assumed)
     assert fast / slow == pytest.approx(5 / 3) and "50 to 30 %" in render_scaling(assumed, Cluster(8), "none", replicated=False)
