@@ -24,8 +24,8 @@ from pretrain.plan.preflight import fits_gathered
 from pretrain.settings.launch_topology import Sharding
 
 # Of what NVLink carries in one direction, the share at which exchanges would have to run, all in plain sight, to cost what a step
-# loses; of those once a step, and for each use. Fitted to four H200s (docs/scaling.md). Much is hidden there. The rest of the loss
-# is ranks that wait for the slowest, updates that are not divided, and compute that is slower while NCCL's kernels run.
+# loses; of those once a step, and for each use. Fitted to four H200s (docs/scaling.md). Much is hidden there; the rest is
+# ranks that wait for the slowest, updates that are not divided, and compute that is slower while NCCL's kernels run.
 OF_NVLINK_ONCE, OF_NVLINK_EACH = 0.45, 0.75
 OF_NETWORK = 0.8  # of the line rate: assumed
 FORWARD = 1 / 3  # of a microbatch's time
