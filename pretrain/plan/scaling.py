@@ -178,7 +178,9 @@ def on_cluster(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: 
     """The plan when its devices are the cluster's; `replicated` (HSDP): a replica a machine."""
     replicas = cluster.nodes if replicated and sharding != "none" else 1
     sharded = sharding != "none" and cluster.gpus > replicas
-    devices = replace(plan.devices, count=cluster.gpus, sharded=sharded, replicas=replicas if sharded else 1, gathered=False)
+    shards = {"count": cluster.gpus, "sharded": sharded, "replicas": replicas if sharded else 1, "gathered": False}
+    memory = None if plan.devices.name == "CPU" else plan.devices.memory  # a host's says nothing of a GPU's
+    devices = replace(plan.devices, memory=memory, **shards)
     plan = replace(plan, devices=devices)
     gathered = sharded and (sharding == "once" or (sharding == "auto" and fits_gathered(plan)))
     return replace(plan, devices=replace(devices, gathered=gathered))
@@ -232,8 +234,9 @@ def _lines(cases: list[Scaled]) -> Iterator[tuple[str, str]]:
     tokens = f"{one.plan.tokens_per_step:,} tokens a step"
     ends = _both(cases, lambda each, hidden: f"{plural(each.scales_to(hidden=hidden), 'GPU')}")
     yield "", f"{100 * ENOUGH:.0f} % or more at {tokens}: up to {ends}"
-    limit = f" of {units.memory(devices.memory / GIB)}" if devices.memory else ""
-    yield "", f"memory: about {units.memory(one.plan.memory.total(one.microbatch) / GIB)}{limit} a GPU"
+    if devices.memory:
+        needed, limit = (units.memory(size / GIB) for size in (one.plan.memory.total(one.microbatch), devices.memory))
+        yield "", f"memory: about {needed} of {limit} a GPU"
 
 
 def _both(cases: list[Scaled], figure: Callable[[Scaled, bool], str]) -> str:

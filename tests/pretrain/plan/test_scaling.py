@@ -147,6 +147,11 @@ def test_the_text_says_what_is_sent_what_is_lost_and_what_is_assumed(models: dic
     assumed = replace(base, devices=Devices(name="NVIDIA H200"))
     fast, slow = speeds_of(assumed)
     assert fast / slow == pytest.approx(5 / 3) and "50 to 30 %" in render_scaling(assumed, Cluster(8), "none", replicated=False)
+    on_h200 = replace(assumed, devices=Devices(name="NVIDIA H200", memory=140 * 2**30))
+    assert "of 140.0 GiB a GPU" in render_scaling(on_h200, Cluster(8), "auto", replicated=False)
+    assert "memory" not in render_scaling(
+        replace(measured, devices=Devices(name="CPU", memory=2**34)), Cluster(8), "auto", replicated=False
+    )
     with pytest.raises(InputError, match="--tokens-per-second"):
         render_scaling(base, Cluster(8), "none", replicated=False)
 
