@@ -1,7 +1,7 @@
 """How a run would scale over many GPUs: its compute, what GPUs send each other, and how much of that cannot hide.
 
-A model of a few lines, not a simulation. Inside a machine it is fitted to what four H200s measured; between machines
-nothing was measured, so two efficiencies are given, one with all hidden that can be, and one with nothing hidden.
+A model of a few lines, not a simulation. Inside a machine it is fitted to what was measured on four H200s. Between machines nothing
+was measured, so two efficiencies are given: with all hidden that can be, and with nothing hidden.
 
 S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A GPU sends, in NCCL's rings and trees,
 
@@ -92,6 +92,7 @@ class Scaled:
     cluster: Cluster
     links: Links
     speed: float  # tokens/s of one GPU that is alone
+    replicated: bool = False  # shards of a machine each, however many machines there are (HSDP)
 
     @property
     def compute(self) -> float:
@@ -107,19 +108,21 @@ class Scaled:
         return min(self.plan.expected_microbatch, self.plan.packs_per_rank)
 
     def exchanges(self) -> list[Exchange]:
-        """Gradients, then weights where they are sharded, then the sums of replicas."""
+        """What hides behind backward, then what does behind forward, then the sums of replicas."""
         devices, gpus, nodes = self.plan.devices, self.cluster.of_a_node, self.cluster.nodes
         values, once = self.plan.flops.parameters, not devices.sharded or devices.gathered
         # Once a step, gradients hide behind the backward of the last microbatch and gathered weights behind the forward of the
-        # first; for each use, behind all compute.
+        # first. For each use, weights are gathered for both, in each microbatch.
         share, times = (1 / self.microbatches, 1) if once else (1, self.microbatches)
         forward, backward = FORWARD * share * self.compute, (1 - FORWARD) * share * self.compute
         sums = SUM_BYTES * values
         if not devices.sharded:
             return [Exchange.adding_up(sums, gpus, nodes, backward)]
-        weights = self.plan.active.precision.number_bytes * values * (1 if once else 2 * times)
+        weights = self.plan.active.precision.number_bytes * values
         over = nodes // devices.replicas  # machines that the shards of a replica are on
-        found = [Exchange.gathering(times * sums, gpus, over, backward), Exchange.gathering(weights, gpus, over, forward)]
+        behind_backward = times * (sums + (0 if once else weights))
+        found = [Exchange.gathering(behind_backward, gpus, over, backward)]
+        found.append(Exchange.gathering(times * weights, gpus, over, forward))
         if devices.replicas > 1:
             last = (1 - FORWARD) / self.microbatches * self.compute
             found.append(Exchange.adding_up(sums / gpus, 1, nodes, last))  # each GPU's shard, with its like
@@ -148,7 +151,7 @@ class Scaled:
         return self.plan.tokens_per_step / (self.cluster.gpus * self.speed) / self.step(hidden=hidden)
 
     def on(self, gpus: int, nodes: int) -> Scaled:
-        devices = replace(self.plan.devices, count=gpus, replicas=nodes if self.plan.devices.replicas > 1 else 1)
+        devices = replace(self.plan.devices, count=gpus, replicas=nodes if self.replicated else 1)
         return replace(self, cluster=replace(self.cluster, gpus=gpus, nodes=nodes), plan=replace(self.plan, devices=devices))
 
     def scales_to(self, *, hidden: bool) -> int:
@@ -208,7 +211,7 @@ def render_scaling(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicat
         raise InputError("--gpus: no speed is measured or assumed for this device; give one GPU's with --tokens-per-second")
     links, known = links_of(plan.devices.name, cluster.network)
     planned = on_cluster(plan, cluster, sharding, replicated=replicated)
-    cases = [Scaled(planned, cluster, links, speed) for speed in speeds]
+    cases = [Scaled(planned, cluster, links, speed, planned.devices.sharded and replicated) for speed in speeds]
     lines = [*_lines(cases), *_assumptions(cases[0], plan, links, known)]
     rest = " " * 11
     return "\n".join(textwrap.fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=rest) for name, text in lines)
@@ -255,7 +258,7 @@ def _assumptions(one: Scaled, plan: Plan, links: Links, known: str | None) -> It
     elif plan.devices.count > 1:
         yield "assumed", f"speed: that of {plan.devices.count} GPUs divided by their number, what they exchanged included"
     else:
-        yield "assumed", "speed: one GPU's, the same with fewer packs in a step"
+        yield "assumed", "speed: that of the one device of this launch, the same with fewer packs in a step"
     rate = f"{100 * one.of_nvlink:.0f} % of NVLink's {links.nvlink:g} GB/s ({device})"
     yield "", f"inside a machine: {rate}, fitted to four H200s; it holds all that they lost"
     if one.cluster.nodes > 1:
@@ -274,7 +277,7 @@ def _hides(one: Scaled) -> str:
 
 
 def _counts(most: int) -> Iterator[int]:
-    """1 to `most`, each up to a thousand and then every hundredth part more."""
+    """1 to `most`, each up to two thousand, and then in steps of a thousandth."""
     count = 1
     while count <= most:
         yield count

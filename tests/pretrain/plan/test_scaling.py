@@ -47,7 +47,7 @@ def scaling(
     bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
     one = Plan(recipe(**changes), bf16, Devices(), "any", ModelFlops.of(model), 745.0, packs=22_206)
     cluster = Cluster(gpus, nodes)
-    return Scaled(on_cluster(one, cluster, sharding, replicated=replicated), cluster, H200, speed)
+    return Scaled(on_cluster(one, cluster, sharding, replicated=replicated), cluster, H200, speed, replicated)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +91,10 @@ def test_shards_gathered_once_send_each_sum_and_each_bf16_weight_once(models: di
 
 def test_shards_gathered_for_each_use_send_all_in_each_microbatch(models: dict[str, PreTrainedModel]) -> None:
     batch = {"tokens": 3 * 8 * 4 * 4096, "microbatch": 8}  # three microbatches on each of four
-    sums, weights = scaling(models["qwen3"], 4, sharding="each", batch=batch).exchanges()
-    assert (sums.inside, weights.inside) == pytest.approx((3 * 3 / 4 * 4 * VALUES, 3 * 2 * 3 / 4 * 2 * VALUES))
+    backward, forward = scaling(models["qwen3"], 4, sharding="each", batch=batch).exchanges()
+    assert (backward.inside, forward.inside) == pytest.approx((3 * 3 / 4 * (4 + 2) * VALUES, 3 * 3 / 4 * 2 * VALUES))
     compute = 24 * 4096 / 80_000
-    assert (sums.behind, weights.behind) == pytest.approx((2 / 3 * compute, 1 / 3 * compute))
+    assert (backward.behind, forward.behind) == pytest.approx((2 / 3 * compute, 1 / 3 * compute))
 
 
 def test_replicas_of_shards_add_up_between_machines_alone(models: dict[str, PreTrainedModel]) -> None:
@@ -103,6 +103,8 @@ def test_replicas_of_shards_add_up_between_machines_alone(models: dict[str, PreT
     sums, weights, replicas = found.exchanges()
     assert sums.between == weights.between == replicas.inside == 0
     assert replicas.between == pytest.approx(2 * 3 / 4 * 4 * VALUES / 8)
+    on_one_machine = scaling(models["qwen3"], 8, sharding="once", replicated=True)
+    assert on_one_machine.on(32, 4).exchanges() == found.exchanges()
 
 
 def test_what_the_network_takes_hides_behind_the_last_backward_and_the_rest_is_lost(models: dict[str, PreTrainedModel]) -> None:
