@@ -1,7 +1,7 @@
 """How a run would scale over many GPUs: its compute, what GPUs send each other, and how much of that cannot hide.
 
-A model of a few lines, not a simulation. Inside a machine it is fitted to what was measured on four H200s. Between machines nothing
-was measured, so two efficiencies are given: with all hidden that can be, and with nothing hidden.
+A model of a few lines, not a simulation. Inside a machine it is fitted to what was measured on four H200s. Between machines
+nothing was measured, so two efficiencies are given: with all hidden that can be, and with nothing hidden.
 
 S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A GPU sends, in NCCL's rings and trees,
 
@@ -156,14 +156,10 @@ class Scaled:
 
     def scales_to(self, *, hidden: bool) -> int:
         """The most GPUs, up to a machine or of whole machines, that are at least `ENOUGH` efficient at this batch."""
-        node = self.cluster.of_a_node
-        sizes = [*((gpus, 1) for gpus in range(1, node)), *((nodes * node, nodes) for nodes in _counts(self._most // node))]
+        node, most = self.cluster.of_a_node, self.plan.packs_per_step  # more GPUs have no pack each
+        within = [(gpus, 1) for gpus in _counts(min(node - 1, most))]
+        sizes = [*within, *((nodes * node, nodes) for nodes in _counts(most // node))]
         return max((gpus for gpus, nodes in sizes if self.on(gpus, nodes).efficiency(hidden=hidden) >= ENOUGH), default=1)
-
-    @property
-    def _most(self) -> int:
-        """More GPUs have no pack each."""
-        return max(self.plan.packs_per_step, self.cluster.of_a_node)
 
 
 def cluster_asked(arguments: argparse.Namespace) -> Cluster | None:

@@ -123,6 +123,7 @@ def test_where_it_stops_scaling_is_the_last_size_of_ninety_percent(models: dict[
     assert last % 8 == 0 and found.on(last, last // 8).efficiency(hidden=True) >= 0.9
     assert all(found.on(8 * nodes, nodes).efficiency(hidden=True) < 0.9 for nodes in range(last // 8 + 1, 129))
     assert found.scales_to(hidden=False) <= last
+    assert found.on(10**12, 1).scales_to(hidden=True) <= 1024  # GPUs of one machine, of which most have no pack
     assert scaling(models["qwen3"], 8, batch={"tokens": 4096, "microbatch": 1}).scales_to(hidden=True) == 1
 
 
