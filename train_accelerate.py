@@ -54,6 +54,7 @@ from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
+from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.evaluate import evaluate, was_evaluated
@@ -96,6 +97,7 @@ def main() -> int:
 
 def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
+    cluster = cluster_asked(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     asked = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
     recipe, accelerator = asked.recipe, make_accelerator(asked.replicas)
@@ -115,7 +117,8 @@ def launch(arguments: argparse.Namespace) -> int:
         console.warning(job.active.notice)
     if arguments.plan:
         resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
-        console.notice("\n".join(filter(None, [render(job.plan), resumed])))
+        scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
+        console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
         return 0
 
     with (

@@ -25,6 +25,7 @@ GIB = 2**30
 WIDTH = 100  # of the rendered plan
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
+ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
 
 
 @dataclass(frozen=True)
@@ -256,19 +257,19 @@ def _model_lines(plan: Plan) -> list[str]:
 
 def _step_line(plan: Plan) -> str:
     total = f"{plan.tokens_per_step:,} tokens = {plan.packs_per_step:,} packs of {plan.recipe.data.length:,}"
-    devices = _plural(plan.devices.count, "device")
+    devices = plural(plan.devices.count, "device")
     if plan.microbatch is None:
         most = "" if plan.packs_per_step % plan.devices.count == 0 else "at most "
-        return f"{total} = {devices} x {most}{_plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
-    empty = f", {_plural(plan.empty_places, 'place')} empty" if plan.empty_places else ""
-    return f"{total} = {devices} x {_plural(plan.accumulation, 'microbatch')} x {_plural(plan.microbatch, 'pack')}{empty}"
+        return f"{total} = {devices} x {most}{plural(plan.packs_per_rank, 'pack')}, microbatch: auto"
+    empty = f", {plural(plan.empty_places, 'place')} empty" if plan.empty_places else ""
+    return f"{total} = {devices} x {plural(plan.accumulation, 'microbatch')} x {plural(plan.microbatch, 'pack')}{empty}"
 
 
 def _horizon_lines(plan: Plan) -> list[str]:
     tokens = f"{units.count(plan.total_tokens)} tokens"
-    epochs = f" = {plan.epochs:.2f} epochs of {_plural(plan.packs, 'pack')}" if plan.packs else ""
+    epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     return [
-        f"{_plural(plan.steps, 'step')} = {tokens}{epochs}",
+        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
     ]
 
@@ -294,7 +295,7 @@ def _time_line(plan: Plan) -> str:
         speed = f"{plan.tokens_per_second:,.0f} tokens/s ({tflops:.4g} TFLOP/s{share})"
         return f"{units.duration(plan.hours * 3600)} at {speed}"
     if plan.peak_tflops:
-        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in (0.5, 0.3))
+        fast, slow = (units.duration(plan.total_flops / (share * plan.peak_tflops * 1e12)) for share in ASSUMED_SHARES)
         return f"{fast} to {slow} at 50 to 30 % of the {precision} peak, {plan.peak_tflops:,.4g} TFLOP/s: assumed, not measured"
     if plan.emulated:
         return "not known: no speed is stated or measured yet; emulation takes up to three times as long as BF16"
@@ -308,7 +309,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     parts = plan.memory.parts(size)
     width = max(map(len, parts))
     return [
-        f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {_plural(size, 'pack')} a microbatch{chosen}",
+        f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]
 
@@ -319,5 +320,5 @@ def _operations(value: float) -> str:
     return f"{value / 1000**scale:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[scale]}FLOP"
 
 
-def _plural(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

@@ -21,6 +21,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
     parser.add_argument("--tokens-per-second", type=positive, metavar="N", help="speed at which the plan reckons the hours")
+    parser.add_argument("--gpus", type=whole, metavar="N", help="with --plan: also how the run would scale on N GPUs in all")
+    parser.add_argument("--nodes", type=whole, metavar="M", help="with --gpus: on M machines; default 1")
+    parser.add_argument("--network-gbps", type=positive, metavar="G", help="with --gpus: each GPU's network, Gbit/s one way")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
@@ -31,6 +34,13 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < math.inf:
+        raise ValueError
+    return value
+
+
+def whole(text: str) -> int:
+    value = int(text)
+    if value < 1:
         raise ValueError
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 
@@ -26,6 +27,10 @@ _STRATEGIES = {
 _HYBRID = ("hybrid_shard", "hybrid_shard_zero2", "4", "5")  # shards within a machine, replicas over machines
 
 
+# Whether shards are gathered once a step, for each use, or as the plan's memory allows.
+Sharding = Literal["none", "once", "each", "auto"]
+
+
 @dataclass(frozen=True)
 class Launch:
     """What remains to be known of a launch once its variables are put right."""
@@ -33,6 +38,7 @@ class Launch:
     recipe: Recipe
     replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
     notices: tuple[str, ...]  # what was put right, for the user
+    sharding: Sharding = "none"  # what was asked for, also where one process has nothing to share
 
 
 def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
@@ -46,12 +52,13 @@ def put_right(recipe: Recipe, environ: MutableMapping[str, str], *, has_gpu: boo
             raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
     world = _settle_processes(environ, has_gpu, said)
     _leave_out_compiler_and_accumulation(environ, said)
-    replicas = 1
+    replicas, sharding = 1, "none"
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
+        sharding = _asked_sharding(environ)
         recipe, replicas = _settle_sharding(recipe, environ, world, said)
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         del environ[variable]  # `replicas` is all that is left of it
-    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in said))
+    return Launch(recipe, replicas, tuple(f"{_ORIGIN}: {text}" for text in said), sharding)
 
 
 def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: list[str]) -> int:
@@ -132,6 +139,14 @@ def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: i
         said.append(f"{named} is left out: each decoder layer is a group of shards, as the model itself names them")
     environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"  # how accelerate would save; checkpoints here are not accelerate's
     return recipe, replicas
+
+
+def _asked_sharding(environ: Mapping[str, str]) -> Sharding:
+    if environ.get("FSDP_VERSION", "1") == "1":
+        reshards = _STRATEGIES[_first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")]
+        return "none" if reshards is None else "each" if reshards else "once"
+    asked = environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower()
+    return "auto" if asked == "auto" else "once" if asked in ("false", "0", "no", "n", "f", "off") else "each"
 
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:

@@ -33,6 +33,9 @@ OPTIONS += (
     "--preview-schedule=/dev/full",
     "--preview-schedule=x",
     "--nonsense",
+    "--gpus=16",
+    "--nodes=0",
+    "--network-gbps=x",
     "--resume=/dev/zero",
 )
 KEYS = ("Seed", "int", "a[0]", "none", "data.Seed", "a..b", ".", "..", "model.config.x.y", "name.x", "data", "model.[key]", "ü")

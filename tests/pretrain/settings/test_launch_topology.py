@@ -268,3 +268,22 @@ def test_an_address_to_meet_at_that_a_job_script_exports_does_not_matter_to_one_
         ["sh", "-c", f'"{sys.executable}" -c "{code}"; true'], cwd=ROOT, env=exported, capture_output=True, text=True
     )
     assert done.stdout == "False\n", done.stderr
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize(
+    ("answers", "asked"),
+    [
+        ({"distributed_type": "NO"}, "none"),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP2}, "each"),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_reshard_after_forward": False}}, "once"),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP2 | {"fsdp_reshard_after_forward": "auto"}}, "auto"),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"}}, "once"),
+        ({"distributed_type": "FSDP", "fsdp_config": FSDP1 | {"fsdp_reshard_after_forward": "NO_SHARD"}}, "none"),
+    ],
+)
+def test_the_sharding_that_was_asked_for_is_known_also_where_one_process_has_nothing_to_share(
+    processes: int, answers: dict[str, Any], asked: str, tmp_path: Path
+) -> None:
+    answers = {"distributed_type": "MULTI_GPU"} if asked == "none" and processes > 1 and len(answers) == 1 else answers
+    assert settle(written(tmp_path, processes, **answers)).sharding == asked
