@@ -4,9 +4,8 @@ The model is on the meta device, without memory for weights, its buffers alone a
 parameters, as FSDP2 shards them: equal runs of rows (torch.chunk).
 
 From scratch, transformers builds and draws one module after the other, the last ones from where the generator stands by then. So
-every rank draws everything, in transformers' own order and with its own functions. But each module gives its weights up once it is
-part of another: they exist one module at a time, and again while transformers draws their values. From a folder, only the rows are
-read.
+every rank draws everything, in transformers' own order and by its functions. But a module gives its weights up once it is part of
+another: they exist one module at a time, and again while transformers draws their values. From a folder, only rows are read.
 
 What cannot be built so is said by `NotInParts`; `huggingface.build` builds it whole.
 """
@@ -213,7 +212,7 @@ def _read(
                 raise NotInParts(f"its folder has `{name}` in another shape")
             own = part.rows(len(parameter))
             read = rows[own.start : own.stop] if own else torch.empty(0, *parameter.shape[1:])
-            parts[name], witness[name] = read.to(device, kept), rows[:WITNESS_ROWS]
+            parts[name], witness[name] = read.to(device, kept, copy=True), checksum(rows[:WITNESS_ROWS])
     return InParts(hf.eval(), parts, witness)
 
 

@@ -58,6 +58,7 @@ EXAMINED_AGAIN = 13
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
 SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
+IN_PARTS = "in parts"  # how the audit says that no process held the whole model
 # Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
 SEEN_UNQUANTIZED = 512
 
@@ -230,7 +231,7 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "attention": {"kind": backend, "reason": kernels.attention.reason},
         "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
-        **({"built": why_whole or "in parts"} if accelerator.is_fsdp2 else {}),
+        **({"built": why_whole or IN_PARTS} if accelerator.is_fsdp2 else {}),
         "compiled": what_is_compiled(compiled, context, fused),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,8 @@ def test_the_parts_together_are_the_whole_bit_for_bit(origin: str, kind: str, ke
         assert all(torch.equal(one, other) for one, other in zip(parts, chunks, strict=False)), name
 
 
-class Largest(TorchDispatchMode):
-    """The most values that were alive at once in tensors made within it."""
+class Living(TorchDispatchMode):
+    """The most bytes that were alive at once in tensors made within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,25 +80,45 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: object, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         result = function(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and not result.is_meta:
-            storage = result.untyped_storage()
-            if storage._cdata not in self.alive:
-                self.alive[storage._cdata] = storage.nbytes()
-                import weakref
-
-                weakref.finalize(storage, self.alive.pop, storage._cdata, None)
-            self.most = max(self.most, sum(self.alive.values()))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and not tensor.is_meta and tensor.untyped_storage()._cdata not in self.alive:
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = 0 if storage.filename else storage.nbytes()  # a mapped file takes none
+                weakref.finalize(storage, self.alive.pop, storage._cdata)
+        self.most = max(self.most, sum(self.alive.values()))
         return result
 
 
-@pytest.mark.parametrize("kind", ["gpt2"])
-def test_what_is_not_drawn_by_modules_is_built_whole(kind: str) -> None:
-    with pytest.raises(NotInParts):
-        both(settings_of(kind), Part(0, 2), torch.float32, torch.float32)
-    assert nn.Linear(2, 2).weight.device == CPU
+@pytest.mark.parametrize("origin", ["scratch", "folder"])
+def test_beside_its_part_a_process_holds_no_more_than_the_largest_tensor(origin: str, tmp_path: Path) -> None:
+    settings, part = settings_of("llama", num_hidden_layers=24, tie_word_embeddings=False), Part(1, 8)
+    config = model.load_config(settings)
+    if origin == "folder":
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+        settings = ModelSettings(source=str(tmp_path))
+    options = {"seed": 7, "device": CPU, "backend": "packed_sdpa"}
+    with Living() as living:
+        whole = model.build(settings, config, weights=torch.float32, **options)
+    sizes = [parameter.nbytes for parameter in whole.parameters()]
+    if origin == "scratch":  # from a folder, what was read is no tensor that torch made
+        assert living.most >= sum(sizes), "what is alive is seen"
+    del whole
+    with Living() as living:
+        build_in_parts(settings, config, part, kept=torch.float32, weights=torch.bfloat16, **options)
+    small = 4096  # checksums, rotary tables, first rows
+    assert living.most <= sum(sizes) / 8 + 2 * max(sizes) + small < sum(sizes) / 3
+
+
+def test_what_is_not_drawn_by_modules_is_built_whole() -> None:
+    with pytest.raises(NotInParts, match="weights of other modules"):
+        both(settings_of("gpt2"), Part(0, 2), torch.float32, torch.float32)
+    linear = nn.Sequential(nn.Linear(2, 2))[0]
+    assert linear.weight.device == CPU, "nothing is left behind that empties modules"
 
 
 def test_a_folder_whose_tensors_are_named_otherwise_is_read_whole(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(model.load_config(settings_of("qwen3"))).base_model.save_pretrained(tmp_path)
     with pytest.raises(NotInParts, match="embed_tokens"):
-        both(ModelSettings(source=str(tmp_path), config={"architectures": ["Qwen3ForCausalLM"]}), Part(0, 2), *[torch.float32] * 2)
+        both(
+            ModelSettings(source=str(tmp_path), config={"architectures": ["Qwen3ForCausalLM"]}), Part(0, 2), *[torch.float32] * 2
+        )
