@@ -13,7 +13,7 @@ from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -91,7 +91,8 @@ def prepare(
         # accelerate finds an optimizer's parameters again by their address, which these have none of.
         names = {parameter: name for name, parameter in model.named_parameters()}
         model = fsdp2_prepare_model(accelerator, model)
-        model._apply(lambda each: torch.empty_like(each, device=accelerator.device) if each.is_meta else each)
+        kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+        model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
         shards = dict(model.named_parameters())
         for group in optimizer.param_groups:
             group["params"] = [shards[names[parameter]] for parameter in group["params"]]
