@@ -11,9 +11,9 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, gather_object
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -87,12 +87,22 @@ def prepare(
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    model, wrapped = accelerator.prepare(model, optimizer)
+    if in_parts := any(parameter.is_meta for parameter in model.parameters()):
+        # accelerate finds an optimizer's parameters again by their address, which these have none of.
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        model = fsdp2_prepare_model(accelerator, model)
+        kept_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+        model._apply(lambda each: torch.empty_like(each, device=kept_on) if each.is_meta else each)
+        shards = dict(model.named_parameters())
+        for group in optimizer.param_groups:
+            group["params"] = [shards[names[parameter]] for parameter in group["params"]]
+    else:
+        model, wrapped = accelerator.prepare(model, optimizer)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
-    return model, wrapped.optimizer
+    return model, optimizer if in_parts else wrapped.optimizer
 
 
 def sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
@@ -186,7 +196,7 @@ def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Te
     whole = {name: tensor for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
     if not whole:
         return
-    sums = torch.stack([_checksum(tensor).to(accelerator.device) for tensor in whole.values()]).tolist()
+    sums = torch.stack([checksum(tensor).to(accelerator.device) for tensor in whole.values()]).tolist()
     own = {name: (tuple(tensor.shape), found) for (name, tensor), found in zip(whole.items(), sums, strict=True)}
     first, *others = gather_object([own])
     for rank, other in enumerate(others, start=1):
@@ -199,7 +209,7 @@ def require_same_on_all_ranks(accelerator: Accelerator, tensors: Mapping[str, Te
 
 
 @torch.no_grad()
-def _checksum(tensor: Tensor) -> Tensor:
+def checksum(tensor: Tensor) -> Tensor:
     """An int64 scalar of all bits, to which places along the first dimension matter."""
     if not tensor.numel():
         return torch.zeros((), dtype=torch.int64)

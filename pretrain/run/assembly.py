@@ -29,10 +29,11 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import Trackers
 from pretrain.model import huggingface as model
-from pretrain.model.distributed import prepare, require_same_on_all_ranks, sharded_like
+from pretrain.model.distributed import largest_over_ranks, prepare, replicas_of, require_same_on_all_ranks, sharded_like
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.parts import InParts, NotInParts, Part, build_in_parts
 from pretrain.model.rank_sums import RankSums
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_layers
@@ -57,6 +58,7 @@ EXAMINED_AGAIN = 13
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
 SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
+IN_PARTS = "in parts"  # how the audit says that no process held the whole model
 # Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
 SEEN_UNQUANTIZED = 512
 
@@ -168,9 +170,14 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     backend = kernels.attention.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
-    hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
-    require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
-    masters = model.round_weights(hf, job.weight_dtype) if exact else {}
+    in_parts, why_whole = build_in_parts_of(job, accelerator, weights, backend) if accelerator.is_fsdp2 else (None, None)
+    if in_parts:
+        hf, masters = in_parts.hf, {}
+        require_same_on_all_ranks(accelerator, in_parts.witness | dict(hf.named_buffers()), SAME_MODEL)
+    else:
+        hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
+        require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
+        masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     low_precision = make_backend(job.active, device) if job.active.precision.quantized else None
     context = PrecisionContext(low_precision, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
     packed = PackedLanguageModel(hf, backend, recipe.loss, context)
@@ -201,6 +208,10 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
     for name, parameter in hf.named_parameters():
         if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
             adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
+        elif in_parts and exact:
+            adamw.set_master(parameter, in_parts.parts.pop(name))
+        elif in_parts:
+            local_part(parameter).copy_(in_parts.parts.pop(name))
     if accelerator.is_fsdp2:
         stacks = fused.stacks if fused else ()
         packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
@@ -220,11 +231,26 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         "attention": {"kind": backend, "reason": kernels.attention.reason},
         "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
+        **({"built": why_whole or IN_PARTS} if accelerator.is_fsdp2 else {}),
         "compiled": what_is_compiled(compiled, context, fused),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,
     }
     return Assembly(hf, packed, adamw, job.active, context, found)
+
+
+def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:
+    """The model of `job` in this process's parts, of dtype `kept`; or None, and why it has to be built whole. Collective."""
+    recipe, shards = job.recipe, accelerator.num_processes // replicas_of(accelerator)
+    part, found, reason = Part(accelerator.process_index % shards, shards), None, None
+    options = {"kept": kept, "weights": job.weight_dtype, "seed": recipe.seed, "device": accelerator.device, "backend": backend}
+    try:
+        found = build_in_parts(recipe.model, job.model_config, part, **options)
+    except NotInParts as error:
+        reason = f"whole on each process: {error}"
+    if not largest_over_ranks(accelerator, int(found is None)):
+        return found, None
+    return None, reason or "whole on each process, as another one cannot build its part"
 
 
 def rehearse(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
 from pretrain.plan.plan import render
-from pretrain.run.assembly import Run
+from pretrain.run.assembly import IN_PARTS, Run
 from pretrain.settings import config
 from pretrain.verify import audit, kernels
 
@@ -14,6 +14,8 @@ def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
     run.console.notice(render(run.job.plan))
     run.console.panel("what runs in which precision", audit.rows(run.assembly.audit) | kernels.rows(run.assembly.audit))
+    if (built := run.assembly.audit.get("built", IN_PARTS)) != IN_PARTS:
+        run.console.notice(f"the model was built {built}")
     for note in notes:
         run.console.notice(note)
     settings = config.resolved(run.job.recipe)

@@ -22,6 +22,7 @@ from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import listed
+from pretrain.run.assembly import beginning_of
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
@@ -37,11 +38,15 @@ def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
     if same_split and resumed["microbatch"] in job.plan.microbatch_sizes:
         return resumed["microbatch"]
-    # Where ranks wait for each other within a trial, one that runs out of memory leaves the others waiting. So only what the
-    # estimate expects to fit is tried there.
-    collective = trials_are_collective(model, accelerator)
-    candidates = [job.plan.expected_microbatch] if collective else job.plan.microbatch_candidates
-    largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+    if not trials_are_collective(model, accelerator):
+        candidates = job.plan.microbatch_candidates
+        largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
+    elif accelerator.device.type == "cuda":
+        candidates = list(reversed(job.plan.microbatch_sizes))
+        largest = largest_by_growth(model, accelerator, candidates, job.data.trial_batch)
+    else:  # host memory that is used up ends a process, and cannot be measured: only what the estimate expects to fit is tried
+        candidates = [job.plan.expected_microbatch]
+        largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
     if largest is None:
         raise InputError(
             f"`batch.microbatch: auto`: {candidates[-1]} pack(s) at once do not fit into the device's memory; shard the model "
@@ -68,7 +73,7 @@ def largest_that_fits(
     for candidate in candidates:
         fits = _fits(model, accelerator, make_batch(candidate))
         if not fits and trials_are_collective(model, accelerator):
-            break
+            break  # the other ranks wait
         if not largest_over_ranks(accelerator, int(not fits)):
             return candidate
         # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
@@ -76,7 +81,60 @@ def largest_that_fits(
     return None
 
 
+def largest_by_growth(
+    model: nn.Module, accelerator: Accelerator, candidates: Sequence[int], make_batch: Callable[[int], Microbatch]
+) -> int | None:
+    """As `largest_that_fits`, on a GPU, where ranks wait for each other within a trial: one that ran out of memory would leave
+    the others waiting. So what is tried grows from half a pack on, and each size is foreseen to fit from what smaller ones took
+    on the fullest rank."""
+    model.train()
+    device = accelerator.device
+    limit = -largest_over_ranks(accelerator, -int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory))
+
+    def most_used(packs: float) -> int:
+        torch.compiler.reset()  # each size is compiled for itself
+        pack = make_batch(1)
+        _try(model, accelerator, beginning_of(pack, pack.max_seqlen // 2) if packs < 1 else make_batch(int(packs)))
+        return largest_over_ranks(accelerator, torch.cuda.max_memory_reserved(device))
+
+    return grow(sorted(candidates), limit, most_used)
+
+
+def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int]) -> int | None:
+    """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
+
+    Memory is taken to be a line in packs, through the last two sizes tried, of which the first is half a pack: much of it is
+    taken at any size. A step is at most fourfold, so that what is not quite a line shows.
+    """
+    known: list[tuple[float, int]] = [(0.5, most_used(0.5))]
+    largest = None
+    following = sizes[:1]
+    while following:
+        packs = following[-1]
+        known.append((packs, most_used(packs)))
+        (fewer, less), (_, used) = known[-2:]
+        if used > limit:
+            sizes = [size for size in sizes if size < packs]
+        else:
+            largest = packs
+        each = max((used - less) / (packs - fewer), 0)
+        following = [size for size in sizes if (largest or packs) < size <= 4 * packs and used + (size - packs) * each <= limit]
+    return largest
+
+
 def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool:
+    device = accelerator.device
+    try:
+        _try(model, accelerator, batch)
+    except torch.OutOfMemoryError:
+        return False
+    if device.type != "cuda":
+        return True
+    return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
+
+
+def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
+    """Two forwards and backwards of `batch`, from a fresh count of the device's peak memory; gradients are zero afterwards."""
     device = accelerator.device
     gc.collect()  # what a trial that failed has left in reference cycles
     if device.type == "cuda":
@@ -88,14 +146,9 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
             # Ranks that hold the whole model must not wait here for one that has run out of memory. Shards wait in any case.
             with sharding.accumulating() if sharding and not last else nullcontext():
                 accelerator.backward(model(**inputs_of(batch, device)))
-    except torch.OutOfMemoryError:
-        return False
     finally:
         if sharding:
             sharding.abandon()
         # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
-    if device.type != "cuda":
-        return True
-    return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory

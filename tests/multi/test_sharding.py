@@ -15,6 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pretrain.checkpoint.manifest import read_manifest
+from pretrain.checkpoint.shards import DTYPE_NAMES
+from pretrain.checkpoint.weights import SavedWeights
+from pretrain.model import huggingface as model
+from pretrain.settings.recipe import ModelSettings
 
 pytestmark = pytest.mark.multi
 
@@ -66,7 +70,7 @@ def test_shards_train_what_one_process_trains(runs: Callable, way: str, weights:
     for key in ("gradient_norm", "held_out_loss"):
         assert figures(two, key) == pytest.approx(figures(one, key), rel=1e-6)
     models = [AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype="auto") for run in (one, two)]
-    for a, b in zip(*(model.parameters() for model in models), strict=True):
+    for a, b in zip(*(each.parameters() for each in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert two.output.count("parity with plain transformers") == int(weights == "fp32")
     assert "UserWarning" not in two.err
@@ -110,3 +114,37 @@ def test_a_step_gathers_each_group_once_or_as_often_as_it_is_used(runs: Callable
 def test_how_often_to_gather_may_be_left_to_the_plan(train_as_ranks: Callable) -> None:
     planned = train_as_ranks("--plan", launch=[*WAYS["fsdp2"], "--fsdp_reshard_after_forward", "auto"])
     assert planned.status == 0 and "2 x CPU, shards gathered once a step" in planned.output, planned.output
+
+
+@pytest.mark.parametrize(
+    ("way", "origin", "weights", "dtypes"),
+    [
+        ("zero", "scratch", "bf16_exact", ("float32", "bfloat16")),
+        ("fsdp2", "folder", "bf16_exact", ("float32", "bfloat16")),
+        ("fsdp2", "scratch", "bf16", ("bfloat16", "bfloat16")),
+        ("zero", "folder", "fp32", ("float32", "float32")),
+    ],
+)
+def test_ranks_that_build_their_parts_begin_with_the_bits_of_one_process(
+    way: str, origin: str, weights: str, dtypes: tuple[str, str], recipe_for: Callable, start_as_ranks: Callable, tmp_path: Path
+) -> None:
+    """The step's rate is too small to change a bit."""
+    recipe = recipe_for(tmp_path / "run") | {"schedule": {"kind": "constant"}, "train": {"steps": 1}, "evaluate": {}}
+    recipe["model"]["config"] |= {"vocab_size": 513}  # which does not divide
+    if origin == "folder":
+        settings = ModelSettings(config=recipe["model"]["config"])
+        torch.manual_seed(5)
+        AutoModelForCausalLM.from_config(model.load_config(settings)).save_pretrained(tmp_path / "drawn", max_shard_size="50KB")
+        recipe["model"] = {"source": str(tmp_path / "drawn")}
+    arguments = [f"weights={weights}", f"precision={'fp32' if weights == 'fp32' else 'bf16'}", "parity=off", "seed=4"]
+    run = start_as_ranks(recipe, tmp_path, *arguments, "optimizer.learning_rate=1e-35", launch=WAYS[way])
+    assert run.status == 0, run.output
+    assert json.loads((run.run_dir / "audit.json").read_text())["built"] == "in parts"
+    settings, kept = ModelSettings(**recipe["model"]), getattr(torch, dtypes[0])
+    options = {"weights": kept, "seed": 4, "device": torch.device("cpu"), "backend": "packed_sdpa"}
+    expected = dict(model.build(settings, model.load_config(settings), **options).named_parameters())
+    saved = SavedWeights(run.run_dir / "checkpoints" / "step-00000001")
+    assert set(saved.names()) == set(expected)
+    for name, parameter in expected.items():
+        assert torch.equal(saved.read(name, "fp32"), parameter.detach().float()), name
+        assert saved.manifest.model[name].dtype == DTYPE_NAMES[getattr(torch, dtypes[1])]

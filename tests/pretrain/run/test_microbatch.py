@@ -15,7 +15,7 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.run.microbatch import largest_that_fits, trials_are_collective
+from pretrain.run.microbatch import grow, largest_that_fits, trials_are_collective
 
 LENGTH = 8
 
@@ -133,3 +133,28 @@ def test_a_rank_is_not_left_waiting_for_the_amaxes_of_one_that_ran_out_of_memory
     packed.context.backend.product("linear", 16, 16, bias=False)
     monkeypatch.setattr(type(accelerator), "num_processes", processes)
     assert trials_are_collective(packed, accelerator) == expected
+
+
+@pytest.mark.parametrize(
+    ("whatever", "a_pack", "bent", "expected", "most_trials"),
+    [(10, 10, 0, 8, 4), (60, 3, 0, 12, 4), (0, 40, 0, 2, 3), (70, 1, 0, 24, 5), (95, 10, 0, None, 2), (10, 5, 0.5, 8, 5)],
+)
+def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
+    whatever: int, a_pack: int, bent: float, expected: int | None, most_trials: int
+) -> None:
+    """Memory of 100, of which each trial takes `whatever`, and its packs theirs."""
+    tried: list[float] = []
+
+    def most_used(packs: float) -> int:
+        tried.append(packs)
+        return int(whatever + a_pack * packs + bent * packs**2)
+
+    assert grow([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
+    assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
+    if not bent and expected:
+        assert max(tried) == expected, "nothing was tried that does not fit"
+
+
+def test_what_is_larger_than_it_looked_is_not_taken() -> None:
+    taken = {0.5: 5, 1: 10, 4: 40, 8: 121, 6: 90}
+    assert grow([1, 4, 6, 7, 8], 100, taken.__getitem__) == 6
