@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
+from pretrain.__main__ import main
 from pretrain.checkpoint.checkpoint import step_folders, step_of
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
@@ -65,6 +66,19 @@ def run(path: Path, *arguments: str) -> tuple[int, str]:
     process = start(path, *arguments)
     output = process.communicate(timeout=240)[0]
     return process.returncode, output
+
+
+@pytest.fixture
+def run_here(capfd, monkeypatch):
+    """As `run`, in this process: for what starts no cell."""
+
+    def call(path, *arguments):
+        monkeypatch.chdir(ROOT)
+        capfd.readouterr()
+        status = main(["matrix", str(path), *arguments])
+        return status, "".join(capfd.readouterr())
+
+    return call
 
 
 def last_step(run_dir: Path) -> int:
@@ -128,8 +142,8 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file
     assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
 
 
-def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path, launcher_here):
-    status, output = run(matrix_file(), "--dry-run", "--only", "precision=bf16", "train.steps=5")
+def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path, launcher_here, run_here):
+    status, output = run_here(matrix_file(), "--dry-run", "--only", "precision=bf16", "train.steps=5")
     assert status == 0 and not (tmp_path / "precisions").exists()
     heading, command = output.splitlines()
     assert heading == "# bf16" and "train.steps=5 precision=bf16 run_dir=" in command
@@ -139,19 +153,19 @@ def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file
     assert status == 0 and "5 steps" in planned, said
 
 
-def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file):
-    status, output = run(matrix_file(axes={"precision": ["fp32", "bf61"]}))
+def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file, run_here):
+    status, output = run_here(matrix_file(axes={"precision": ["fp32", "bf61"]}))
     assert status == 2 and output.startswith("error: ") and "cell bf61: `precision`" in output and "did you mean" in output
-    status, output = run(matrix_file(), "--only", "weights=bf16")
+    status, output = run_here(matrix_file(), "--only", "weights=bf16")
     assert status == 2 and "--only weights=bf16" in output
 
 
-def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path):
+def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path, run_here):
     path, folder = matrix_file(overrides={"train.max_hours": 1e-9}), tmp_path / "precisions"
     status, output = run(path, "--cell", "1")
     assert status == 138 and "bf16: stopped" in output and "hours are over" in output, output
     assert last_step(folder / "bf16") == 1 and not (folder / "fp32").exists() and not (folder / "precisions.md").exists()
     assert [entry.name for entry in folder.glob("*.status")] == []
-    assert run(path, "--count") == (0, "2\n")
-    status, output = run(path, "--cell", "2")
+    assert run_here(path, "--count") == (0, "2\n")
+    status, output = run_here(path, "--cell", "2")
     assert status == 2 and "--cell 2: there are 2 cells, from 0 to 1" in output
