@@ -23,12 +23,14 @@ Gradients = Mapping[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Distance:
-    """Norms of a tensor's gradient on the measured side and on the reference's, of their difference, and its number of values."""
+    """Norms of a tensor's gradient on the measured side and on the reference's and of their difference, its number of values, and
+    the scalar product of both sides."""
 
     measured: float
     reference: float
     apart: float
     values: int = 1
+    product: float = 0.0
 
     @property
     def error(self) -> float:
@@ -39,19 +41,19 @@ class Distance:
     def cosine(self) -> float | None:
         """None where one side is zero."""
         norms = self.measured * self.reference
-        return (self.measured**2 + self.reference**2 - self.apart**2) / 2 / norms if norms else None
+        return self.product / norms if norms else None
 
 
 def distances(measured: Gradients, reference: Gradients) -> dict[str, Distance]:
     """By name. Collective where gradients are sharded. A parameter that only one side has, such as a head that came untied,
     counts as zero on the other."""
     names = [*reference, *(name for name in measured if name not in reference)]
-    found = {name: _norms(measured.get(name), reference.get(name)) for name in names}
-    present = {name: norms for name, norms in found.items() if norms is not None}
+    found = {name: _figures(measured.get(name), reference.get(name)) for name in names}
+    present = {name: figures for name, figures in found.items() if figures is not None}
     numbers = torch.stack(list(present.values())).tolist() if present else []  # the device is waited for once
     of_name = {
-        name: Distance(*each, _either(measured.get(name), reference.get(name)).numel())
-        for name, each in zip(present, numbers, strict=True)
+        name: Distance(*norms, _either(measured.get(name), reference.get(name)).numel(), product)
+        for name, (*norms, product) in zip(present, numbers, strict=True)
     }
     return {name: of_name.get(name, Distance(0.0, 0.0, 0.0)) for name in names}
 
@@ -60,13 +62,14 @@ def _either(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return other if one is None else one
 
 
-def _norms(measured: Tensor | None, reference: Tensor | None) -> Tensor | None:
-    """[3]: the norms of both and of their difference, in FP64: a cosine follows from them, and is read at its sixth digit."""
+def _figures(measured: Tensor | None, reference: Tensor | None) -> Tensor | None:
+    """[4]: the norms of both and of their difference, and their product, in FP64: a cosine is read at its sixth digit."""
     a, b = (None if gradient is None else whole(gradient).float() for gradient in (measured, reference))
     a, b = (torch.zeros_like(b) if a is None and b is not None else a, torch.zeros_like(a) if b is None and a is not None else b)
     if a is None:
         return None
-    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in (a, b, a.double() - b)])
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (a, b, a - b)]
+    return torch.stack([*norms, (a.double() * b).sum()])
 
 
 def total_norm(found: Mapping[str, Distance], side: str = "reference") -> float:

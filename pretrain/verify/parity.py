@@ -336,7 +336,7 @@ class _Check:
         norms = [whole(gradient).norm(dtype=torch.float64) for gradient in reference.gradients.values()]
         larger = torch.stack(norms).norm().item() / (total_norm(noise) or 1.0)
         noise = {
-            name: Distance(larger * each.measured, larger * each.reference, larger * each.apart, each.values)
+            name: Distance(*(larger * n for n in (each.measured, each.reference, each.apart)), each.values, larger**2 * each.product)
             for name, each in noise.items()
         }
         return reference, dict(with_total(noise)), loss_noise
@@ -460,9 +460,8 @@ TOTAL = "all of them together"
 
 def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
     """The tensors, and all of them as one."""
-    together = Distance(
-        *(total_norm(found, side) for side in ("measured", "reference", "apart")), sum(each.values for each in found.values())
-    )
+    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
+    together = Distance(*norms, *(sum(getattr(each, key) for each in found.values()) for key in ("values", "product")))
     return [*found.items(), (TOTAL, together)]
 
 

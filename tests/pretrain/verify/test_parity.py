@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.activations import ACT2FN
@@ -248,8 +248,8 @@ def test_a_gradient_of_one_direction_may_become_small_but_not_nothing() -> None:
     total = {"other": Distance(1e3, 1e3, 1.0, 10_000)}
 
     def judged(measured: float, cosine: float) -> bool:
-        draw = total | {"layers.0.a": Distance(2.0, 1.0, math.sqrt(5 - 4 * cosine), 64)}
-        each = Distance(measured, 1.0, 1 - measured, 64)
+        draw = total | {"layers.0.a": Distance(2.0, 1.0, math.sqrt(5 - 4 * cosine), 64, 2 * cosine)}
+        each = Distance(measured, 1.0, 1 - measured, 64, measured)
         return _Draws([dict(with_total(draw))] * 2).allow("layers.0.a", each, 0.0).excess <= 1
 
     assert judged(0.01, cosine=-0.99) and not judged(0.0, cosine=-0.99)
@@ -318,6 +318,7 @@ vectors = st.lists(st.floats(-100, 100, width=32), min_size=3, max_size=3)
 
 
 @given(st.lists(st.tuples(vectors, vectors), min_size=1, max_size=4))
+@example([([0.0, 0.0, 5.0], [0.0, 0.0, 2.0**-37])])  # whose norms do not tell their cosine
 def test_norms_distances_and_cosines_are_numpys(pairs: list) -> None:
     measured, reference = ({str(i): torch.tensor(pair[side]) for i, pair in enumerate(pairs)} for side in (0, 1))
     found = distances(measured, reference)
