@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from statistics import mean, median
 from typing import Any
 
@@ -336,7 +336,7 @@ class _Check:
         norms = [whole(gradient).norm(dtype=torch.float64) for gradient in reference.gradients.values()]
         larger = torch.stack(norms).norm().item() / (total_norm(noise) or 1.0)
         noise = {
-            name: Distance(*(larger * n for n in (each.measured, each.reference, each.apart)), each.values, larger**2 * each.product)
+            name: Distance(*(larger * norm for norm in astuple(each)[:3]), each.values, larger**2 * each.product)
             for name, each in noise.items()
         }
         return reference, dict(with_total(noise)), loss_noise
