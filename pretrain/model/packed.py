@@ -88,9 +88,10 @@ def forward_backward(
         last = index == len(batches.microbatches) - 1
         context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
-        exchanging = (
-            sums.starting_early() if sums and last else sharding.accumulating() if sharding and not last else nullcontext()
-        )
+        if last:
+            exchanging = sums.starting_early() if sums else nullcontext()
+        else:
+            exchanging = sharding.accumulating() if sharding else nullcontext()
         with watched, exchanging:
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)

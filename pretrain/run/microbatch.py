@@ -89,7 +89,7 @@ def largest_by_growth(
     on the fullest rank."""
     model.train()
     device = accelerator.device
-    limit = -largest_over_ranks(accelerator, -int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory))
+    limit = -largest_over_ranks(accelerator, -usable_memory(device))
 
     def most_used(packs: float) -> int:
         torch.compiler.reset()  # each size is compiled for itself
@@ -98,6 +98,11 @@ def largest_by_growth(
         return largest_over_ranks(accelerator, torch.cuda.max_memory_reserved(device))
 
     return grow(sorted(candidates), limit, most_used)
+
+
+def usable_memory(device: torch.device) -> int:
+    """Bytes of a GPU that a trial may take."""
+    return int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
 
 
 def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int]) -> int | None:
@@ -130,7 +135,7 @@ def _fits(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> bool
         return False
     if device.type != "cuda":
         return True
-    return torch.cuda.max_memory_reserved(device) < (1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_reserved(device) < usable_memory(device)
 
 
 def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:

@@ -18,6 +18,7 @@ from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.settings.recipe import LossSettings, OptimizerSettings
+from tests.pretrain.model.adding_product import AddsToTheSum
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 16
@@ -152,21 +153,10 @@ def test_layers_that_are_compiled_deliver_too() -> None:
 
 
 def test_a_product_may_add_to_the_sum_itself_and_other_uses_of_the_weight_still_deliver() -> None:
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: FunctionCtx, x: Tensor, weight: nn.Parameter) -> Tensor:
-            ctx.x, ctx.weight = x, weight
-            return x @ weight.t()
-
-        @staticmethod
-        def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-            ctx.weight.main_grad.addmm_(gradient.t(), ctx.x)
-            return gradient @ ctx.weight, None
-
     linear, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
     attach_main_gradients(linear, FP32)
     for uses in (1, 2):
-        y = Product.apply(x, linear.weight)
+        y = AddsToTheSum.apply(x, linear.weight)
         (y if uses == 1 else y + linear(x)).sum().backward()
     torch.testing.assert_close(gradient_of(linear.weight), 3 * x.sum(0).expand(2, 3))
     assert linear.weight.grad is None

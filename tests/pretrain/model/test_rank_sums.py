@@ -10,29 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.rank_sums import RankSums
 from tests.moments import fork_context
+from tests.pretrain.model.adding_product import AddsToTheSum
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MOST = 40  # values a bucket: several matrices of the model are more than one
-
-
-class AddsToTheSum(torch.autograd.Function):
-    """x w^T, whose backward adds the weight's gradient to its sum and returns none, as fused layers do."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad.addmm_(gradient.t().to(ctx.weight.main_grad.dtype), ctx.x.to(ctx.weight.main_grad.dtype))
-        return gradient @ ctx.weight, None
 
 
 class Branching(nn.Module):

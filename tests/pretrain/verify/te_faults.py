@@ -7,8 +7,8 @@ codes along the rows and their scales in forward, along the columns (or transpos
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from pretrain.model.fused import te_arithmetic
+from pretrain.precision.linear import holding
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
@@ -44,19 +45,12 @@ def fused_on_te(run: SmallRun) -> bool:
     return on_te(run) and run.packed.fused is not None
 
 
-@contextmanager
-def with_other(operand: Any, names: tuple[str, ...], change: Change | None) -> Iterator[None]:
-    """The first of the attributes that `operand` has, changed for a while."""
+def held_otherwise(operand: Any, names: tuple[str, ...], change: Change | None) -> AbstractContextManager[None]:
+    """While entered, the first of the attributes that `operand` has is changed."""
     name = next((each for each in names if getattr(operand, each, None) is not None), None)
     if change is None or name is None:
-        yield
-        return
-    before = getattr(operand, name)
-    setattr(operand, name, change(before))
-    try:
-        yield
-    finally:
-        setattr(operand, name, before)
+        return nullcontext()
+    return holding(operand, **{name: change(getattr(operand, name))})
 
 
 def changing_gemms(patch: Patch, gemm: str, side: int, codes: Change | None = None, scales: Change | None = None) -> None:
@@ -73,7 +67,7 @@ def _changed(
         with ExitStack() as changes:
             if layout == wanted:
                 for attribute, change in zip(names, (codes, scales), strict=True):
-                    changes.enter_context(with_other((left, right)[side], attribute, change))
+                    changes.enter_context(held_otherwise((left, right)[side], attribute, change))
             return multiply(left, right, *args, layout=layout, **options)
 
     return changed
