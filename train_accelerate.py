@@ -311,6 +311,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     return {
         "step": state.step,
         "tokens": state.tokens,
+        **({"trained_tokens": state.valid_tokens} if run.job.plan.trained_share is not None else {}),
         "epoch": batches.epoch,
         "loss": loss,
         "learning_rate": learning_rate,

@@ -35,6 +35,11 @@ _FLAGS = {
     "split": ("NAME", "Hugging Face datasets (train)"),
     "streaming": (None, "Hugging Face datasets: read without a download first"),
     "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}" (text)'),
+    "messages": ("COLUMN", "a chat instead of text: the column with its list of messages"),
+    "prompt": ("COLUMN", "a chat of two messages: the column, or template, of what is asked"),
+    "response": ("COLUMN", "the column, or template, of the answer"),
+    "train_on": ("WHAT", "of a chat: response or all (response)"),
+    "chat_template": ("JINJA", "file or text of a chat template (the tokenizer's own)"),
     "tokenizer": ("TOKENIZER", "tokenizer.json, folder or hub name"),
     "length": ("N", "tokens of a pack (4096)"),
     "packing": ("HOW", "truncate or best_fit (truncate)"),
@@ -160,6 +165,11 @@ def _import(options: argparse.Namespace) -> None:
     manifest = import_packs(options.path, options.out, **given)
     numbers = manifest["statistics"]
     print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
+    trained = numbers.get("trained_tokens")
+    print(
+        "  trained on    "
+        + ("every token: nothing there says otherwise" if trained is None else f"{trained:,} tokens, by its labels")
+    )
 
 
 if __name__ == "__main__":

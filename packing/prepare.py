@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
-from packing.chunks import CHUNK_BYTES, TextTemplate
+from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
+from packing.chunks import CHUNK_BYTES, Records
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
+from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
@@ -32,6 +35,8 @@ from packing.workers import TokenizerWorkers
 # The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
 # ...) changes the packs.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
+# These came later. At its default none of them is recorded, so that packs from before are still those that are asked for.
+_LATER_KEYS = ("messages", "prompt", "response", "train_on", "chat_template")
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
@@ -97,6 +102,12 @@ def _prepared_already(settings: DataSettings) -> bool:
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
+    if settings.is_chat and (packs / CHAT_TEMPLATE).is_file():
+        try:  # packs travel without their tokenizer
+            now["chat template"] = chat_template(settings.chat_template, str(settings.tokenizer))
+            then["chat template"] = (packs / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except InputError:
+            now.pop("chat template", None)
     if different := differences(then, now):
         raise InputError(
             f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); "
@@ -126,18 +137,22 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
 def _content_settings(settings: DataSettings) -> dict[str, Any]:
     """All settings that the packs depend on, as the manifest records them."""
     values = settings.model_dump(mode="json")
-    return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS}
+    later = [key for key in _LATER_KEYS if getattr(settings, key) != DataSettings.model_fields[key].default]
+    return {key: values[key] for key in [*_TOKEN_KEYS, *later, *_LAYOUT_KEYS]}
 
 
 def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
     """All documents as ids, in the order of the source."""
+    records = prepared_records(settings, tokenizer)
     head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
-    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos else []
+    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and not settings.is_chat else []
     source = open_source(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    key = {name: value for name, value in _content_settings(settings).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
+    key = {name: value for name, value in _content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
     key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
-    log = TokenLog(partial, key)
+    if isinstance(records, ChatColumns):
+        key["chat template fingerprint"] = sha256(records.template.encode()).hexdigest()
+    log = TokenLog(partial, key, masked=settings.masks)
     if log.moved_to:
         say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
     if settings.on_bad_line == "error" and log.counts.skipped:
@@ -149,14 +164,14 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         return log
     file = partial / "tokenizer.json"
     tokenizer.save(file)
-    template, skip_bad = TextTemplate.parse(settings.text), settings.on_bad_line == "skip"
+    skip_bad = settings.on_bad_line == "skip"
     processes = settings.processes or _cores()
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
     try:
         with (
-            TokenizerWorkers(processes, file, template, skip_bad=skip_bad, head=head, tail=tail) as workers,
+            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, head=head, tail=tail) as workers,
             log.writing(),
             Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
         ):
@@ -177,6 +192,15 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     return log
 
 
+def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
+    """How records become documents, for chats with the template that writes them. InputError where there is none."""
+    records = records_of(settings)
+    if not isinstance(records, ChatColumns):
+        return records
+    tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
+    return records.written_by(chat_template(settings.chat_template, tokenizer.name), tokens)
+
+
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     lengths = log.lengths()
@@ -186,18 +210,21 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
     layouts = {split: lay_out(lengths[order], settings.length, settings.positions) for split, order in places.items()}
     _check_space(settings, layouts)
     fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
-    tokens, total = log.tokens(), sum(map(len, layouts.values()))
+    tokens, trained, total = log.tokens(), log.trained(), sum(map(len, layouts.values()))
     written, step = 0, max(1, _PACKS_TOKENS // settings.length)
     with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
         for split, layout in layouts.items():
             starts = begins[places[split]]
             for first in range(0, len(layout), step):
                 last = min(first + step, len(layout))
-                block = materialise(layout, first, last, tokens, starts, fill_id)
-                writer.write(split, block.input_ids, [block.lengths_of(i) for i in range(last - first)], block.first_position)
+                block = materialise(layout, first, last, tokens, starts, fill_id, trained)
+                lengths_of = [block.lengths_of(i) for i in range(last - first)]
+                writer.write(split, block.input_ids, lengths_of, block.first_position, block.trained)
                 written += last - first
                 line.update(written, written / total)
         tokenizer.save(writer.folder / "tokenizer.json")
+        if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):
+            (writer.folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
         statistics = {
             "documents": log.counts.documents,
             "tokens": log.counts.tokens,
@@ -210,6 +237,7 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
             "first_skipped": log.counts.first_skipped,
             "empty_documents": log.counts.empty,
             "lengths": length_statistics(lengths),
+            **({"trained_tokens": log.counts.trained} if log.masked else {}),
             "source_bytes": log.key[SOURCE_FILES].get("bytes"),
         }
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
@@ -234,7 +262,10 @@ def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]
 
 def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
     """InputError before packs are written that the disk has no space for."""
-    needed = sum(4 * (len(layout) * layout.length + len(layout.document)) for layout in layouts.values())
+    needed = sum(
+        4 * (len(layout) * layout.length + len(layout.document)) + settings.masks * len(layout) * layout.length // 8
+        for layout in layouts.values()
+    )
     free = shutil.disk_usage(settings.packs.absolute().parent).free
     if needed > free:
         raise InputError(
@@ -246,10 +277,11 @@ def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
-    lengths = numbers["lengths"]
+    lengths, trained = numbers["lengths"], numbers.get("trained_tokens")
     lines = {
         "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
         "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
+        **({"trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}"} if trained is not None else {}),
         "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",
         "fill": f"{numbers['fill']:.2%}",
         "cut documents": f"{numbers['cut_documents']:,}",

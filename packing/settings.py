@@ -14,6 +14,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a reposit
 # The settings that are used only to prepare packs from a source.
 _FOR_PREPARING = (
     *("format", "subset", "split", "streaming", "text", "on_bad_line", "processes"),
+    *("messages", "prompt", "response", "train_on", "chat_template"),
     *("packing", "positions", "add_bos", "add_eos", "shuffle", "seed"),
 )
 
@@ -39,6 +40,12 @@ class DataSettings(Settings):
     streaming: bool = False  # Hugging Face datasets: read without a download first
     # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
     text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`.
+    # A chat instead of `text`: written out by a chat template, which puts in what BOS and EOS it wants.
+    messages: str | None = None  # column with a list of {role, content}
+    prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
+    response: str | None = None  # what answers `prompt`
+    train_on: Literal["response", "all"] = "response"  # of a chat: the loss is that of the assistant's tokens, or of all
+    chat_template: str | None = None  # a Jinja file, or the template itself; null: the tokenizer's own
     tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
@@ -49,6 +56,34 @@ class DataSettings(Settings):
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
     processes: PositiveCount | None = None  # that tokenise; null: one a core
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None or self.prompt is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss because of who wrote them."""
+        return self.is_chat and self.train_on == "response"
+
+    @model_validator(mode="after")
+    def _one_kind_of_record(self) -> DataSettings:
+        if (self.prompt is None) != (self.response is None):
+            given, lacking = ("prompt", "response") if self.response is None else ("response", "prompt")
+            raise ValueError(f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("`messages` and `prompt` are both set; a record holds one chat: name one of them")
+        if not self.is_chat:
+            if unused := [name for name in ("train_on", "chat_template") if name in self.model_fields_set - self._at_default()]:
+                raise ValueError(f"`{unused[0]}`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
+        elif self.text != "text":
+            raise ValueError("`text` and a chat are both set; a record becomes one document: leave one of them out")
+        elif self.add_bos:
+            raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")
+        return self
+
+    def _at_default(self) -> set[str]:
+        return {name for name, field in type(self).model_fields.items() if getattr(self, name) == field.default}
 
     @model_validator(mode="after")
     def _every_setting_is_used(self) -> DataSettings:

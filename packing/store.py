@@ -92,6 +92,9 @@ class PartOfPacks:
     def lengths(self, index: int) -> np.ndarray:
         return self._packs.lengths(int(self._indices[checked_index(index, len(self))]))
 
+    def trained(self, index: int) -> np.ndarray | None:
+        return self._packs.trained(int(self._indices[checked_index(index, len(self))]))
+
     def verify(self) -> None:
         self._packs.verify()
 

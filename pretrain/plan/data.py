@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from packing.batch import Microbatch, build_microbatch, read_pack, sum_of_squares
+from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import Pack, Packs, check_model, open_packs
@@ -39,6 +39,15 @@ class Data:
         sampled = range(0, len(self.train), max(1, len(self.train) // _SAMPLED_PACKS))
         squares = [sum_of_squares(self.train.lengths(index)) for index in sampled]
         return float(np.mean(squares)) / self.train.length
+
+    @property
+    def trained_share(self) -> float | None:
+        """Of the tokens of the packs, sampled evenly, the share that is a label; None where no mask says which are."""
+        if self.train.trained(0) is None:
+            return None
+        sampled = range(0, len(self.train), max(1, len(self.train) // _SAMPLED_PACKS))
+        labels = [count_valid_tokens(self.train.lengths(i), self.train.trained(i), mask_boundaries=True) for i in sampled]
+        return float(np.mean(labels)) / self.train.length
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""

@@ -52,6 +52,7 @@ class Plan:
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
     packs: int | None = None  # to train on; None: not known before they are prepared
+    trained_share: float | None = None  # of the packs' tokens, those that are labels; None: no mask says which are
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
@@ -268,8 +269,11 @@ def _step_line(plan: Plan) -> str:
 def _horizon_lines(plan: Plan) -> list[str]:
     tokens = f"{units.count(plan.total_tokens)} tokens"
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
+    trained = (
+        f", {units.count(plan.total_tokens * plan.trained_share)} of them trained on" if plan.trained_share is not None else ""
+    )
     return [
-        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
+        f"{plural(plan.steps, 'step')} = {tokens}{epochs}{trained}",
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
     ]
 

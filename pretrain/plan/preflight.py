@@ -170,6 +170,7 @@ def prepare_job(
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         packs=len(data.train) if data else None,
+        trained_share=data.trained_share if data else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),

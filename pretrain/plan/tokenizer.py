@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from packing.chat import chat_template
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
@@ -116,6 +117,15 @@ def load_tokenizer(
 
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
+    found = _load_tokenizer(settings, model, data, needed=needed)
+    if found is not None and settings.chat_template is not None:
+        found.chat_template = chat_template(settings.chat_template, str(settings.tokenizer))
+    return found
+
+
+def _load_tokenizer(
+    settings: DataSettings, model: ModelSettings, data: Data | None, *, needed: bool
+) -> PreTrainedTokenizerBase | None:
     source = settings.tokenizer or model.source
     if settings.tokenizer is not None:
         text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
