@@ -313,6 +313,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "tokens": state.tokens,
         **({"trained_tokens": state.valid_tokens} if run.job.plan.trained_share is not None else {}),
         "epoch": batches.epoch,
+        **batches.sources,
         "loss": loss,
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,

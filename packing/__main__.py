@@ -33,6 +33,7 @@ _FLAGS = {
     "format": ("KIND", "auto, jsonl, parquet, text or dataset (auto)"),
     "subset": ("NAME", "Hugging Face datasets: the config's name"),
     "split": ("NAME", "Hugging Face datasets (train)"),
+    "revision": ("REVISION", "Hugging Face datasets: branch, tag or commit (the newest)"),
     "streaming": (None, "Hugging Face datasets: read without a download first"),
     "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}" (text)'),
     "messages": ("COLUMN", "a chat instead of text: the column with its list of messages"),
@@ -143,8 +144,16 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from packing.arrow import MANIFEST
     from packing.inspection import decoded, describe, open_splits
 
+    sources = [] if (options.path / MANIFEST).exists() else sorted(each.parent for each in options.path.glob(f"*/{MANIFEST}"))
+    if sources:
+        if options.index is not None:
+            raise InputError(f"{options.path}: holds the packs of several sources; name one, as in {sources[0]} --index 0")
+        for path in sources:
+            _inspect(argparse.Namespace(**vars(options) | {"path": path}))
+        return
     splits = open_splits(options.path, options.length, options.end_token)
     print("\n".join(describe(options.path, splits)))
     if options.verify:

@@ -75,6 +75,7 @@ class Statistics(BaseModel):
     held_out_documents: Size = 0
     held_out_packs: Size = 0
     trained_tokens: Size | None = None  # None: all
+    held_out_tail: Size | None = None  # tokens at the end of the only document
     skipped_lines: Size = 0
     first_skipped: str | None = None
     empty_documents: Size = 0
@@ -350,6 +351,7 @@ class ArrowPacks:
         self.length: int = self.manifest["length"]
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = part["fingerprint"]
+        self.tokens: int = part.get("tokens", part["packs"] * self.length)  # without padding
         self._records = _records(part["files"], f"{split}/")
         check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]

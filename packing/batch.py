@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
+from packing.mixture import MixedOrder
 from packing.order import PackOrder, spread
 
 T = TypeVar("T")
@@ -60,6 +61,7 @@ class StepBatches:
     sum_squared_lengths: int  # over all ranks
     packs: int  # over all ranks
     epoch: float  # epochs consumed once this step is done
+    sources: dict[str, float] = field(default_factory=dict)  # of several sources, epochs and share of each once it is done
 
 
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
@@ -188,7 +190,7 @@ class BatchStream:
     """
 
     packs: Packs
-    order: PackOrder
+    order: PackOrder | MixedOrder
     _: KW_ONLY
     microbatch: int  # packs in one forward pass
     rank: int
@@ -229,6 +231,7 @@ class BatchStream:
             sum_squared_lengths=sum(squares),
             packs=len(indices),
             epoch=self.order.epoch_of(number + 1),
+            sources=self.order.figures(number + 1) if isinstance(self.order, MixedOrder) else {},
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:

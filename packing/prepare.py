@@ -21,9 +21,10 @@ from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
-from packing.chunks import CHUNK_BYTES, Records
+from packing.chunks import CHUNK_BYTES, Records, read_chunk
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
+from packing.parts import check_parts, training_parts, validation_part
 from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
@@ -36,18 +37,41 @@ from packing.workers import TokenizerWorkers
 # ...) changes the packs.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
 # These came later. At its default none of them is recorded, so that packs from before are still those that are asked for.
-_LATER_KEYS = ("messages", "prompt", "response", "train_on", "chat_template")
+_LATER_KEYS = ("revision", "messages", "prompt", "response", "train_on", "chat_template")
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, unless they exist, and return their folder.
+    """Make the packs that `settings` describe, unless they exist, and return their folder: of each source and of the text to
+    validate on.
 
     Waits for another process that prepares the same folder. Raises InputError for what cannot be used and for a full disk.
     """
-    if settings.source is None or settings.tokenizer is None:
+    if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    validation = validation_part(settings)
+    training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
+    parts = [part for part in [*training, validation] if part is not None and part.source is not None]
+    if len(parts) > 1 or validation:
+        check_parts(settings)
+        for part in parts:
+            if not part.packs.exists():
+                check_first_records(part)
+    for part in parts:
+        _prepare_part(part, progress)
+    return settings.packs
+
+
+def check_first_records(settings: DataSettings) -> None:
+    """InputError where the first records cannot be read, before hours go into another source."""
+    tokenizer = load_tokenizer(str(settings.tokenizer))
+    records = prepared_records(settings, tokenizer)
+    for chunk in islice(open_source(settings).chunks(), 1):
+        read_chunk(chunk, records, settings.on_bad_line == "skip")
+
+
+def _prepare_part(settings: DataSettings, progress: bool) -> Path:
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
     if not _prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
@@ -204,10 +228,11 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     lengths = log.lengths()
-    begins = np.cumsum(lengths) - lengths
-    places = split_documents(len(lengths), settings)
+    pieces = without_tail(lengths, settings) if log.key[SOURCE_FILES].get("kind") == "text" else lengths
+    begins = np.cumsum(pieces) - pieces
+    places = split_documents(len(pieces), settings) if pieces is lengths else {"train": np.array([0]), "held_out": np.array([1])}
     lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
-    layouts = {split: lay_out(lengths[order], settings.length, settings.positions) for split, order in places.items()}
+    layouts = {split: lay_out(pieces[order], settings.length, settings.positions) for split, order in places.items()}
     _check_space(settings, layouts)
     fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
     tokens, trained, total = log.tokens(), log.trained(), sum(map(len, layouts.values()))
@@ -231,7 +256,8 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
             "packs": total,
             "fill": log.counts.tokens / (total * settings.length),
             "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
-            "held_out_documents": len(places.get("held_out", ())),
+            "held_out_documents": len(places.get("held_out", ())) if pieces is lengths else 0,
+            **({} if pieces is lengths else {"held_out_tail": int(pieces[1])}),
             "held_out_packs": len(layouts.get("held_out", ())),
             "skipped_lines": log.counts.skipped,
             "first_skipped": log.counts.first_skipped,
@@ -242,6 +268,12 @@ def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog
         }
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
+
+
+def without_tail(lengths: np.ndarray, settings: DataSettings) -> np.ndarray:
+    """`lengths` of text files; of a single one those of the part to train on and of the tail to hold out."""
+    tail = max(1, round(int(lengths[0]) * settings.held_out)) if len(lengths) == 1 and settings.held_out else 0
+    return np.array([lengths[0] - tail, tail]) if 0 < tail < lengths[0] else lengths
 
 
 def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]:
@@ -277,9 +309,10 @@ def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
-    lengths, trained = numbers["lengths"], numbers.get("trained_tokens")
+    lengths, trained, tail = numbers["lengths"], numbers.get("trained_tokens"), numbers.get("held_out_tail")
+    held_out = f"its last {tail:,} tokens" if tail else f"{numbers['held_out_documents']:,}"
     lines = {
-        "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
+        "documents": f"{numbers['documents']:,} ({held_out} held out)",
         "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
         **({"trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}"} if trained is not None else {}),
         "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",

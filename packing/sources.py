@@ -70,7 +70,7 @@ def _suffix(path: Path) -> set[str]:
 
 def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
     """InputError for a setting that files do not use: someone who sets `split` must not get all of them."""
-    unused = {"subset": None, "split": "train", "streaming": False}
+    unused = {"subset": None, "split": "train", "revision": None, "streaming": False}
     if source.kind == "text":
         unused |= {"text": "text", "messages": None, "prompt": None}
     for name, default in unused.items():
@@ -246,13 +246,18 @@ class DatasetSource:
     def __init__(self, settings: DataSettings, records: Records) -> None:
         self.settings, self.records, self.name = settings, records, str(settings.source)
         how = ", streaming" if settings.streaming else ""
-        self.description = f"Hugging Face dataset {self.name} ({settings.subset or 'default'}, {settings.split}{how})"
+        at = f", revision {settings.revision}" if settings.revision else ""
+        self.description = f"Hugging Face dataset {self.name} ({settings.subset or 'default'}, {settings.split}{at}{how})"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which dataset it is, by names alone; a revision only where one is named, as versions before that have none."""
+        found = {"kind": "dataset", "name": self.name, "subset": self.settings.subset, "split": self.settings.split}
+        return found | ({"revision": self.settings.revision} if self.settings.revision else {})
 
     @property
     def identity(self) -> dict[str, Any]:
-        fingerprint = None if self.settings.streaming else self._data._fingerprint
-        of = {"subset": self.settings.subset, "split": self.settings.split}
-        return {"kind": "dataset", "name": self.name, **of, "fingerprint": fingerprint}
+        return self.place | {"fingerprint": None if self.settings.streaming else self._data._fingerprint}
 
     def chunks(self) -> Iterator[Chunk]:
         import datasets
@@ -282,13 +287,14 @@ class DatasetSource:
             if saved:
                 data = datasets.load_from_disk(self.name)
             else:
-                data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
+                chosen = {"split": settings.split, "revision": settings.revision, "streaming": settings.streaming}
+                data = datasets.load_dataset(self.name, settings.subset, **chosen)
         # RuntimeError: it has a loading script, whose code is not run.
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
-                f"(data.subset: {settings.subset}, data.split: {settings.split}): {reason}"
+                f"(data.subset: {settings.subset}, data.split: {settings.split}, data.revision: {settings.revision}): {reason}"
             ) from None
         if not isinstance(data, datasets.DatasetDict):
             return data

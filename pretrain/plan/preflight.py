@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
-from packing.order import PackOrder
+from packing.mixture import MixedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
@@ -97,7 +97,7 @@ class Job:
     def batches(self, accelerator: Accelerator) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe and the packs."""
         packs = self.data.train
-        return BatchStream(packs, PackOrder(len(packs), self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
+        return BatchStream(packs, order_of(packs, self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """How packs become batches on this rank, in training and in evaluation."""
@@ -128,7 +128,7 @@ def prepare_job(
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if recipe.data.source is None else None
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if not recipe.data.prepares else None
 
     # The model's shapes, without memory for its weights.
     known, vocabulary = known_tokenizer(recipe.data, data), None
@@ -171,6 +171,7 @@ def prepare_job(
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         packs=len(data.train) if data else None,
         trained_share=data.trained_share if data else None,
+        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
         vocabulary=vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),

@@ -13,9 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch, evaluation_batches
+from packing.mixture import MixedPacks
 from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
 from pretrain.model.packed import inputs_of
+from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt
 from pretrain.run.assembly import Run
 
@@ -24,8 +26,7 @@ def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set."""
     settings, began = run.job.recipe.evaluate, time.perf_counter()
     if run.job.data.held_out is not None:
-        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **run.job.batching(run.accelerator)) as batches:
-            figures = held_out_loss(run.assembly.model, batches, run.accelerator)
+        figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
         record = {"step": run.state.step, "event": "evaluation", **figures}
         run.trackers.log(record)
         run.console.evaluation(record, time.perf_counter() - began)
@@ -33,6 +34,24 @@ def evaluate(run: Run) -> None:
         for prompt in settings.samples:
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, settings.sample_tokens, run.job.recipe.seed)
             run.console.sample(prompt, text)
+
+
+def held_out_figures(job: Job, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    """`held_out_loss` of all held-out packs; of several sources also that of each, each by as large a part of its packs."""
+    held_out, limit = job.data.held_out, job.recipe.evaluate.packs
+    parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
+    found = {}
+    for name, packs in parts.items():
+        most = limit if limit is None else max(1, round(limit * len(packs) / len(held_out)))
+        with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
+            found[name] = held_out_loss(model, batches, accelerator)
+    if len(parts) == 1:
+        return next(iter(found.values()))
+    tokens = sum(figures["held_out_tokens"] for figures in found.values())
+    means = {key: sum(each[key] * each["held_out_tokens"] for each in found.values()) / max(tokens, 1) for key in found[name]}
+    perplexity = math.exp(min(means["held_out_loss"], 700.0))
+    by_source = {f"held_out_loss/{name}": figures["held_out_loss"] for name, figures in found.items()}
+    return means | {"held_out_perplexity": perplexity, "held_out_tokens": tokens} | by_source
 
 
 def was_evaluated(run: Run) -> bool:
