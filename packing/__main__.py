@@ -1,5 +1,6 @@
 """`python -m packing`: prepare packs from text, look at packs, convert packs of other formats to ours.
 
+    python -m packing tokenizer my_text --vocabulary 8192 --out my_tokenizer
     python -m packing prepare recipes/smoke.yaml data.length=1024
     python -m packing prepare --source corpus.jsonl --tokenizer Qwen/Qwen3-0.6B --out packs/corpus --length 4096
     python -m packing inspect packs/corpus --index 0
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from foundation.errors import InputError
@@ -76,7 +77,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | import")
+    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect | import")
+
+    tokenizer = commands.add_parser(
+        "tokenizer",
+        help="text to a tokenizer",
+        description="Learn a byte-level BPE tokenizer. Its end-of-text token, id 0, closes documents.",
+    )
+    tokenizer.add_argument("data.source", metavar="SOURCE", help=_FLAGS["source"][1])
+    tokenizer.add_argument("--vocabulary", type=int, required=True, metavar="N", help="tokens to learn, all bytes included")
+    tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    tokenizer.add_argument(
+        "--special", action="append", default=[], metavar="TOKEN", help="one more, as <|im_start|>; repeatable"
+    )
+    most = "bytes of text to learn from, from the beginning (1000000000)"
+    tokenizer.add_argument("--most-bytes", type=int, default=10**9, metavar="N", help=most)
+    _add_flags(tokenizer, ("format", "subset", "split", "revision", "streaming", "text", "on_bad_line"))
+    tokenizer.set_defaults(run=_tokenizer)
 
     prepare = commands.add_parser(
         "prepare",
@@ -86,9 +103,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("recipe", nargs="*", help="RECIPE.yaml, whose data section counts, then key=value to override it")
     prepare.add_argument("--out", dest="data.packs", metavar="FOLDER", help="where the packs go (data.packs)")
-    for name, (metavar, text) in _FLAGS.items():
-        shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
-        prepare.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+    _add_flags(prepare, _FLAGS)
     prepare.set_defaults(run=_prepare)
 
     inspect = commands.add_parser(
@@ -112,6 +127,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--length", type=int, help="tokens of a pack: for token .bin, which does not say")
         command.add_argument("--end-token", type=int, help="token .bin: the id that ends a document")
     return parser
+
+
+def _add_flags(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    for name in names:
+        metavar, text = _FLAGS[name]
+        shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
+        command.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+
+
+def _tokenizer(options: argparse.Namespace) -> None:
+    from packing.vocabulary import make_tokenizer
+
+    named = {"recipe": [], "data.packs": str(options.out), "data.tokenizer": str(options.out)}
+    settings = _data_settings(argparse.Namespace(**vars(options) | named))
+    given = {"special": options.special, "most_bytes": options.most_bytes}
+    tokenizer = make_tokenizer(settings, options.out, options.vocabulary, **given)
+    print(f"{options.out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
 
 def _prepare(options: argparse.Namespace) -> None:
