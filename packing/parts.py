@@ -11,7 +11,8 @@ from packing.sources import DatasetSource, FileSource, open_source
 
 VALIDATION = "validation"
 _PLACE = ("source", "format", "subset", "split", "revision")  # which documents; another source has its own
-_RECORD = ("text", "messages", "prompt", "response", "train_on", "chat_template")  # how they are read
+# How they are read:
+_RECORD = ("text", "messages", "prompt", "response", "train_on", "chat_template", "input_ids", "labels", "document_lengths")
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:

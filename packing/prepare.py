@@ -21,7 +21,7 @@ from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
-from packing.chunks import CHUNK_BYTES, Records, read_chunk
+from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.parts import check_parts, training_parts, validation_part
@@ -37,7 +37,10 @@ from packing.workers import TokenizerWorkers
 # ...) changes the packs.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
 # These came later. At its default none of them is recorded, so that packs from before are still those that are asked for.
-_LATER_KEYS = ("revision", "messages", "prompt", "response", "train_on", "chat_template")
+_LATER_KEYS = (
+    *("revision", "messages", "prompt", "response", "train_on", "chat_template"),
+    *("input_ids", "labels", "document_lengths"),
+)
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
@@ -169,7 +172,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     """All documents as ids, in the order of the source."""
     records = prepared_records(settings, tokenizer)
     head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
-    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and not settings.is_chat else []
+    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and isinstance(records, TextTemplate) else []
     source = open_source(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
     key = {name: value for name, value in _content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
@@ -218,7 +221,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
 
 def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """How records become documents, for chats with the template that writes them. InputError where there is none."""
-    records = records_of(settings)
+    records = records_of(settings, tokenizer.vocab_size)
     if not isinstance(records, ChatColumns):
         return records
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}

@@ -15,7 +15,7 @@ _CHAT = ("train_on", "chat_template")
 # The settings that are used only to prepare packs from a source.
 _FOR_PREPARING = (
     *("format", "subset", "split", "revision", "streaming", "text", "on_bad_line", "processes"),
-    *("messages", "prompt", "response", "train_on", "chat_template"),
+    *("messages", "prompt", "response", "train_on", "chat_template", "input_ids", "labels", "document_lengths"),
     *("packing", "positions", "add_bos", "add_eos", "shuffle", "seed"),
 )
 
@@ -37,24 +37,29 @@ class SourceSettings(Settings):
     train_on: Literal["response", "all"] = "response"  # of a chat: the loss is that of the assistant's tokens, or of all
     chat_template: str | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
 
+    # Tokens instead of `text`, as they are, of a source that is tokenized already:
+    input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names
+    labels: str | None = None  # column with the same ids and -100 where there is no loss; null: every token is trained on
+    document_lengths: str | None = None  # column with the lengths of a record's documents; null: a record is one
+
     @property
     def is_chat(self) -> bool:
         return self.messages is not None or self.prompt is not None
 
     @property
     def masks(self) -> bool:
-        """Whether some tokens have no loss because of who wrote them."""
-        return self.is_chat and self.train_on == "response"
+        """Whether some tokens have no loss because of what the source says of them."""
+        return (self.is_chat and self.train_on == "response") or self.labels is not None
 
     @model_validator(mode="after")
     def _one_kind_of_record(self) -> SourceSettings:
         if (self.prompt is None) != (self.response is None):
             given, lacking = ("prompt", "response") if self.response is None else ("response", "prompt")
             raise ValueError(f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both")
-        if self.messages is not None and self.prompt is not None:
-            raise ValueError("`messages` and `prompt` are both set; a record holds one chat: name one of them")
-        if self.is_chat and self.text != "text":
-            raise ValueError("`text` and a chat are both set; a record becomes one document: leave one of them out")
+        if len(kinds := self.changed(("text", "messages", "prompt", "input_ids"))) > 1:
+            raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
+        if self.input_ids is None and (idle := self.changed(("labels", "document_lengths"))):
+            raise ValueError(f"`{idle[0]}`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
@@ -102,7 +107,7 @@ class DataSettings(SourceSettings):
     packing: Literal["truncate", "best_fit"] = "truncate"
     positions: Literal["restart", "continue"] = "restart"  # of a cut document's rest: from 0, or on from where it was cut
     add_bos: bool = False  # a BOS token before each text
-    add_eos: bool = True  # an EOS token after each text; a chat has those that its template writes
+    add_eos: bool = True  # an EOS token after each text; chats and tokens have their own
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
@@ -136,6 +141,8 @@ class DataSettings(SourceSettings):
             raise ValueError(f"`{unused[0]}`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
         if self.add_bos and any(part.is_chat for part in parts):
             raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")
+        if self.add_bos and any(part.input_ids is not None for part in parts):
+            raise ValueError("`add_bos`: tokens are taken as they are; leave it out")
         return self
 
     @model_validator(mode="after")

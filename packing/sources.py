@@ -72,12 +72,12 @@ def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
     """InputError for a setting that files do not use: someone who sets `split` must not get all of them."""
     unused = {"subset": None, "split": "train", "revision": None, "streaming": False}
     if source.kind == "text":
-        unused |= {"text": "text", "messages": None, "prompt": None}
+        unused |= {"text": "text", "messages": None, "prompt": None, "input_ids": None}
     for name, default in unused.items():
         if getattr(settings, name) != default:
             why = (
                 "a text file is one document, without columns"
-                if name in ("text", "messages", "prompt")
+                if name in ("text", "messages", "prompt", "input_ids")
                 else "only Hugging Face datasets have that"
             )
             raise InputError(

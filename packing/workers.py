@@ -26,6 +26,7 @@ import numpy as np
 from foundation.errors import InputError
 from packing.chat import Rendered
 from packing.chunks import Chunk, Records, Texts, read_chunk
+from packing.records import Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,7 +48,7 @@ class Tokenized:
 class TokenizerWorkers:
     """`processes` workers, started when first needed and stopped on leaving the `with` block.
 
-    tokenizer: path of a tokenizer.json. head, tail: ids to put before and after each text; chats have their own.
+    tokenizer: path of a tokenizer.json. head, tail: ids to put before and after each text; chats and tokens have their own.
     """
 
     def __init__(
@@ -131,11 +132,18 @@ def _serve(pipe: Connection, file: str, records: Records, skip_bad: bool, head: 
 
 def _tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
     """A document without tokens of its own is left out: many tokenizers give none for blanks."""
-    chats = bool(texts.documents) and isinstance(texts.documents[0], Rendered)
-    ids, ends, trained = _of_chats(texts.documents, tokenizer) if chats else _of_texts(texts.documents, tokenizer, head, tail)
-    lengths = np.diff(ends).astype(np.int64)
-    empty = texts.empty + len(texts.documents) - len(lengths)
-    return Tokenized(np.array(ids, np.uint32), lengths, trained, texts.skipped, texts.first_skipped, empty, chunk.progress)
+    documents, empty = texts.documents, texts.empty
+    first = documents[0] if documents else None
+    if isinstance(first, Ids):
+        columns = zip(*((each.tokens, each.lengths, each.trained) for each in documents), strict=True)
+        ids, lengths, trained = (None if column[0] is None else np.concatenate(column) for column in columns)
+    else:
+        ids, ends, trained = (
+            _of_chats(documents, tokenizer) if isinstance(first, Rendered) else _of_texts(documents, tokenizer, head, tail)
+        )
+        ids, lengths = np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
+        empty += len(documents) - len(lengths)
+    return Tokenized(ids, lengths, trained, texts.skipped, texts.first_skipped, empty, chunk.progress)
 
 
 def _of_texts(texts: list[str], tokenizer: Tokenizer, head: list[int], tail: list[int]) -> tuple[list[int], list[int], None]:

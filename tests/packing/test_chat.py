@@ -251,7 +251,7 @@ def test_a_chat_that_cannot_be_used_is_one_message(
     [
         ({"prompt": "p"}, "`prompt` is set but `response` is not"),
         ({"messages": "m", "prompt": "p", "response": "r"}, "both set"),
-        ({"messages": "m", "text": "body"}, "`text` and a chat are both set"),
+        ({"messages": "m", "text": "body"}, "`text` and `messages` are both set"),
         ({"messages": "m", "add_bos": True}, "the chat template puts in the BOS"),
         ({"train_on": "all"}, "`train_on`: for chats"),
     ],
