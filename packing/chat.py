@@ -223,7 +223,7 @@ def _read(path: Path, key: str) -> str:
 def _from_hub(name: str, revision: str | None) -> list[Path]:
     """The files of a hub repository that may hold its chat template."""
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     found = []
     for wanted in (CHAT_TEMPLATE, "tokenizer_config.json"):
@@ -232,6 +232,8 @@ def _from_hub(name: str, revision: str | None) -> list[Path]:
         except RemoteEntryNotFoundError:
             continue
         except (OSError, HFValidationError) as error:
+            if wanted == CHAT_TEMPLATE and isinstance(error, LocalEntryNotFoundError):
+                continue  # most have it in tokenizer_config.json, and without a network the cache knows no more
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(f"data.tokenizer: {name}: no {wanted} from the hub: {reason}") from None
     return found

@@ -40,6 +40,13 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
     return part.model_copy(update={"held_out": 0.0, "shuffle": False})
 
 
+def prepared(settings: DataSettings) -> bool:
+    """Whether the packs of every part are there, as far as names tell."""
+    validation = validation_part(settings)
+    training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
+    return all(packs.exists() for packs in [*training, *([validation.packs] if validation else [])])
+
+
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
     """`settings` with what `own` says; what that leaves open is as for all. Where it names a source, all of `_PLACE` is its own,
     and where it says how a record is read, all of `_RECORD`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,10 @@ class Data:
     def tokenizer(self) -> dict[str, Any]:
         """What the packs remember of their tokenizer: name, fingerprint, vocab_size, bos_id, eos_id, pad_id, or some of it."""
         return self.train.tokenizer or {}
+
+    def beside(self, name: str) -> Path | None:
+        """The file of this name that travels with the packs: tokenizer.json or, of chats, their template."""
+        return next((file for packs in self._parts if (file := packs.path / name).is_file()), None)
 
     @property
     def mean_squared(self) -> float:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from foundation.errors import InputError
 from packing.batch import BatchStream
 from packing.mixture import MixedPacks, order_of
+from packing.parts import prepared
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
@@ -150,7 +151,7 @@ def prepare_job(
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
         encoded_prompt(tokenizer, prompt)
-    if data is None and (may_prepare or recipe.data.packs.exists()):
+    if data is None and (may_prepare or prepared(recipe.data)):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:
         check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)

@@ -16,7 +16,8 @@ import torch
 from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
-from packing.chat import chat_template
+from packing.chat import CHAT_TEMPLATE, chat_template
+from packing.parts import training_parts
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
@@ -118,9 +119,18 @@ def load_tokenizer(
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
     found = _load_tokenizer(settings, model, data, needed=needed)
-    if found is not None and settings.chat_template is not None:
-        found.chat_template = chat_template(settings.chat_template, str(settings.tokenizer))
+    if found is not None and (template := _template_of_chats(settings, data)):
+        found.chat_template = template
     return found
+
+
+def _template_of_chats(settings: DataSettings, data: Data | None) -> str | None:
+    """What chats are written with, where that is not the tokenizer's own; of several sources, the first that says so."""
+    named = (part.chat_template for part in list(training_parts(settings).values()) or [settings])
+    if (given := next(filter(None, named), None)) is not None:
+        return chat_template(given, str(settings.tokenizer))
+    file = data.beside(CHAT_TEMPLATE) if data is not None else None
+    return file.read_text(encoding="utf-8") if file else None
 
 
 def _load_tokenizer(
@@ -140,7 +150,7 @@ def _load_tokenizer(
             key = "data.tokenizer" if settings.tokenizer else "model.source"
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"`{key}`: no tokenizer can be read from {source!r}: {reason}; set `data.tokenizer`") from None
-    if data is not None and (file := data.train.path / "tokenizer.json").is_file():
+    if data is not None and (file := data.beside("tokenizer.json")):
         text = load_text_tokenizer(str(file))
         return _with_special_tokens(text, data.tokenizer or text.describe())
     if needed:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer
 
 from tests.conftest import write_recipe
 from tests.moments import LauncherProcess, Moment
@@ -82,6 +83,7 @@ def test_plan_and_metrics_say_what_came_from_where(
     planned = start_here(recipe, folder, "--plan")
     assert f"% of the tokens from chats: {last['epoch/chats']:.2f} epochs of" in planned.out
     assert "of them trained on" in planned.out
+    assert AutoTokenizer.from_pretrained(alone.run_dir / "final").chat_template == CHATML
     assert "plain transformers" in alone.output  # parity, which makes labels of masks by itself
 
 
