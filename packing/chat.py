@@ -103,7 +103,8 @@ class ChatColumns:
 
     def _render(self, chat: list[dict[str, Any]], *, ask: bool = False) -> str:
         try:
-            return _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **dict(self.tokens))
+            known = {"tools": None, "documents": None, **dict(self.tokens)}
+            return _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **known)
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
             raise BadRecord(f"the chat template does not take this chat: {error or type(error).__name__}") from None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from foundation.errors import InputError
 from packing.arrow import MANIFEST
-from packing.settings import DataSettings, SourceSettings
+from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.sources import DatasetSource, FileSource, open_source
 
 VALIDATION = "validation"
@@ -26,6 +26,8 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
 def source_names(settings: DataSettings) -> list[str]:
     """The name of each of `data.sources`: its own, or else the last part of its source without suffixes."""
     names = [each.name or Path(str(each.source)).name.split(".")[0] for each in settings.sources or ()]
+    if nameless := [each.source for each, name in zip(settings.sources or (), names, strict=True) if not SOURCE_NAME.match(name)]:
+        raise InputError(f"data.sources: {nameless[0]}: gives no name for its packs and figures; set its `name`")
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"data.sources: two are called {twice[0]}; give each a `name` of its own")
     return names
@@ -70,15 +72,25 @@ def check_parts(settings: DataSettings) -> None:
             "data.packs"
         )
     validation = validation_part(settings)
-    opened = [(name, open_source(part)) for name, part in training.items() if part.source is not None]
-    held = open_source(validation) if validation and validation.source is not None else None
+    opened = [(name, _source_of(part)) for name, part in training.items()]
+    held = _source_of(validation) if validation else None
     for name, source in opened:
-        if held is not None and (shared := _shared(source, held)):
+        if source and held and (shared := _shared(source, held)):
             where = f"data.sources ({name})" if name else "data.source"
             raise InputError(
                 f"data.validation: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
+
+
+def _source_of(part: DataSettings) -> FileSource | DatasetSource | None:
+    """None where packs are there, and have travelled without it."""
+    try:
+        return open_source(part) if part.source is not None else None
+    except InputError:
+        if part.packs.exists():
+            return None
+        raise
 
 
 def _shared(one: FileSource | DatasetSource, other: FileSource | DatasetSource) -> str | None:

@@ -56,11 +56,11 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     validation = validation_part(settings)
     training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
     parts = [part for part in [*training, validation] if part is not None and part.source is not None]
-    if len(parts) > 1 or validation:
+    missing = [part for part in parts if not part.packs.exists()]
+    if missing and (settings.sources or validation):
         check_parts(settings)
-        for part in parts:
-            if not part.packs.exists():
-                check_first_records(part)
+        for part in missing:
+            check_first_records(part)
     for part in parts:
         _prepare_part(part, progress)
     return settings.packs

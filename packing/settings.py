@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
+SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 _CHAT = ("train_on", "chat_template")
 
 # The settings that are used only to prepare packs from a source.
@@ -71,7 +72,7 @@ class WeightedSource(SourceSettings):
     """One of several sources."""
 
     # The folder of its packs and its name in figures; null: the last part of `source`, without suffixes.
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")] | None = None
+    name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
     weight: float = Field(gt=0, le=1)  # its share of the tokens; those of all sources add up to 1
 
     @model_validator(mode="after")

@@ -143,6 +143,13 @@ def test_any_number_of_processes_takes_the_same_packs_of_several_sources(data: D
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     there = [{"name": "web", "weight": 0.7}, {"name": "short", "weight": 0.3}]
     again = DataSettings(packs=data.packs, length=64, sources=there)
+    gone = [
+        {**part, "source": str(data.packs / "gone.jsonl"), "name": each.name}
+        for part, each in zip(there, again.sources, strict=True)
+    ]
+    moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer="t")
+    with pytest.raises(InputError, match="prepared with other settings"):  # not that its text is gone
+        prepare(moved, progress=False)
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
 
 
@@ -246,6 +253,7 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
 
     assert "no column `text`; the columns are: body, n" in refused(sources=[web, {**short, "text": "text"}])
     assert "two are called web" in refused(sources=[web, {**web, "weight": 0.3}])
+    assert "gives no name for its packs" in refused(sources=[web, {"source": str(folder / ".hidden"), "weight": 0.3}])
     assert "no such file" in refused(sources=[web, {**short, "source": str(tmp_path / "gone.jsonl")}])
     again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
     assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
