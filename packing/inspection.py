@@ -66,7 +66,7 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
             share = sum(int(np.count_nonzero(packs.trained(int(index)))) for index in chosen) / max(int(lengths.sum()), 1)
             yield f"    trained on    {share:.2%} of the tokens; the others are masked{sampled}"
         yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
-    recorded = {name for name, field in Statistics.model_fields.items() if field.default is not None}
+    recorded = Statistics.model_fields.keys() - {"trained_tokens", "held_out_tail"}  # which only some packs have
     whole = isinstance(first, ArrowPacks) and first.manifest["statistics"].keys() >= recorded
     if whole and all((first.tokenizer or {}).get(key) for key in ("name", "vocab_size", "fingerprint")):
         yield "  as prepared"
