@@ -117,20 +117,26 @@ def _serve(pipe: Connection, file: str, records: Records, skip_bad: bool, head: 
     """What a worker does: it answers until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(file)
-    tokenizer.post_processor = None  # it adds special tokens, which are not asked for, and takes blanks out of tokens' offsets
+    tokenizer = plain_tokenizer(file)
     with suppress(EOFError, ConnectionError):
         while True:
             chunk = pipe.recv()
             try:
-                pipe.send(_tokenize(chunk, read_chunk(chunk, records, skip_bad), tokenizer, head, tail))
+                pipe.send(tokenize(chunk, read_chunk(chunk, records, skip_bad), tokenizer, head, tail))
             except InputError as error:
                 pipe.send(error)
 
 
-def _tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
+def plain_tokenizer(file: str) -> Tokenizer:
+    """A tokenizer without its post-processor: that adds special tokens nobody asks for, and takes blanks out of offsets."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = None
+    return tokenizer
+
+
+def tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
     """A document without tokens of its own is left out: many tokenizers give none for blanks."""
     documents, empty = texts.documents, texts.empty
     first = documents[0] if documents else None

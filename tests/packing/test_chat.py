@@ -17,10 +17,14 @@ from foundation.errors import InputError
 from packing.__main__ import main
 from packing.arrow import MASKED_VERSION, read_manifest
 from packing.batch import IGNORE, build_microbatch
+from packing.chunks import read_chunk
 from packing.inspection import decoded, describe, open_splits
-from packing.prepare import check_first_records, prepare
+from packing.prepare import check_first_records, prepare, prepared_records
 from packing.settings import DataSettings
+from packing.sources import open_source
 from packing.store import open_packs
+from packing.tokenizer import load_tokenizer
+from packing.workers import plain_tokenizer, tokenize
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -88,25 +92,30 @@ def read_chats(settings: DataSettings) -> list[tuple[list[int], list[bool]]]:
     return sorted(found)
 
 
-def answers_of(tokenizer: PreTrainedTokenizerFast, ids: list[int], mask: list[bool]) -> str:
-    return "".join(tokenizer.decode(token) if learnt else "|" for token, learnt in zip(ids, mask, strict=True))
+def tokenised(settings: DataSettings) -> list[tuple[list[int], list[bool]]]:
+    """As `read_chats`, of what a process that tokenises makes of the source's only chunk, in this one."""
+    tokenizer = load_tokenizer(settings.tokenizer)
+    (chunk,) = open_source(settings).chunks()
+    texts = read_chunk(chunk, prepared_records(settings, tokenizer), skip_bad=False)
+    made = tokenize(chunk, texts, plain_tokenizer(str(Path(settings.tokenizer) / "tokenizer.json")), [], [])
+    cuts = np.cumsum(made.lengths)[:-1]
+    mask = np.ones(len(made.tokens), bool) if made.trained is None else made.trained
+    return sorted((ids.tolist(), of.tolist()) for ids, of in zip(np.split(made.tokens, cuts), np.split(mask, cuts), strict=True))
 
 
 @pytest.mark.parametrize("template", [CHATML, DATED, MARKED], ids=["chatml", "dated", "marked"])
 def test_chats_have_the_tokens_that_transformers_gives_them(tmp_path: Path, tokenizer_folder: Path, template: str) -> None:
     records = [{"messages": chat} for chat in CHATS]
     settings = settings_of(tmp_path, tokenizer_folder, records, messages="messages", chat_template=template)
-    prepare(settings, progress=False)
     theirs = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder)
     still = template.replace("strftime_now is defined", "false")  # transformers has a clock
     expected = [theirs.apply_chat_template(chat, chat_template=still, tokenize=True)["input_ids"] for chat in CHATS]
-    assert [ids for ids, _ in read_chats(settings)] == sorted(expected)
+    assert [ids for ids, _ in tokenised(settings)] == sorted(expected)
 
 
 def test_a_template_that_marks_answers_gives_the_mask_that_transformers_gives(tmp_path: Path, tokenizer_folder: Path) -> None:
     chats = CHATS[1:]  # in the first, transformers leaves out all but the first token of a character of several
     settings = settings_of(tmp_path, tokenizer_folder, [{"m": chat} for chat in chats], messages="m", chat_template=MARKED)
-    prepare(settings, progress=False)
     theirs, expected = PreTrainedTokenizerFast.from_pretrained(tokenizer_folder), []
     theirs._tokenizer.post_processor = None  # with blanks taken out of offsets it finds other tokens
     for chat in chats:
@@ -114,7 +123,7 @@ def test_a_template_that_marks_answers_gives_the_mask_that_transformers_gives(tm
             chat, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         expected.append((made["input_ids"], [bool(each) for each in made["assistant_masks"]]))
-    assert read_chats(settings) == sorted(expected)
+    assert tokenised(settings) == sorted(expected)
 
 
 def test_what_is_trained_on_is_the_answers_and_their_end(tmp_path: Path, tokenizer_folder: Path) -> None:
@@ -126,6 +135,10 @@ def test_what_is_trained_on_is_the_answers_and_their_end(tmp_path: Path, tokeniz
         parts = [ids[begin:end] for begin, end in changes.reshape(-1, 2).tolist()]
         found.add(tuple(tokenizer.decode(part, skip_special_tokens=False) for part in parts))
     assert found == {tuple(f"{m['content']}<|im_end|>\n" for m in chat if m["role"] == "assistant") for chat in CHATS}
+    splits = open_splits(settings.packs, None, None)
+    assert any("trained on" in line and "%" in line for line in describe(settings.packs, splits))
+    shown = list(decoded(splits["train"], 0, None))
+    assert shown[shown.index("[trained on]") + 1] in {part for parts in found for part in parts}
     statistics = read_manifest(settings.packs)["statistics"]
     assert statistics["trained_tokens"] == sum(sum(mask) for _, mask in read_chats(settings)) < statistics["tokens"]
 
@@ -176,20 +189,10 @@ def test_masked_tokens_are_no_labels_and_masks_survive_cuts(tmp_path: Path, toke
 def test_train_on_all_has_no_mask_and_the_same_tokens(tmp_path: Path, tokenizer_folder: Path) -> None:
     records = [{"m": chat} for chat in CHATS]
     masked = settings_of(tmp_path, tokenizer_folder, records, messages="m", chat_template=MARKED)
-    prepare(masked, progress=False)
-    every = masked.model_copy(update={"packs": tmp_path / "all", "train_on": "all"})
-    prepare(every, progress=False)
-    one, other = open_packs(masked, "train")[0], open_packs(every, "train")[0]
-    assert other.trained is None and other.input_ids.tolist() == one.input_ids.tolist()
-
-
-def test_inspect_shows_what_is_trained_on(tmp_path: Path, tokenizer_folder: Path) -> None:
-    settings = settings_of(tmp_path, tokenizer_folder, [{"m": CHATS[0]}], messages="m")
-    prepare(settings, progress=False)
-    splits = open_splits(settings.packs, None, None)
-    assert any("trained on" in line and "%" in line for line in describe(settings.packs, splits))
-    shown = list(decoded(splits["train"], 0, None))
-    assert shown[shown.index("[trained on]") + 1] == f"{CHATS[0][1]['content']}<|im_end|>\n"
+    every = masked.model_copy(update={"train_on": "all"})
+    assert masked.masks and not every.masks
+    assert [ids for ids, _ in tokenised(every)] == [ids for ids, _ in tokenised(masked)]
+    assert all(all(mask) for _, mask in tokenised(every)) and not any(all(mask) for _, mask in tokenised(masked))
 
 
 def test_packs_do_not_depend_on_processes_or_an_interruption(
