@@ -20,6 +20,14 @@ PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes fir
 PROOF = "proof"  # `.proof.<rank>.partial`: the token by which processes prove that they see one folder
 
 
+def cache_folder(part: str) -> Path:
+    """Where what can be made again is kept, by the XDG base directory specification, which wants an absolute path."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    with suppress(RuntimeError):  # no home folder
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pretrain" / part
+    return Path(__file__).resolve().parent.parent / f".{part}"
+
+
 def fsync(path: Path) -> None:
     """Flush a file, or the names in a folder, which fsync of the files in it does not do. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)

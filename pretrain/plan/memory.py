@@ -309,7 +309,7 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     heads = parts.heads
     query, width = heads.query * heads.dim, heads.width
     result = number * query + 4 * heads.query
-    if backend == "packed_cudnn" and parts.rotary:  # makes queries and keys again where heads are normed
+    if backend in ("packed_cudnn", "packed_fa4") and parts.rotary:  # makes queries and keys again where heads are normed
         return result + number * width
     # A norm keeps what came in and the attention what came out; a rotation alone keeps neither.
     result += number * width if parts.head_norms else 0

@@ -32,7 +32,8 @@ class ModelSettings(Settings):
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
-    # auto: cudnn on Hopper and Blackwell with Transformer Engine, else varlen on a GPU, sdpa elsewhere.
+    # auto: on Hopper and Blackwell cudnn with Transformer Engine, else FlashAttention-4 where its package is; otherwise varlen on
+    # a GPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
     attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"

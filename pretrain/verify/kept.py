@@ -21,13 +21,24 @@ from typing import Any
 
 import torch
 
-from foundation.files import replace_file
+from foundation.files import cache_folder, replace_file
 
 VERSION = 2
 _ROOT = Path(__file__).resolve().parents[2]
 _CODE = ("foundation", "packing", "pretrain")
 _LIBRARIES = (
-    *("torch", "transformers", "accelerate", "triton", "transformer_engine", "flash_attn", "cut-cross-entropy", "kernels"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "triton",
+        "transformer_engine",
+        "flash_attn",
+        "flash-attn-4",
+        "nvidia-cutlass-dsl",
+        "cut-cross-entropy",
+        "kernels",
+    ),
     *(f"nvidia-{name}{cuda}" for name in ("cudnn", "cublas") for cuda in ("-cu12", "-cu13", "")),
 )
 # What of the environment these libraries choose their kernels by. Where they keep files is another matter, and TORCHELASTIC_ (the
@@ -40,11 +51,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def folder() -> Path:
-    """By the XDG base directory specification, which wants an absolute path."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    with suppress(RuntimeError):  # no home folder
-        return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "pretrain" / "parity"
-    return _ROOT / ".parity"
+    return cache_folder("parity")
 
 
 @cache

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.precision.registry import PRECISIONS
@@ -30,7 +30,7 @@ DOCUMENTS = {
     "a pack each": [LENGTH] * PACKS,
     "tokens alone": [1] * 300 + [212] + [1] * 512 + [511, 1],
 }
-KERNELS = ["cudnn", "varlen", "flash_attn"]
+KERNELS = ["cudnn", "fa4", "varlen", "fa2"]
 SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 1, 256)]
 
 attention.register()
@@ -158,7 +158,7 @@ def test_the_cudnn_operators_shapes_are_those_that_the_compiler_is_told() -> Non
     torch.library.opcheck(cudnn._attend, (*states, offsets([512] * 3, 2), LENGTH, 0.11), test_utils=checks)
 
 
-@pytest.mark.parametrize("kind", ["cudnn", "varlen"])
+@pytest.mark.parametrize("kind", ["cudnn", "fa4", "varlen"])
 @pytest.mark.parametrize("size", [64, 128, 256, 512, 4096])
 def test_what_repeats_bit_for_bit(kind: Any, size: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Output, dK and dV always do. In dQ, blocks of keys may meet in another order each time: shown, and bounded, here."""
@@ -257,10 +257,11 @@ def test_fp32_parameters_under_autocast_reach_the_kernel_in_bf16(kind: str) -> N
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_auto_takes_cudnn_where_it_runs_varlen_elsewhere_and_sdpa_for_fp32() -> None:
+def test_auto_takes_cudnn_where_it_runs_the_next_best_elsewhere_and_sdpa_for_fp32() -> None:
     choice = attention.choose("auto", "cuda", SHAPES[0], torch.bfloat16, LENGTH)
     obstacle = cudnn.obstacle(SHAPES[0], LENGTH, torch.bfloat16)
-    assert choice.name == ("packed_varlen" if obstacle else "packed_cudnn") and (obstacle or "H200") in choice.reason
+    next_best = "packed_fa4" if flash.installed() else "packed_varlen"
+    assert choice.name == (next_best if obstacle else "packed_cudnn") and (obstacle or "H200") in choice.reason
     choice = attention.choose("auto", "cuda", SHAPES[0], torch.float32, LENGTH)
     assert choice.name == "packed_sdpa" and "precision: bf16" in choice.reason
 

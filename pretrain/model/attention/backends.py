@@ -17,7 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +26,19 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
 
 try:
     from flash_attn import flash_attn_varlen_func
-except ImportError:  # an extra of requirements-cuda.txt
+except ImportError:  # version 2's package, an extra for GPUs before Hopper
     flash_attn_varlen_func = None
 
-Kind = Literal["cudnn", "varlen", "flash_attn", "sdpa"]
-FASTEST_FIRST: tuple[Kind, ...] = ("cudnn", "varlen", "flash_attn", "sdpa")
-MIN_CUDNN_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
+Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"]
+# FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
+Kind = Literal["cudnn", "fa4", "varlen", "fa2", "sdpa"]
+FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
+MIN_MEASURED_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -50,13 +52,13 @@ class Choice(NamedTuple):
 
 
 def register() -> None:
-    """Make `packed_sdpa`, `packed_varlen`, `packed_flash_attn` and `packed_cudnn` names that transformers' models accept."""
-    for attention in (packed_sdpa, packed_varlen, packed_flash_attn, packed_cudnn):
+    """Make the names of the functions below, such as `packed_varlen`, names that transformers' models accept."""
+    for attention in (packed_sdpa, packed_varlen, packed_fa2, packed_fa4, packed_cudnn):
         AttentionInterface.register(attention.__name__, attention)
 
 
 def choose(
-    requested: Literal["auto"] | Kind,
+    requested: Setting,
     device_type: str,
     heads: Heads,
     dtype: torch.dtype,
@@ -65,22 +67,25 @@ def choose(
 ) -> Choice:
     """The backend for a device, the model's heads, the dtype that attention computes in and packs of `length` tokens.
 
-    `auto` takes the first of FASTEST_FIRST that runs here, and cudnn only where it is measured to be the fastest. `refused`:
+    `auto` takes the first of FASTEST_FIRST that runs here, those that need to be measured only where they are. `flash_attn` is
+    version 4 where that runs, and version 2 elsewhere. `refused`:
     those that were tried and are wrong (pretrain.verify.kernels), each with how. Raises InputError when a backend was asked for
     by name and cannot run here, and when none is left.
     """
     if requested != "auto":
-        obstacle = _obstacle(requested, device_type, heads, dtype, length)
-        if not obstacle and requested in refused:
-            obstacle = f"{refused[requested]}; name another"
+        kinds: tuple[Kind, ...] = ("fa4", "fa2") if requested == "flash_attn" else (requested,)
+        obstacles = {kind: _obstacle(kind, device_type, heads, dtype, length) for kind in kinds}
+        kind, obstacle = min(obstacles.items(), key=lambda each: each[1] is not None)  # the first that runs here, or the first
+        if not obstacle and kind in refused:
+            obstacle = f"{refused[kind]}; name another"
         if obstacle:
             raise InputError(f"model.attention: {requested} {obstacle}; or set model.attention: auto")
-        return Choice(f"packed_{requested}", "requested")
+        return Choice(f"packed_{kind}", "requested")
     passed_over = []
     for kind in FASTEST_FIRST:
         if kind in refused:
             against = refused[kind]
-        elif kind == "cudnn" and heads.dim < MIN_CUDNN_HEAD_DIM:
+        elif kind in ("cudnn", "fa4") and heads.dim < MIN_MEASURED_HEAD_DIM:
             against = f"is not measured with heads of {heads.dim}"
         else:
             against = _obstacle(kind, device_type, heads, dtype, length)
@@ -204,12 +209,21 @@ def packed_varlen(
 
 
 @_packed
-def packed_flash_attn(
+def packed_fa2(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """By the flash-attn package; bf16 or fp16."""
+    """By the flash-attn package of version 2; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
     return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)
+
+
+@_packed
+def packed_fa4(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+) -> Tensor:
+    """By FlashAttention-4 (pretrain.model.attention.flash); bf16 or fp16."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return flash.flash_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
 @_packed
@@ -242,8 +256,10 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, le
     """Why a backend cannot run here and what would help; None if it can."""
     if kind == "sdpa":
         return None
-    if kind == "flash_attn" and flash_attn_varlen_func is None:
-        return "needs the flash-attn package: pip install -r requirements-cuda.txt"
+    if kind == "fa4" and not flash.installed():
+        return "needs the package flash-attn-4, or flash-attn on GPUs before Hopper: pip install -r requirements-cuda.txt"
+    if kind == "fa2" and flash_attn_varlen_func is None:
+        return "needs the package flash-attn: pip install -r requirements-cuda.txt"
     if device_type != "cuda":
         return f"needs a CUDA device, this is {device_type}"
     if torch.cuda.get_device_capability() < (8, 0):
@@ -252,4 +268,6 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, le
         return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
     if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
         return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
+    if kind == "fa4":
+        return flash.obstacle()
     return cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

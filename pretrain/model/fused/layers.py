@@ -11,7 +11,7 @@ gradients go straight to where a step's gradients add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,7 +27,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from foundation.errors import InputError
-from pretrain.model.attention import cudnn
+from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
+from pretrain.model.attention.flash import flash_backward, flash_forward
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
@@ -39,6 +40,11 @@ from pretrain.precision.settings import ActivePrecision
 
 Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]
+# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by.
+_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
+    "packed_cudnn": (cudnn_forward, cudnn_backward),
+    "packed_fa4": (flash_forward, flash_backward),
+}
 # transformers' names of the activations -> ours, for gated layers and for GPT-2's.
 _GATED: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
 _UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -273,8 +279,8 @@ class FusedLayer:
             q, k, v = (part.unflatten(1, (-1, heads.dim)) for part in qkv.split(heads.query * heads.dim, dim=1))
         else:
             cos, sin = (table.flatten(0, -2) for table in position_embeddings)
-            if name == "packed_cudnn":
-                return RotatedAttention.apply(qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, attention.scaling, *norms)
+            if name in _ATTENTION:
+                return RotatedAttention.apply(name, qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, attention.scaling, *norms)
             q, k, v = Rotation.apply(qkv, cos, sin, heads, eps, *norms)
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask}
@@ -409,12 +415,13 @@ class Rotation(torch.autograd.Function):
 
 
 class RotatedAttention(torch.autograd.Function):
-    """`Rotation` and cuDNN's attention in one: qkv -> [tokens, query x dim]. Where heads are normed, backward needs qkv, and
-    makes queries, keys and values again from it; elsewhere they are kept in its place."""
+    """`Rotation` and an attention of `_ATTENTION` in one: qkv -> [tokens, query x dim]. Where heads are normed, backward needs
+    qkv, and makes queries, keys and values again from it; elsewhere they are kept in its place."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx,
+        name: str,
         qkv: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -426,8 +433,9 @@ class RotatedAttention(torch.autograd.Function):
         *norms: Tensor,
     ) -> Tensor:
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
-        output, *kept = cudnn.cudnn_forward(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.heads, ctx.eps, ctx.norms = heads, eps, len(norms)
+        forward, ctx.differentiate = _ATTENTION[name]
+        output, *kept = forward(q, k, v, cu_seqlens, max_seqlen, scale)
+        ctx.heads, ctx.eps, ctx.kept, ctx.norms = heads, eps, len(kept), len(norms)
         ctx.max_seqlen, ctx.scale = max_seqlen, scale
         ctx.save_for_backward(cos, sin, cu_seqlens, output, *kept, *((qkv, *norms) if norms else (q, k, v)))
         return output.view(len(qkv), -1)
@@ -435,19 +443,19 @@ class RotatedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, d_output: Tensor) -> Gradients:
-        cos, sin, cu_seqlens, output, statistics, random_state, *rest = ctx.saved_tensors
+        cos, sin, cu_seqlens, output, *rest = ctx.saved_tensors
+        kept, rest = rest[: ctx.kept], rest[ctx.kept :]
         if ctx.norms:
             qkv, *norms = rest
             head_norms = _head_norms(norms, ctx.eps, qkv.dtype)
             q, k, v = rotate(qkv, cos, sin, ctx.heads, head_norms)
         else:
             qkv, head_norms, (q, k, v) = None, None, rest
-        dq, dk, dv = cudnn.cudnn_backward(
-            d_output.view(output.shape), q, k, v, output, statistics, random_state, cu_seqlens, ctx.max_seqlen, ctx.scale
-        )
+        d_output = d_output.view(output.shape)
+        dq, dk, dv = ctx.differentiate(d_output, q, k, v, output, *kept, cu_seqlens, ctx.max_seqlen, ctx.scale)
         del q, k, v, rest
         dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
-        return dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
+        return None, dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:

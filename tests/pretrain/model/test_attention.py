@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
 from pretrain.precision import transformer_engine
 
@@ -200,6 +201,7 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
     monkeypatch.setattr(cudnn, "_refusal", lambda *asked: None)
+    monkeypatch.setattr(flash, "installed", lambda: False)
     return monkeypatch
 
 
@@ -211,8 +213,35 @@ def test_auto_takes_cudnn_on_an_h200_and_says_how_much_faster_it_is(on_an_h200: 
 def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on_an_h200: pytest.MonkeyPatch) -> None:
     narrow = Heads(8, 8, 32)
     choice = attention.choose("auto", "cuda", narrow, torch.bfloat16, 4096)
-    assert choice == ("packed_varlen", "fastest that runs here; cudnn is not measured with heads of 32")
+    passed_over = "cudnn is not measured with heads of 32; fa4 is not measured with heads of 32"
+    assert choice == ("packed_varlen", f"fastest that runs here; {passed_over}")
     assert attention.choose("cudnn", "cuda", narrow, torch.bfloat16, 4096) == ("packed_cudnn", "requested")
+
+
+def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h200: pytest.MonkeyPatch) -> None:
+    def named() -> str:
+        return attention.choose("flash_attn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096).name
+
+    with pytest.raises(InputError, match="flash_attn needs the package flash-attn-4, or flash-attn on GPUs before Hopper: pip"):
+        named()
+    on_an_h200.setattr(attention, "flash_attn_varlen_func", lambda *_: None)
+    assert named() == "packed_fa2"
+    on_an_h200.setattr(flash, "installed", lambda: True)
+    on_an_h200.setattr(flash, "_kernels", lambda: None)
+    assert named() == "packed_fa4"
+    with pytest.raises(InputError, match="flash_attn disagrees; name another"):
+        refused = {"fa4": "disagrees"}
+        attention.choose("flash_attn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096, refused)
+    on_an_h200.setattr(transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
+    assert attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096).name == "packed_fa4"
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert named() == "packed_fa2"
+
+
+def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
+    attention.register()
+    ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
+    assert len(ours) == 5 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
 
 
 def test_fp32_on_a_gpu_is_left_to_sdpa(on_an_h200: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,147 @@
+"""Packed attention by FlashAttention-4, the package `flash-attn-4`: a wheel, whose kernels are compiled where they run.
+
+`flash_forward` and `flash_backward` are for autograd functions that do more than attend; `flash_attention` is both as one
+differentiable operator, which torch.compile leaves whole. What is to know about the kernels:
+
+* A head shape and dtype are compiled once, for some ten seconds. The numbers of tokens and of documents are not part of it. What
+  was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
+  folder, so that a second process does not wait.
+* Where several query heads share a key head, blocks add to dK and dV as they finish, and their last bits may differ from run to
+  run. torch.use_deterministic_algorithms asks for the fixed order, which takes a tenth longer.
+* Offsets may end in empty slots.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foundation.files import cache_folder
+from pretrain.precision import transformer_engine
+
+GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention within each document: q [T, H, D], k and v [T, KV, D], BF16 or FP16 -> output [T, H, D], and for backward
+    the logarithms of the softmax's sums [H, T], FP32. The other arguments are as in `cudnn_forward`."""
+    output, log_sums, *_ = _kernels()._flash_attn_fwd(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        softmax_scale=scale,
+        causal=True,
+        return_lse=True,
+    )
+    return output, log_sums
+
+
+def flash_backward(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `flash_forward` computed and kept; arguments as there."""
+    dq, dk, dv, *_ = _kernels()._flash_attn_bwd(
+        q,
+        k,
+        v,
+        output,
+        d_output,
+        log_sums,
+        scale,
+        True,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
+    return dq, dk, dv
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:
+    """`flash_forward`'s output, differentiable in q, k and v; one operator to torch.compile, whatever the number of slots."""
+    return _attend(q, k, v, cu_seqlens, max_seqlen, scale)[0]
+
+
+def obstacle() -> str | None:
+    """Why the kernels cannot attend on this CUDA device, worded to follow "flash_attn"; None if they can. Imports the package,
+    which takes seconds, where nothing else stands in the way."""
+    if torch.cuda.get_device_capability()[0] not in GENERATIONS:
+        return f"4 needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
+    if not installed():
+        return "needs the flash-attn-4 package: pip install -r requirements-cuda.txt"
+    try:
+        _kernels()
+    except (ImportError, OSError, AttributeError) as error:
+        return f"4 is installed and cannot be imported: {error}"
+    return None
+
+
+@cache
+def installed() -> bool:
+    """Whether there is a `flash_attn.cute`, which version 2's package does not have."""
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ModuleNotFoundError:  # no `flash_attn` at all
+        return False
+
+
+@cache
+def _kernels() -> ModuleType:
+    # Transformer Engine goes first: once FlashAttention-4's libraries are loaded, it takes parts of another cuDNN and cannot be.
+    transformer_engine.missing()
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when the package is imported
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
+    from flash_attn.cute import interface
+
+    return interface
+
+
+# ── One operator to autograd and torch.compile, which is told shapes alone ────────────────────────────────────────────────────
+
+_attend = torch.library.custom_op("pretrain::flash_attention", flash_forward, mutates_args=())
+_attend_backward = torch.library.custom_op("pretrain::flash_attention_backward", flash_backward, mutates_args=())
+
+
+@_attend.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@_attend_backward.register_fake
+def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)  # nothing flows into the logarithms
+
+
+def _differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
+    if d_output is None:
+        return (None,) * 6
+    *saved, cu_seqlens = ctx.saved_tensors
+    return *_attend_backward(d_output, *saved, cu_seqlens, ctx.max_seqlen, ctx.scale), None, None, None
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
