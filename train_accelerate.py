@@ -288,7 +288,9 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = same_on_all_ranks(run.accelerator, mean_loss, norm)  # waits for the device
+    parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
+    figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
+    loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
@@ -313,6 +315,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "tokens": state.tokens,
         "epoch": batches.epoch,
         "loss": loss,
+        **({"penalty": penalty[0]} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
         "frozen_updates": frozen_updates,

@@ -108,6 +108,7 @@ class Console:
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
             (0, f"{self._shade(DIM, 'loss')} {loss}"),
+            *([(2, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
             (4, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
             (3, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
             (1, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch, evaluation_batches
 from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
-from pretrain.model.packed import inputs_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.tokenizer import encoded_prompt
 from pretrain.run.assembly import Run
 
@@ -43,10 +42,13 @@ def was_evaluated(run: Run) -> bool:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
+def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
     """Over `batches`, this rank's share of the held-out packs, of which every rank must pass equally many: `held_out_loss`, the
-    mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`.
+    mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`; where the loss has a penalty,
+    `held_out_penalty`, which is no part of the two.
     """
+    head = model.hf.get_output_embeddings()
+    head.take_parts()  # of what was forwarded before
     total = torch.zeros(2, dtype=torch.float32 if accelerator.device.type == "mps" else torch.float64, device=accelerator.device)
     with ExitStack() as restored:
         restored.callback(model.train, model.training)
@@ -57,7 +59,9 @@ def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: 
     loss_sum, tokens = accelerator.reduce(total, reduction="sum").tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow
-    return {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
+    figures = {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
+    parts = model.mean_parts(accelerator, int(tokens))
+    return figures if parts is None else figures | {"held_out_penalty": parts[1].item()}
 
 
 @torch.no_grad()

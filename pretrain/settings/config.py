@@ -24,7 +24,8 @@ _ALTERNATIVES = (
 )
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "parity", "batch.microbatch"),
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "batch.microbatch"),
+    *("loss.kind", "loss.chunk"),
     *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("train.max_hours", "train.rank_timeout"),
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.

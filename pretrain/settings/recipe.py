@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -118,10 +118,33 @@ class TrainSettings(Settings):
         return self
 
 
+PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"]
+
+
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
     chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
+    # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
+    # largest p. Held-out loss is cross-entropy alone.
+    penalty: PenaltyKind | None = None
+    penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)  # lambda, by which the penalty is multiplied
+    top_k: PositiveCount | None = None  # penalty top_k_mass: how many probabilities, fewer than the vocabulary has words
+
+    @model_validator(mode="after")
+    def _a_penalty_is_whole(self) -> LossSettings:
+        if self.penalty is None and self.penalty_weight is not None:
+            kinds = ", ".join(get_args(PenaltyKind))
+            raise ValueError(f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out")
+        if self.penalty is not None and self.penalty_weight is None:
+            raise ValueError(f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty")
+        if self.penalty == "top_k_mass" and self.top_k is None:
+            raise ValueError("`penalty: top_k_mass` needs `top_k`, how many of the largest probabilities; 5 is usual")
+        if self.penalty != "top_k_mass" and self.top_k is not None:
+            raise ValueError("`top_k` is for `penalty: top_k_mass`; leave it out, or set that penalty")
+        if self.penalty is not None and self.kind == "cce":
+            raise ValueError("`kind: cce` keeps its logits to itself, so it has no `penalty`; set `kind: chunked`")
+        return self
 
 
 class EvaluateSettings(Settings):
