@@ -149,7 +149,10 @@ def prepare_job(
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
-        encoded_prompt(tokenizer, prompt)
+        try:
+            encoded_prompt(tokenizer, prompt, model_config)
+        except InputError as error:
+            raise InputError(f"`evaluate.samples`: {error}") from None
     if data is None and (may_prepare or recipe.data.packs.exists()):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:

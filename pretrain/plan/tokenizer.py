@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from foundation.settings import shown
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
@@ -145,13 +146,22 @@ def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
 
 
-def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
-    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before."""
+def positions_of(config: PretrainedConfig) -> int | None:
+    """How many tokens the model can read at once; None where its configuration does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig) -> BatchEncoding:
+    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before.
+    InputError where it leaves `model` no position for another token."""
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if encoded["input_ids"].shape[1]:
+    tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
+    if positions and tokens >= positions:
+        raise InputError(f"a prompt has {tokens} tokens and the model {positions} positions; shorten {shown(prompt, repr)}")
+    if tokens:
         return encoded
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
-        raise InputError("`evaluate.samples`: an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
+        raise InputError("an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
     ids = torch.tensor([[start]])
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})

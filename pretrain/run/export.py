@@ -16,15 +16,16 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.folders import step_folder, step_folders
 from pretrain.checkpoint.weights import SavedWeights
+from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import open_data
 from pretrain.plan.tokenizer import load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
-from pretrain.run.assembly import Run
+from pretrain.run.assembly import BestEvaluation, Run
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -34,15 +35,36 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="the folder to make; with --best by default RUN/best")
+    parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")
     parser.add_argument(
         "--dtype",
         choices=["bf16", "fp32"],
         help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
     )
     asked = parser.parse_args(arguments)
-    print(export_checkpoint(asked.source, asked.out, asked.dtype))
+    if asked.out is None and not asked.best:
+        raise InputError("python -m pretrain export RUN_OR_CHECKPOINT OUT: name OUT, the folder to make")
+    source = best_checkpoint(asked.source) if asked.best else asked.source
+    print(export_checkpoint(source, asked.out or asked.source / "best", asked.dtype))
     return 0
+
+
+def best_checkpoint(run_dir: Path) -> Path:
+    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
+    evaluated = None
+    for record in filter(is_evaluation, read_metrics(run_dir)):
+        evaluated = BestEvaluation.after(record, evaluated)
+    if evaluated is None:
+        raise InputError(f"{run_dir}: has evaluated no step of its own, so none is the best; leave --best out")
+    folder = step_folder(run_dir / "checkpoints", evaluated.step)
+    if not folder.is_dir():
+        there = ", ".join(path.name for path in step_folders(folder.parent)) or "none"
+        raise InputError(
+            f"{run_dir}: step {evaluated.step} has the lowest held-out loss and is not kept; set `checkpoint.best: true` in the "
+            f"next run. Of this one there are: {there}"
+        )
+    return folder
 
 
 def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:

@@ -149,14 +149,18 @@ class LossSettings(Settings):
 
 class EvaluateSettings(Settings):
     every: PositiveCount | None = None  # steps; null: at the end only
+    at_start: bool = False  # before the first step, too: what the model knew before
     packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
-    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation
+    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, each with a seed of its own
     sample_tokens: PositiveCount = 64  # the most tokens of a continuation
+    temperature: float = Field(0.8, ge=0, le=100)  # of samples; 0: always the likeliest token
+    top_p: float = Field(0.95, gt=0, le=1)  # samples are drawn from the likeliest tokens that have this probability together
 
 
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
     keep: PositiveCount = 3  # the newest so many; older ones are deleted
+    best: bool = False  # save at each evaluation with the lowest held-out loss so far, and keep that one, however old it becomes
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
 
