@@ -384,14 +384,15 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
         save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
     evaluate_once(run)
+    finished = None
+    if run.accelerator.is_main_process:
+        finished = read_run(run.folder.path)
+        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
+        plot_losses([finished], run.folder.loss_plot)
     if run.job.recipe.checkpoint.at_end:
-        export_trained(run)
-    if not run.accelerator.is_main_process:
-        return
-    finished = read_run(run.folder.path)
-    run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
-    plot_losses([finished], run.folder.loss_plot)
-    run.console.panel(*last_screen(finished, run.folder))
+        export_trained(run, finished)
+    if finished:
+        run.console.panel(*last_screen(finished, run.folder))
 
 
 def evaluate_once(run: Run) -> None:

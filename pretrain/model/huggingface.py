@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -192,12 +193,21 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(hf.named_parameters()), **buffers}
 
 
-def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path) -> None:
+def export(
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    tokenizer: Any | None,
+    folder: Path,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+    *,
+    keep_previous: bool = False,
+) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
-    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. What was exported to `folder`
-    before is replaced; where more lies in it, it is kept whole as `<name>.replaced-<n>`.
+    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
+    What was exported to `folder` before is replaced; where more lies in it, or with `keep_previous`, it is kept whole as
+    `<name>.replaced-<n>`.
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
@@ -208,6 +218,8 @@ def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | 
         _write_weights(hf, read, writing)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
+        for name, content in beside.items():
+            (writing / name).write_bytes(content)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
         for file in writing.iterdir():
             file.chmod(mode)
@@ -225,7 +237,7 @@ def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | 
     exported = {file.name for file in writing.iterdir()}
     if folder.exists() or folder.is_symlink():
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        if any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
+        if keep_previous or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
             taken = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
             previous = next(path for path in taken if not path.exists() and not path.is_symlink())
             kept = True

@@ -85,8 +85,8 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
         )
     if recipe.checkpoint.best and not (recipe.evaluate.every and held_out_packs):
         raise InputError(
-            "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and `data.held_out` where no "
-            "packs are held out"
+            "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and `data.held_out` where "
+            "no packs are held out"
         )
     if recipe.evaluate.every and not held_out_packs:
         raise InputError(

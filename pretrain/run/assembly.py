@@ -154,7 +154,7 @@ class BestEvaluation:
 
     @classmethod
     def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
-        """When `record`, an evaluation's object, follows those that `before` is the best of; of equal ones it stays the first. The
+        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays. The
         model as it was before the first step is none of the run's, and a loss that is not finite is none at all."""
         loss, tokens = record["held_out_loss"], record["held_out_tokens"]
         if record["step"] == 0 or loss is None or not math.isfinite(loss):

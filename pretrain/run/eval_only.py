@@ -1,4 +1,4 @@
-"""`--eval-only`: the held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained or written."""
+"""`--eval-only`: the held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pretrain.run.resume import find_resume_point, load_weights, scales_to_load
 def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
     """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
 
-    `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the model as it would be
-    before the first step where there is none. InputError where no packs are held out.
+    Nothing is written. `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the
+    model as it would be before the first step where there is none. InputError where no packs are held out.
     """
     if job.data.held_out is None:
         raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")

@@ -53,7 +53,7 @@ def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluat
 
 
 def best_so_far(run: Run) -> BestEvaluation | None:
-    """Of the evaluations in metrics.jsonl, which holds none after the present step, those whose checkpoint is there. Collective."""
+    """Of the evaluations in metrics.jsonl, which has none after the present step, and whose checkpoint is there. Collective."""
     best = None
     if run.accelerator.is_main_process and run.job.recipe.checkpoint.best:
         for record in filter(is_evaluation, read_metrics(run.folder.path)):

@@ -10,15 +10,17 @@ import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from pretrain.checkpoint.folders import step_folder, step_folders
+from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
-from pretrain.metrics.run_record import is_evaluation, read_metrics
+from pretrain.compare.figures import plot_losses
+from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
@@ -26,6 +28,7 @@ from pretrain.plan.data import open_data
 from pretrain.plan.tokenizer import load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import BestEvaluation, Run
+from pretrain.run.card import CARD, PICTURE, edited, model_card, until
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -74,21 +77,21 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    weights, run_dir = _intact(source, dtype)
+    weights, run_dir = intact(source, dtype)
     recipe = load_recipe(run_dir / "config.yaml")
     to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
-    hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
+    hf = shapes_of(recipe, getattr(torch, WEIGHT_DTYPES[to]))
     expected = model.named_tensors(hf).keys()
     if strange := sorted(expected ^ set(weights.names())):
         raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
-    tokenizer, without = _tokenizer(recipe)
+    tokenizer, without = tokenizer_of(recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
-    model.export(hf, _reader(weights, hf, to), tokenizer, out)
+    model.export(hf, reader_of(weights, hf, to), tokenizer, out, _card_of(run_dir, weights.folder, hf, tokenizer is not None))
     joined = ", each joined with its remainder" if weights.remainders and to == "fp32" else ""
     return f"{weights.folder} is exported to {out}: weights in {to}{joined}{without}"
 
 
-def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
+def intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
     """The checkpoint that `source` names, its bytes compared with their hashes, and the folder of its run."""
     if (source / "checkpoints").is_dir():
         folders, run_dir = step_folders(source / "checkpoints"), source
@@ -112,7 +115,7 @@ def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
     raise InputError(problems[0])
 
 
-def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+def shapes_of(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `recipe` without memory for its weights, as one that is stored in `dtype`."""
     config = model.load_config(recipe.model)
     hf = model.build_on_meta(config, recipe.model.trust_remote_code)
@@ -123,7 +126,7 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     return hf
 
 
-def _tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
+def tokenizer_of(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The run's tokenizer; or None, and why in words for the user."""
     try:
         packs = recipe.data.model_copy(update={"source": None})  # opened, never prepared
@@ -134,8 +137,22 @@ def _tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"
 
 
-def export_trained(run: Run) -> None:
-    """Write `final/` of a run whose last step is saved. All ranks call it.
+def _card_of(run_dir: Path, checkpoint: Path, hf: PreTrainedModel, tokenizer: bool) -> dict[str, bytes]:
+    """The card of the model as it was at the checkpoint, and its picture; nothing where the run's records are gone."""
+    try:
+        run = until(read_run(run_dir), step_of(checkpoint))
+    except (InputError, ValueError):  # a folder that was renamed has no step
+        return {}
+    if not any(is_step(record) for record in run.metrics):
+        return {}
+    with TemporaryDirectory() as folder:
+        plot_losses([run], Path(folder) / PICTURE)
+        return {CARD: model_card(run, hf, tokenizer=tokenizer).encode(), PICTURE: (Path(folder) / PICTURE).read_bytes()}
+
+
+def export_trained(run: Run, record: RunRecord | None) -> None:
+    """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already.
+    All ranks call it; only the main process has a record.
 
     From the checkpoint, so that no process holds the model whole; but gathered where machines share no disk.
     """
@@ -144,11 +161,14 @@ def export_trained(run: Run) -> None:
         weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
     if not run.accelerator.is_main_process:
         return
-    read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
-    model.export(hf, read, run.job.tokenizer, run.folder.final)
+    read = weights.__getitem__ if weights else reader_of(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
+    tokenizer, final = run.job.tokenizer, run.folder.final
+    card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
+    beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
+    model.export(hf, read, tokenizer, final, beside, keep_previous=edited(final))
 
 
-def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:
+def reader_of(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:
     """Reads a tensor of `hf` by name: a parameter as mode `to` stores it, a buffer as it is."""
     parameters = dict(hf.named_parameters()).keys()
     return lambda name: weights.read(name, to if name in parameters else None)

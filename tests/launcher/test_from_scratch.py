@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from pretrain.__main__ import main
 
 PAD, EOS = "<|pad|>", "<|end|>"  # ids 0 and 1: not what any architecture has by default
 TEXTS = ["one two three", "four five six", "seven eight nine"]
@@ -113,3 +117,80 @@ def test_another_tokenizer_than_that_of_the_packs_is_refused(trained, start_here
     data = {"packs": recipe["data"]["packs"], "length": 32, "tokenizer": str(other)}
     said = start_here(recipe | {"data": data}, tmp_path, "--plan").refusal
     assert "`data.tokenizer`" in said and "is not the tokenizer of" in said
+
+
+# What is exported says what it is, and continues a text by a command
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints/step-00000060", "final"])
+def test_a_run_a_checkpoint_and_an_exported_folder_continue_a_text_alike(where: str, trained, capsys):
+    status, said, _ = command(capsys, "sample", trained.run_dir / where, "one two", "four five", "--temperature", 0)
+    assert status == 0, said
+    assert said == "  sample after one two\n  │  three\n  sample after four five\n  │  six\n"
+    hot = [command(capsys, "sample", trained.run_dir / where, "", "", "--temperature=9", "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2], "the seed decides"
+    first, second = hot[0].split("  sample after ")[1:]
+    assert first != second, "each prompt has a seed of its own"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "one"], "nowhere: is no run folder, no checkpoint, and no folder of a model with a config.json; name one"),
+        (["RUN", "one", "--temperature=-1"], "--temperature -1.0: should be 0 to 100"),
+        (["RUN", "one", "--top-p=0"], "--top-p 0.0: should be above 0 and at most 1"),
+        (["RUN", "one", "--tokens=0"], "--tokens 0: should be 1 or more"),
+        (["RUN", "one " * 70], "a prompt has 140 tokens and the model 64 positions; shorten 'one one"),
+        (["BARE", "one"], "holds a model without a tokenizer, so prompts cannot be read"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_message(arguments: list[str], says: str, trained, tmp_path, capsys):
+    bare = shutil.copytree(trained.run_dir / "final", tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
+    places = {"RUN": trained.run_dir, "BARE": bare}
+    status, out, error = command(capsys, "sample", *(places.get(each, each) for each in arguments))
+    assert status == 2 and out == "" and error.count("error: ") == 1 and says in error
+
+
+def test_the_model_card_says_what_the_runs_records_say(trained, recipe):
+    final, summary = trained.run_dir / "final", json.loads((trained.run_dir / "summary.json").read_text())
+    card = (final / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "model_name": "scratch",
+    }
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", body, re.MULTILINE))
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert rows["model"].startswith("LlamaForCausalLM") and "2 layers of 32, vocabulary 384" in rows["model"]
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e3:.1f}".split(".")[0] in rows["model"]
+    assert rows["started from"] == "random weights, seed 42" and rows["data"] == recipe["data"]["source"]
+    assert rows["tokens"].startswith("15,360, padding included") and rows["precision"].startswith("fp32: FP32 products")
+    assert rows["loss"].startswith(f"{summary['loss_last_50']:.4f}, mean of the last 50") and "held-out loss" not in rows
+    assert yaml.safe_load(body.split("```yaml\n")[1].split("```")[0]) == yaml.safe_load(
+        (trained.run_dir / "config.yaml").read_text()
+    )
+    assert (final / "loss.png").read_bytes() == (trained.run_dir / "loss.png").read_bytes()
+
+
+def test_the_cards_own_code_loads_the_model_and_continues_a_text(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained.run_dir / "final")
+    code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_a_card_that_somebody_has_edited_is_kept(trained, start_here, recipe, tmp_path):
+    run = shutil.copytree(trained.run_dir, tmp_path / "run")
+    (run / "final" / "README.md").write_text((run / "final" / "README.md").read_text().replace("# scratch", "# My model"))
+    again = start_here(recipe | {"run_dir": str(run)}, tmp_path)
+    assert again.status == 0, again.output
+    assert "# My model" in (run / "final.replaced-1" / "README.md").read_text()
+    once_more = start_here(recipe | {"run_dir": str(run)}, tmp_path)
+    assert once_more.status == 0 and not (run / "final.replaced-2").exists(), "the run's own is written over"
