@@ -112,7 +112,7 @@ def launch(arguments: argparse.Namespace) -> int:
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
     console = Console(job.plan.steps, enabled=main_process)
-    for text in asked.notices:
+    for text in (*asked.notices, *job.notices):
         console.notice(text)
     if job.active.notice:
         console.warning(job.active.notice)

@@ -50,7 +50,41 @@ _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
-    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
+    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses.
+
+    Attention's dropout, which packed attention does not compute, is 0 unless `config` asks for it; see `dropout_notice`.
+    """
+    config = _config_of(settings)
+    for key in attention.DROPOUTS:
+        if getattr(config, key, None) and key not in (settings.config or {}):
+            setattr(config, key, 0.0)
+    return config
+
+
+def dropout_notice(settings: ModelSettings) -> str | None:
+    """What the user should know of the dropout that `load_config` has left out; None where there was none."""
+    config, given = _config_of(settings), settings.config or {}
+    of_others = ("summary", "classifier")  # heads that a language model has not
+    names = [key for key in vars(config) if "drop" in key and key not in given and not key.startswith(of_others)]
+    published = {key: getattr(config, key) for key in names}
+    found = {key: value for key, value in published.items() if isinstance(value, float) and value}
+    left_out = {key: value for key, value in found.items() if key in attention.DROPOUTS}
+    if not left_out:
+        return None
+    others = {key: value for key, value in found.items() if key not in left_out}
+    stay = f"; {_listed(others)} {'stays' if len(others) == 1 else 'stay'} as published" if others else ""
+    said = " ".join(f"model.config.{key}=0" for key in left_out)
+    return (
+        f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, as "
+        f"with {said}{stay}"
+    )
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in values.items())
+
+
+def _config_of(settings: ModelSettings) -> PretrainedConfig:
     changes = dict(settings.config or {})
     _check_layers(changes, "`model.config`")
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
@@ -148,10 +182,11 @@ def build(
     Every process draws the same.
     """
     attention.register()
-    if settings.source is None:
+    if settings.weights_source is None:
         torch.manual_seed(seed)
+        trusting = {"trust_remote_code": settings.trust_remote_code}
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend, **trusting)
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:

@@ -34,7 +34,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
     assembly = assemble(job, accelerator)
     if source is None:
-        origin = job.recipe.model.source
+        origin = job.recipe.model.weights_source
         what = f"{origin}, untrained by this run" if origin else f"a model from scratch, seed {job.recipe.seed}"
     else:
         scales, _ = scales_to_load(source.path, assembly.precision.state())

@@ -120,9 +120,9 @@ def shapes_of(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     config = model.load_config(recipe.model)
     hf = model.build_on_meta(config, recipe.model.trust_remote_code)
     model.round_weights(hf, dtype)
-    if recipe.model.source is not None and hf.can_generate():
+    if recipe.model.weights_source is not None and hf.can_generate():
         with suppress(OSError):  # it has none of its own
-            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.source, revision=recipe.model.revision)
+            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
     return hf
 
 

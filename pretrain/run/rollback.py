@@ -72,7 +72,7 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
         reason += f". {failure.rstrip('.')}"
     if names := tensors_not_finite(run):
         reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
-        source, untrained = run.job.recipe.model.source, run.state.step - run.state.skipped_steps <= 1
+        source, untrained = run.job.recipe.model.weights_source, run.state.step - run.state.skipped_steps <= 1
         if source is not None and untrained:
             remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
         else:

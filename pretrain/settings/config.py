@@ -37,6 +37,10 @@ _NOT_IDENTITY = (
 )
 
 
+# Settings that are newer than checkpoints, which say nothing of them and mean this.
+_MEANT_BEFORE = {"model.from_scratch": False}
+
+
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read the recipe at `path`, apply `overrides`, check every key.
 
@@ -84,7 +88,8 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     flat = flatten(resolved(recipe))
     quantized = recipe.precision is not None and PRECISIONS[recipe.precision].quantized
     idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
-    return {key: value for key, value in flat.items() if not key.startswith(idle)} | {"data.fingerprint": data_fingerprint}
+    kept = {key: value for key, value in flat.items() if not key.startswith(idle) and _MEANT_BEFORE.get(key) != value}
+    return kept | {"data.fingerprint": data_fingerprint}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -28,6 +28,7 @@ class EveryNthLayer(Settings):
 
 class ModelSettings(Settings):
     source: PathText | None = None  # hub name or folder; null: from scratch, by `config`
+    from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
@@ -53,8 +54,18 @@ class ModelSettings(Settings):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
         return config
 
+    @property
+    def weights_source(self) -> str | None:
+        """Where the weights come from; None: they are drawn."""
+        return None if self.from_scratch else self.source
+
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
+        if self.from_scratch and self.source is None:
+            raise ValueError(
+                "`from_scratch: true` is for the architecture of a `source`, and none is set; without it, `config` alone is from "
+                "scratch anyway"
+            )
         if self.source is None and "model_type" not in (self.config or {}):
             raise ValueError(
                 "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"

@@ -95,7 +95,10 @@ MODELS = {
     "model.source=tests": r"`model.source`: tests is no folder with a config.json; name a folder that holds a model",
     "model.source=nobody/nothing": r"`model.source`: no model can be read from 'nobody/nothing'",
     "model.attention=varlen": r"model.attention: varlen needs a CUDA device, this is cpu; or set model.attention: auto",
-    "model.config={model_type: gpt2, vocab_size: 61}": r"GPT2LMHeadModel has attn_pdrop 0.1, .* set it to 0",
+    "model.config={model_type: gpt2, vocab_size: 61, attn_pdrop: 0.1}": (
+        r"GPT2LMHeadModel has attn_pdrop 0.1, which packed attention does not compute; set `model.config.attn_pdrop: 0`"
+    ),
+    "model.from_scratch=true": r"`model`: `from_scratch: true` is for the architecture of a `source`, and none is set",
     "model.config={model_type: mamba, vocab_size: 61}": r"MambaForCausalLM does not use transformers' attention registry",
     "model.config={model_type: bert, vocab_size: 61}": r"in BertLMHeadModel, tokens see those after them; name a causal",
     "model.config={model_type: bert, vocab_size: 61, is_decoder: true}": r"BertLMHeadModel computes `cls` after its layers",

@@ -56,7 +56,7 @@ def test_an_interrupted_run_is_exported_as_it_stores_its_weights(exact: Path, tm
     found, saved = loaded(tmp_path / "out"), tensors(exact, "model")
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert all(weight.dtype == torch.bfloat16 for weight in found.values())
-    assert "trained on 1.02K tokens in 4 steps" in (tmp_path / "out" / "README.md").read_text()
+    assert "trained on 1.02k tokens in 4 steps" in (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 

@@ -194,3 +194,47 @@ def test_a_card_that_somebody_has_edited_is_kept(trained, start_here, recipe, tm
     assert "# My model" in (run / "final.replaced-1" / "README.md").read_text()
     once_more = start_here(recipe | {"run_dir": str(run)}, tmp_path)
     assert once_more.status == 0 and not (run / "final.replaced-2").exists(), "the run's own is written over"
+
+
+# Of a model, the architecture and the tokenizer only
+
+
+def test_from_scratch_in_the_shape_of_a_source_is_what_its_configuration_alone_trains(trained, start_here, recipe, tmp_path):
+    shape = {"source": str(trained.run_dir / "final"), "from_scratch": True}
+    again = start_here(recipe | {"model": shape, "run_dir": str(tmp_path / "run")}, tmp_path)
+    assert again.status == 0, again.output
+    assert again.losses() == trained.losses(), "the same weights drawn, and none of those that were trained"
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert f"random weights, seed 42, in the shape of {trained.run_dir / 'final'}" in card and "base_model" not in card
+
+
+def test_from_scratch_with_another_tokenizer_has_that_ones_vocabulary(trained, start_here, recipe, made_here, tmp_path):
+    small = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "<end>": 2, "one": 3, "two": 4}, unk_token="<pad>"))
+    small.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<end>", bos_token="<s>").save_pretrained(tmp_path / "small")
+    data = recipe["data"] | {"tokenizer": str(tmp_path / "small"), "packs": str(tmp_path / "packs")}
+    changed = {"data": data, "run_dir": str(tmp_path / "run"), "train": {"steps": 2}}
+    source = {"source": str(trained.run_dir / "final")}
+    refused = start_here(recipe | changed | {"model": source}, tmp_path).refusal
+    assert "is not the tokenizer of `model.source`" in refused, "whose weights mean other ids"
+    run = start_here(recipe | changed | {"model": source | {"from_scratch": True}}, tmp_path)
+    assert run.status == 0, run.output
+    config = json.loads((run.run_dir / "final" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (128, 2, 1)
+    assert AutoTokenizer.from_pretrained(run.run_dir / "final")("one two").input_ids == [3, 4]
+
+
+def test_gpt2_as_published_trains_with_a_notice_of_the_dropout_that_is_left_out(trained, start_here, recipe, tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    changed = {"model": {"config": config}, "train": {"steps": 2}, "run_dir": str(tmp_path / "run")}
+    run = start_here(recipe | changed, tmp_path)
+    assert run.status == 0, run.output
+    notice = next(line for line in run.out.splitlines() if "attn_pdrop" in line)
+    assert notice == (
+        "model: GPT2Config has attn_pdrop 0.1, and packed attention computes no dropout: it is 0 in this run, as with "
+        "model.config.attn_pdrop=0; resid_pdrop 0.1, embd_pdrop 0.1 stay as published"
+    )
+    final = json.loads((run.run_dir / "final" / "config.json").read_text())
+    assert (final["attn_pdrop"], final["resid_pdrop"], final["embd_pdrop"]) == (0.0, 0.1, 0.1)
+    quiet = start_here(recipe | changed | {"model": {"config": config | {"attn_pdrop": 0}}}, tmp_path, "--plan")
+    assert quiet.status == 0 and "attn_pdrop" not in quiet.out
