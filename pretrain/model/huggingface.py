@@ -75,8 +75,8 @@ def dropout_notice(settings: ModelSettings) -> str | None:
     stay = f"; {_listed(others)} {'stays' if len(others) == 1 else 'stay'} as published" if others else ""
     said = " ".join(f"model.config.{key}=0" for key in left_out)
     return (
-        f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, as "
-        f"with {said}{stay}"
+        f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, "
+        f"as with {said}{stay}"
     )
 
 

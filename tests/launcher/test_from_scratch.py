@@ -236,5 +236,6 @@ def test_gpt2_as_published_trains_with_a_notice_of_the_dropout_that_is_left_out(
     )
     final = json.loads((run.run_dir / "final" / "config.json").read_text())
     assert (final["attn_pdrop"], final["resid_pdrop"], final["embd_pdrop"]) == (0.0, 0.1, 0.1)
-    quiet = start_here(recipe | changed | {"model": {"config": config | {"attn_pdrop": 0}}}, tmp_path, "--plan")
+    changed = {"model": {"config": config | {"attn_pdrop": 0}}, "run_dir": str(tmp_path / "other")}
+    quiet = start_here(recipe | changed, tmp_path, "--plan")
     assert quiet.status == 0 and "attn_pdrop" not in quiet.out
