@@ -12,7 +12,7 @@ PENALTY = ("loss.penalty=neg_entropy", "loss.penalty_weight=0.5")
 
 
 def test_cross_entropy_and_penalty_stand_apart_in_steps_and_evaluations(train_here: Callable, small_recipe: dict[str, Any]):
-    run = train_here(*PENALTY, "parity=on", "train.steps=6")
+    run = train_here(*PENALTY, "parity=on", "train.steps=4", "evaluate.every=2")
     assert run.status == 0, run.output
     steps = [record for record in run.records() if "event" not in record]
     assert all(0 < record["penalty"] < 4.2 for record in steps), "of 61 words, less than log 61"
@@ -22,5 +22,5 @@ def test_cross_entropy_and_penalty_stand_apart_in_steps_and_evaluations(train_he
     assert "penalty  4." in run.out or "penalty  3." in run.out
     audit = json.loads((run.run_dir / "audit.json").read_text())
     assert audit["loss"]["penalty"]["kind"] == "neg_entropy" and audit["parity"]["failures"] == []
-    refused = train_here(*PENALTY[:1], "loss.penalty_weight=0.6", "train.steps=8").refusal
+    refused = train_here(*PENALTY[:1], "loss.penalty_weight=0.6", "train.steps=6").refusal
     assert "loss.penalty_weight: saved 0.5, now 0.6" in refused

@@ -362,14 +362,12 @@ def test_a_products_error_must_be_of_the_formats_size_and_direction(error: float
 # A penalty on the head's distributions
 
 
-@pytest.mark.parametrize("precision", ["fp32", "current"])
-@pytest.mark.parametrize("kind", ["neg_entropy", "top_k_mass"])
+@pytest.mark.parametrize(("kind", "precision"), [("neg_entropy", "current"), ("top_k_mass", "fp32")])
 def test_what_is_compared_is_the_loss_with_its_penalty(kind: str, precision: str, small: Callable) -> None:
     loss = LossSettings(chunk=256, penalty=kind, penalty_weight=2.0, top_k=5 if kind == "top_k_mass" else None)
     run = small(precision, loss=loss, **({"scope": "linear+head"} if precision == "current" else {}))
     found = run.parity()
-    assert found.failures == []
-    assert found.plain.reference_loss > small("fp32").parity().plain.reference_loss + 0.5
+    assert found.failures == [] and found.plain.reference_loss > 6, "cross-entropy alone is about 5"
 
 
 @pytest.mark.parametrize("wrong", [{"weight": 1.8}, {"kind": "neg_max_prob"}, {"top_k": 4}])
