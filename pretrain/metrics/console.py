@@ -84,7 +84,8 @@ class Console:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
         what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
         loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
-        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}   in {duration(seconds)}")
+        penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
+        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""

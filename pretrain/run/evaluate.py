@@ -36,10 +36,9 @@ def evaluate(run: Run) -> None:
         run.best = agreed(run.accelerator, BestEvaluation.after(record, run.best))
     if not settings.samples:
         return
-    found = []
+    how, found = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}, []
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
-            how = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}
             seed = seed_of_prompt(run.job.recipe.seed, number)
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)

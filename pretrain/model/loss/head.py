@@ -62,8 +62,7 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
             raise InputError(
                 f"model: {config.model_type} changes its logits ({key}: {getattr(config, key)}), which no loss here does"
             )
-    vocabulary = config.get_text_config().vocab_size
-    if settings.top_k is not None and settings.top_k >= vocabulary:
+    if settings.top_k is not None and settings.top_k >= (vocabulary := config.get_text_config().vocab_size):
         raise InputError(
             f"`loss.top_k: {settings.top_k}`: the probabilities of all {vocabulary} words of the vocabulary sum to 1, whatever "
             f"is trained; set it to {vocabulary - 1} at most"
