@@ -52,11 +52,6 @@ class SavedWeights:
         remainder = self.remainders.get(f"remainder/{name}") if to == "fp32" else None
         return convert_weight(tensor, self._whole(f"remainder/{name}", remainder) if remainder else None, to)[0]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the weights are stored in; of exact BF16 ones without their remainders."""
-        return torch.float32 if self.mode == "fp32" else torch.bfloat16
-
     def names(self) -> Iterable[str]:
         return self.manifest.model.keys()
 

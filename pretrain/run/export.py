@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,21 +79,43 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    weights, run_dir = intact(source, dtype)
-    recipe = load_recipe(run_dir / "config.yaml")
-    to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
-    hf = shapes_of(recipe, getattr(torch, WEIGHT_DTYPES[to]))
-    expected = model.named_tensors(hf).keys()
-    if strange := sorted(expected ^ set(weights.names())):
-        raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
-    tokenizer, without = tokenizer_of(recipe)
+    saved = SavedModel.open(source, dtype)
+    tokenizer, without = tokenizer_of(saved.recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
-    model.export(hf, reader_of(weights, hf, to), tokenizer, out, _card_of(run_dir, weights.folder, hf, tokenizer is not None))
-    joined = ", each joined with its remainder" if weights.remainders and to == "fp32" else ""
-    return f"{weights.folder} is exported to {out}: weights in {to}{joined}{without}"
+    model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+    joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
+    return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"
 
 
-def intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint of a run, and the model that it is of, without memory for its weights, as one that is stored in mode `to`."""
+
+    weights: SavedWeights
+    run_dir: Path
+    recipe: Recipe
+    hf: PreTrainedModel
+    to: Weights
+
+    @classmethod
+    def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
+        """Of a run folder, whose newest intact checkpoint it is, or of a checkpoint in one; None: as its weights are stored, of
+        exact ones the BF16. InputError where it is damaged, or of another model than its run's config.yaml describes."""
+        weights, run_dir = _intact(source, dtype)
+        recipe = load_recipe(run_dir / "config.yaml")
+        to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
+        hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
+        if strange := sorted(model.named_tensors(hf).keys() ^ set(weights.names())):
+            raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
+        return cls(weights, run_dir, recipe, hf, to)
+
+    @cached_property
+    def read(self) -> Callable[[str], Tensor]:
+        """Reads a tensor of `hf` by name."""
+        return _reader(self.weights, self.hf, self.to)
+
+
+def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
     """The checkpoint that `source` names, its bytes compared with their hashes, and the folder of its run."""
     if (source / "checkpoints").is_dir():
         folders, run_dir = step_folders(source / "checkpoints"), source
@@ -110,12 +134,12 @@ def intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
             problems.append(str(error))
             continue
         for problem in problems:
-            print(f"{problem}. It is not exported; the one before it is")
+            print(f"{problem}. It is not used; the one before it is")
         return weights, run_dir
     raise InputError(problems[0])
 
 
-def shapes_of(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
+def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     """The model of `recipe` without memory for its weights, as one that is stored in `dtype`."""
     config = model.load_config(recipe.model)
     hf = model.build_on_meta(config, recipe.model.trust_remote_code)
@@ -137,17 +161,17 @@ def tokenizer_of(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"
 
 
-def _card_of(run_dir: Path, checkpoint: Path, hf: PreTrainedModel, tokenizer: bool) -> dict[str, bytes]:
+def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
     """The card of the model as it was at the checkpoint, and its picture; nothing where the run's records are gone."""
     try:
-        run = until(read_run(run_dir), step_of(checkpoint))
+        run = until(read_run(saved.run_dir), step_of(saved.weights.folder))
     except (InputError, ValueError):  # a folder that was renamed has no step
         return {}
     if not any(is_step(record) for record in run.metrics):
         return {}
     with TemporaryDirectory() as folder:
         plot_losses([run], Path(folder) / PICTURE)
-        return {CARD: model_card(run, hf, tokenizer=tokenizer).encode(), PICTURE: (Path(folder) / PICTURE).read_bytes()}
+        return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: (Path(folder) / PICTURE).read_bytes()}
 
 
 def export_trained(run: Run, record: RunRecord | None) -> None:
@@ -161,14 +185,14 @@ def export_trained(run: Run, record: RunRecord | None) -> None:
         weights = full_state_dict(run.accelerator, run.assembly.model, prefix="hf.")
     if not run.accelerator.is_main_process:
         return
-    read = weights.__getitem__ if weights else reader_of(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
+    read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
     tokenizer, final = run.job.tokenizer, run.folder.final
     card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
     beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
     model.export(hf, read, tokenizer, final, beside, keep_previous=edited(final))
 
 
-def reader_of(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:
+def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:
     """Reads a tensor of `hf` by name: a parameter as mode `to` stores it, a buffer as it is."""
     parameters = dict(hf.named_parameters()).keys()
     return lambda name: weights.read(name, to if name in parameters else None)

@@ -18,8 +18,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint.folders import step_folders
 from pretrain.metrics.console import Console
 from pretrain.run.evaluate import sample, seed_of_prompt
-from pretrain.run.export import intact, reader_of, shapes_of, tokenizer_of
-from pretrain.settings.config import load_recipe
+from pretrain.run.export import SavedModel, tokenizer_of
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 
@@ -61,17 +60,14 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         raise InputError(f"{folder}: is no run folder, no checkpoint, and no folder of a model with a config.json; name one")
     if not step_folders(folder / "checkpoints") and (folder / "final" / "config.json").is_file():
         return _exported(folder / "final")
-    weights, run_dir = intact(folder, None)
-    recipe = load_recipe(run_dir / "config.yaml")
-    tokenizer, why = tokenizer_of(recipe)
+    saved = SavedModel.open(folder)
+    tokenizer, why = tokenizer_of(saved.recipe)
     if tokenizer is None:
-        raise InputError(f"{folder}: its prompts cannot be read{why}; set `data.tokenizer` in {run_dir / 'config.yaml'}")
-    hf = shapes_of(recipe, weights.dtype)
-    read = reader_of(weights, hf, weights.mode)
-    tensors = {name: read(name) for name in weights.names()}
-    model = type(hf).from_pretrained(None, config=hf.config, state_dict=tensors, dtype=weights.dtype)
-    model.generation_config = hf.generation_config
-    return model, tokenizer
+        raise InputError(f"{folder}: its prompts cannot be read{why}; set `data.tokenizer` in {saved.run_dir / 'config.yaml'}")
+    tensors = {name: saved.read(name) for name in saved.weights.names()}
+    hf = type(saved.hf).from_pretrained(None, config=saved.hf.config, state_dict=tensors, dtype=saved.hf.dtype)
+    hf.generation_config = saved.hf.generation_config
+    return hf, tokenizer
 
 
 def _exported(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
