@@ -9,14 +9,13 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
-from packing.batch import evaluation_batches
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.metrics.console import Console
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import holding
 from pretrain.run.assembly import Assembly, assemble
-from pretrain.run.evaluate import held_out_loss
+from pretrain.run.evaluate import held_out_figures
 from pretrain.run.resume import find_resume_point, load_weights, scales_to_load
 
 
@@ -44,10 +43,8 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):
-        limit = job.recipe.evaluate.packs
-        batches = evaluation_batches(job.data.held_out, limit=limit, **job.batching(accelerator))
-        with evaluating, batches:
-            figures = held_out_loss(assembly.model, batches, accelerator)
+        with evaluating:
+            figures = held_out_figures(job, assembly.model, accelerator)
         penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
         console.notice(
             f"  {name:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "

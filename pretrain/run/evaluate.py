@@ -18,6 +18,7 @@ from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.assembly import BestEvaluation, Run
 
@@ -28,8 +29,7 @@ def evaluate(run: Run) -> None:
     """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
     settings, began = run.job.recipe.evaluate, time.perf_counter()
     if run.job.data.held_out is not None:
-        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **run.job.batching(run.accelerator)) as batches:
-            figures = held_out_loss(run.assembly.model, batches, run.accelerator)
+        figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
         record = {"step": run.state.step, "event": "evaluation", **figures}
         run.trackers.log(record)
         run.console.evaluation(record, time.perf_counter() - began)
@@ -44,6 +44,13 @@ def evaluate(run: Run) -> None:
             run.console.sample(prompt, text)
             found.append({"prompt": prompt, "seed": seed, "text": text})
     run.trackers.log_samples({"step": run.state.step, "event": "samples", **how, "samples": found})
+
+
+def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
+    """`held_out_loss` of the held-out packs that the recipe evaluates on. Collective."""
+    limit = job.recipe.evaluate.packs
+    with evaluation_batches(job.data.held_out, limit=limit, **job.batching(accelerator)) as batches:
+        return held_out_loss(model, batches, accelerator)
 
 
 def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluation | None:
