@@ -86,8 +86,10 @@ class Console:
         loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
         prefix = "held_out_loss/"
         sources = [f"{key.removeprefix(prefix)} {record[key]:.4f}" for key in record if key.startswith(prefix)]
-        by_source = f"   ({', '.join(sources)})" if sources else ""
-        self._write(f"{what}   {loss}{by_source}   perplexity {record['held_out_perplexity']:.4g}   in {duration(seconds)}")
+        by_source = f" ({', '.join(sources)})" if sources else ""
+        penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
+        perplexity = f"perplexity {record['held_out_perplexity']:.4g}{penalty}"
+        self._write(f"{what}   {loss}{by_source}   {perplexity}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
@@ -111,6 +113,7 @@ class Console:
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
             (0, f"{self._shade(DIM, 'loss')} {loss}"),
+            *([(2, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
             (4, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
             (3, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
             (1, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),

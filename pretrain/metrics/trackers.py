@@ -128,6 +128,14 @@ class Trackers:
             if isinstance(tracker, JsonlTracker):
                 tracker.log(event)
 
+    def log_samples(self, record: Mapping[str, Any]) -> None:
+        """Give `record`, of an evaluation's samples, to the file, and each text to the trackers that show texts."""
+        self.note(record)
+        texts = {f"samples/{number}": each["prompt"] + each["text"] for number, each in enumerate(record["samples"])}
+        for tracker in self.trackers:
+            if tracker.name in ("tensorboard", "wandb"):
+                tracker.log(dict(texts), step=record["step"])
+
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
         for tracker in self.trackers:

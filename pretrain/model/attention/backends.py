@@ -39,6 +39,7 @@ Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"]
 Kind = Literal["cudnn", "fa4", "varlen", "fa2", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
 MIN_MEASURED_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
+DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -115,9 +116,9 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
     if getattr(config, "kv_lora_rank", None):
         raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
-    for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
+    for key in ("attn_logit_softcapping", *DROPOUTS):
         if value := getattr(config, key, None):
-            remedy = "set it to 0" if model._supports_sdpa else "name another model"
+            remedy = f"set `model.config.{key}: 0`" if model._supports_sdpa else "name another model"
             raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
     if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
         raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")
