@@ -172,6 +172,7 @@ def build(
         peak_tflops=peak(plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
+        pack_length=recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
     logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}

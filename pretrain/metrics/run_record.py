@@ -19,7 +19,8 @@ from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
-MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
+_SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
+MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
