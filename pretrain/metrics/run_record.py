@@ -212,10 +212,14 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
 
 
-def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
-    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row."""
+def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) -> tuple[str, dict[str, str], dict[str, str]]:
+    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row.
+
+    `waited`: what the user has waited for, this time."""
     figures = run.summary
     rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    if waited:
+        rows["you waited"] = waited
     if "loss_last_50" in figures:
         averaged = f"the last {LAST_STEPS}" if figures["steps"] > LAST_STEPS else f"all {figures['steps']}"
         rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of {averaged} steps)"

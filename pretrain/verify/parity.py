@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
+from foundation.progress import advance
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
@@ -446,11 +447,13 @@ class _Check:
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
+        advance(0, what, total=4 if self.active.precision.quantized else 2)
         began = time.perf_counter()
         yield
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize(self.accelerator.device)
         self.seconds[what] = round(time.perf_counter() - began, 3)
+        advance()
 
 
 # ── What is tolerated ───────────────────────────────────────────────────────────────────────────────────────────────────────────
