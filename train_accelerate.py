@@ -210,7 +210,8 @@ def build(
         waited=waited,
     )
     watch.attach(assembly.model)
-    with waited.on("checks", "comparing step 0 with plain transformers", "passes"):
+    comparisons = 4 if job.active.precision.quantized else 2
+    with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
         parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
     watch.note = run.trackers.note if main_process else None

@@ -7,6 +7,7 @@ tells by `advance` how far it is, and knows nothing of who shows it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 import time
@@ -20,7 +21,9 @@ from foundation.units import duration
 
 SHOWN_AFTER = 2.0  # seconds; what is done sooner needs no bar
 _REDRAWN_EVERY = 0.5
-_BAR = "{desc}: {percentage:3.0f} % |{bar:24}| {n_fmt}/{total_fmt}{unit}, {elapsed} so far, {remaining} left{postfix}"
+_WIDEST = 110  # columns
+_SCALED_FROM = 10_000  # of a unit: tokens and bytes as 12.3M
+_BAR = "{desc}: {percentage:3.0f} % |{bar}| {n_fmt}/{total_fmt}{unit}, {elapsed}, {remaining} left{postfix}"
 _NO_BAR = "{desc}: {n_fmt}{unit}, {elapsed} so far{postfix}"
 _JUST_TIME = "{desc}: {elapsed} so far{postfix}"
 
@@ -34,10 +37,10 @@ def say(text: str, shown: bool = True) -> None:
             print(text, file=sys.stderr, flush=True)
 
 
-def advance(count: int = 1, detail: str = "", total: int | None = None) -> None:
+def advance(count: int = 1, detail: str = "", total: int | None = None, of: str | None = None) -> None:
     """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done, what it is at,
-    and how many they are in `total` once that is known."""
-    if _under_way:
+    and how many they are in `total` once that is known. `of`: only a task that counts this unit is meant."""
+    if _under_way and of in (None, _under_way[-1].unit):
         task = _under_way[-1]
         task.total = total or task.total
         task.update(task.count + count, detail=detail)
@@ -45,7 +48,7 @@ def advance(count: int = 1, detail: str = "", total: int | None = None) -> None:
 
 def above_bars(stream: TextIO | None = None) -> AbstractContextManager[None]:
     """Around printing to `stream` (default: stderr): a bar that is on the screen makes room, and is drawn again below."""
-    if any(task.bar for task in _under_way):
+    if any(task.bar is not None for task in _under_way):
         return tqdm.external_write_mode(file=stream or sys.stderr)
     return nullcontext()
 
@@ -109,10 +112,10 @@ class Progress:
         if self._ended.wait(SHOWN_AFTER):
             return
         try:
-            self.bar = tqdm(
-                desc=self.task, unit=f" {self.unit}" if self.unit else "", unit_scale=True, initial=self._first_count,
-                total=self.total, leave=False, dynamic_ncols=True, bar_format=_JUST_TIME, mininterval=0, file=sys.stderr,
-            )  # fmt: skip
+            unit = f" {self.unit}" if self.unit else ""
+            size = {"ncols": 79, "nrows": 24}  # until the first redrawing
+            silent = {"mininterval": 0, "delay": 1e-9}  # it draws when it is told to
+            self.bar = tqdm(desc=self.task, unit=unit, initial=self._first_count, leave=False, file=sys.stderr, **size, **silent)
             self.bar.start_t -= SHOWN_AFTER
             while True:
                 self._refresh(self.bar)
@@ -121,15 +124,18 @@ class Progress:
         except OSError:  # the terminal is gone; the task is not
             return
         finally:
-            if bar := self.bar:
-                self.bar = None
+            bar, self.bar = self.bar, None
+            if bar is not None:
                 bar.close()
 
     def _refresh(self, bar: tqdm) -> None:
         if self._poll:
             self.count, self.total = self._poll()
         bar.n, bar.total = self.count, self.total or (round(self.count / self._share) if self._share and self.count else None)
+        bar.unit_scale = (bar.total or bar.n) >= _SCALED_FROM
         bar.bar_format = _BAR if bar.total else _NO_BAR if self.unit else _JUST_TIME
+        columns, bar.nrows = shutil.get_terminal_size()  # which may have changed, and is never 0, as some pseudo-terminals say
+        bar.ncols = min(columns - 1, _WIDEST)
         bar.set_postfix_str(self._detail, refresh=False)
         bar.refresh()
 

@@ -97,7 +97,7 @@ def forward_backward(
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
-        advance()
+        advance(of="microbatches")
     context.first_microbatch = True  # for whatever forward comes before the next step
     if sums:
         sums.finish()

@@ -63,7 +63,7 @@ def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: 
         for batch in batches:
             total[0] += model(**inputs_of(batch, accelerator.device))
             total[1] += batch.valid_tokens
-            advance()
+            advance(of="microbatches")
     loss_sum, tokens = accelerator.reduce(total, reduction="sum").tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow

@@ -240,8 +240,9 @@ def in_short(found: Mapping[str, Any]) -> dict[str, str]:
             linears[p["effective"], p["backend"], p["stored"], p["reason"]] += 1
     products = []
     for (effective, backend, stored, reason), number in linears.most_common():
-        of = [p["name"].rsplit(".", 1)[-1] for p in found["products"] if p["effective"] == effective and p["reason"] == reason]
-        kinds = list(dict.fromkeys(of))
+        group = (effective, backend, stored, reason)
+        members = [p for p in found["products"] if (p["effective"], p["backend"], p["stored"], p["reason"]) == group]
+        kinds = list(dict.fromkeys(p["name"].rsplit(".", 1)[-1] for p in members if p["module"] != LowPrecisionNorm.__name__))
         named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
         on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
         products.append(f"{number} in {effective}{on}, weights {stored}{named}")

@@ -121,8 +121,7 @@ class Parity:
     @property
     def failures(self) -> list[str]:
         lines = [f"batch: {line}" for line in self.batch] + self.plain.failures
-        wrong = [each for each in self.products if each.excess > 1]
-        if wrong:
+        if wrong := [each for each in self.products if each.excess > 1]:
             lines.append(
                 f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
                 f"{wrong[0].error:.2%} off where the format is {wrong[0].least:.2%} to {wrong[0].most:.2%}"
@@ -447,13 +446,12 @@ class _Check:
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
-        advance(0, what, total=4 if self.active.precision.quantized else 2)
+        advance(detail=what)
         began = time.perf_counter()
         yield
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize(self.accelerator.device)
         self.seconds[what] = round(time.perf_counter() - began, 3)
-        advance()
 
 
 # ── What is tolerated ───────────────────────────────────────────────────────────────────────────────────────────────────────────
