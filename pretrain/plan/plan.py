@@ -221,8 +221,8 @@ class Plan:
         )
 
 
-def render(plan: Plan) -> str:
-    """The plan as a user reads it, a few lines to a subject."""
+def render(plan: Plan, *, brief: bool = False) -> str:
+    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory."""
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
@@ -234,9 +234,9 @@ def render(plan: Plan) -> str:
         "model": _model_lines(plan),
         "step": [_step_line(plan)],
         "horizon": _horizon_lines(plan),
-        "FLOPs": _flops_lines(plan),
+        "FLOPs": _flops_lines(plan)[: 1 if brief else None],
         "time": [_time_line(plan)],
-        "memory": _memory_lines(plan),
+        "memory": _memory_lines(plan)[: 1 if brief else None],
     }
     lines = [f"{name if i == 0 else '':<9}{text}" for name, texts in subjects.items() for i, text in enumerate(texts)]
     warnings = [textwrap.fill(f"warning: {text}", WIDTH, subsequent_indent=" " * 9) for text in plan.warnings]

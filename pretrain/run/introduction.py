@@ -13,7 +13,7 @@ from pretrain.verify import audit, kernels
 
 def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
-    run.console.notice(render(run.job.plan))
+    run.console.notice(render(run.job.plan, brief=True))
     found = run.assembly.audit
     if run.job.recipe.log.audit == "full":
         run.console.panel("what runs in which precision", audit.rows(found) | kernels.rows(found))
