@@ -177,7 +177,8 @@ def build(
     assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
-    state, notes = restore(source, checkpoints, job, assembly, health)
+    with waited.on("start", "reading the checkpoint") if source else nullcontext():
+        state, notes = restore(source, checkpoints, job, assembly, health)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):
@@ -403,7 +404,7 @@ def finish(run: Run) -> None:
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         held_out(run)
     if run.job.recipe.checkpoint.at_end:
-        with run.waited.on("saves", "writing final/"):
+        with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run)
     if not run.accelerator.is_main_process:
         return
