@@ -16,7 +16,7 @@ import logging
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -44,21 +44,24 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import resolve
+from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
     largest_over_ranks,
     make_accelerator,
     require_same_on_all_ranks,
     same_on_all_ranks,
 )
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer import adamw, schedule
+from pretrain.optimizer.gradient_statistics import gradient_statistics
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
-from pretrain.run.evaluate import best_so_far, evaluate, was_evaluated
+from pretrain.run.evaluate import best_so_far, evaluate, evaluation_turns, was_evaluated
 from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
@@ -110,7 +113,8 @@ def launch(arguments: argparse.Namespace) -> int:
         return 0
     if main_process and not (arguments.plan or arguments.eval_only):
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
-    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
+    waited = Waited(shown=main_process, already=since_the_command())
+    job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):
         console.notice(text)
@@ -130,7 +134,7 @@ def launch(arguments: argparse.Namespace) -> int:
         RunFolder(job.run_dir, owner=main_process) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
-        stopped_by = carry_out(job, accelerator, folder, console, watch, arguments)
+        stopped_by = carry_out(job, accelerator, folder, console, watch, waited, arguments)
     return ended(accelerator, stopped_by)
 
 
@@ -146,11 +150,17 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
 
 
 def carry_out(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
+    job: Job,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    console: Console,
+    watch: RankWatch,
+    waited: Waited,
+    arguments: argparse.Namespace,
 ) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
     with explaining_memory(job):
-        run = build(job, accelerator, folder, console, watch, arguments)
+        run = build(job, accelerator, folder, console, watch, waited, arguments)
     try:
         with explaining_memory(run.job, run):
             return run_to_its_end(run)
@@ -163,18 +173,25 @@ def carry_out(
 
 
 def build(
-    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, watch: RankWatch, arguments: argparse.Namespace
+    job: Job,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    console: Console,
+    watch: RankWatch,
+    waited: Waited,
+    arguments: argparse.Namespace,
 ) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
-    assembly = assemble(job, accelerator)
+    assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
-    state, notes = restore(source, checkpoints, job, assembly, health)
+    with waited.on("start", "reading the checkpoint") if source else nullcontext():
+        state, notes = restore(source, checkpoints, job, assembly, health)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
-    with assembly.precision.preserving_state():
+    with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process
     recorder = Recorder(
@@ -182,6 +199,7 @@ def build(
         peak_tflops=peak(plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
+        pack_length=recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
     logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}
@@ -200,9 +218,12 @@ def build(
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
         watch=watch,
+        waited=waited,
     )
     watch.attach(assembly.model)
-    parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
+    comparisons = 4 if job.active.precision.quantized else 2
+    with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
+        parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
     run.best = best_so_far(run)
     watch.note = run.trackers.note if main_process else None
@@ -221,15 +242,18 @@ def build(
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
     if run.job.recipe.evaluate.at_start and run.state.step == 0:
-        with run.watch.busy("evaluating"):
-            evaluate_once(run)
+        evaluate_once(run)
+    run.waited.go_on_to("training")
     stopped_by = train(run)
+    run.waited.go_on_to("end")
     with run.watch.busy("finishing"):
         if stopped_by is None:
             finish(run)
         run.trackers.finish()
         if run.precision_watch:
             run.precision_watch.finish()
+    if stopped_by is not None:
+        run.console.notice(f"you waited {run.waited.describe()}")
     return stopped_by
 
 
@@ -249,7 +273,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
-        with run.watch.step(state.step + 1), profiling, run.recorder.step():
+        with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
@@ -269,12 +293,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
 
         # Between steps.
         if evaluates:
-            with run.watch.busy("evaluating"):
-                evaluate(run)
+            held_out(run)
         tell_saved(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
             if asked == SAVE_FAILED:
-                with run.watch.busy("saving"):
+                with run.watch.busy("saving"), run.waited.on("saves", "saving"):
                     run.checkpoints.wait()  # which raises what has failed
             lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
             if not (decision := judge_weights(run)).proceed:
@@ -289,6 +312,15 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if (due(state.step, recipe.checkpoint.every) or is_best) and not state.finished:
             save(run, behind=True)
     return None
+
+
+def first_step(run: Run) -> AbstractContextManager[object]:
+    """Around each step: that the first one of this process takes long, on a terminal."""
+    if run.state.step != run.resumed_step:
+        return nullcontext()
+    compiles = run.assembly.audit["compiled"] != "nothing"
+    task = "first step, compiling" if compiles else "first step"
+    return run.waited.on("training", task, "microbatches", total=run.job.plan.accumulation)
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
@@ -309,6 +341,10 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
     loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
+    gradients = {}
+    if due(state.step + 1, recipe.log.gradient_statistics):
+        layers = decoder_layers(run.assembly.hf)
+        gradients = gradient_statistics(run.assembly.hf, layers, run.accelerator)
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
@@ -343,6 +379,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         **({"frozen_most": most_frozen} if most_frozen else {}),
         "skipped": not decision.proceed,
         **({"halted": decision.reason} if decision.action == "stop" else {}),
+        **gradients,
         **precision_figures,
     }, decision
 
@@ -371,7 +408,8 @@ def save(run: Run, *, behind: bool = False) -> None:
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
     spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
-    with run.watch.busy("saving"):
+    task = f"saving step {run.state.step}"
+    with run.watch.busy("saving"), run.waited.on("saves", task, "B", poll=run.checkpoints.written):
         write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
     tell_saved(run)
 
@@ -392,14 +430,20 @@ def finish(run: Run) -> None:
         run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
         plot_losses([finished], run.folder.loss_plot)
     if run.job.recipe.checkpoint.at_end:
-        export_trained(run, finished)
+        with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
+            export_trained(run, finished)
     if finished:
-        run.console.panel(*last_screen(finished, run.folder))
+        run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
 
 
 def evaluate_once(run: Run) -> None:
     """Unless the present step's evaluation is in metrics.jsonl already."""
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
+        held_out(run)
+
+
+def held_out(run: Run) -> None:
+    with run.watch.busy("evaluating"), run.waited.on("evaluation", "evaluating", "microbatches", total=evaluation_turns(run)):
         evaluate(run)
 
 

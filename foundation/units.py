@@ -47,3 +47,9 @@ def memory(gib: float) -> str:
 def percent(share: float) -> str:
     """A share of one as 49.6 %."""
     return f"{share * 100:.1f} %"
+
+
+def operations(value: float) -> str:
+    """Floating-point operations to four digits: 10.58 GFLOP, 1.387 PFLOP."""
+    scale = min(6, int(math.log10(max(value, 1.0)) // 3))
+    return f"{value / 1000**scale:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[scale]}FLOP"

@@ -15,6 +15,7 @@ COMMANDS = {
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
     "sample": ("pretrain.run.sampling", "how a run, a checkpoint or an exported model continues a text"),
+    "flops": ("pretrain.plan.flops_table", "what a token costs, by every definition in use"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
 }
 

@@ -101,6 +101,7 @@ class Checkpoints:
         self._staging = Staging()
         self._reserving: Future[None] | None = None
         self._pending: PendingSave | None = None
+        self._last: PendingSave | None = None  # which may have ended
         self._news: list[str] = []
         self._told_of_no_room = False
 
@@ -169,6 +170,7 @@ class Checkpoints:
             step, self.world_size, [], self._layout.index["model"], self._layout.index["optimizer"], self._notes(final)
         )
         self._pending = PendingSave(partial, final, to_write, manifest, state_json, self.disks, afterwards, needed)
+        self._last = self._pending
         if written_first:
             self._pending.written.exception()
 
@@ -226,6 +228,10 @@ class Checkpoints:
         """What was saved since the last call, one line each; not collective, and only the ranks that lead a disk know."""
         news, self._news = self._news, []
         return news
+
+    def written(self) -> tuple[int, int | None]:
+        """Bytes that this process has written of its last save, and of how many; for other threads to ask."""
+        return (save.done, save.total) if (save := self._last) else (0, None)
 
     def wait(self) -> None:
         """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed."""

@@ -73,6 +73,8 @@ class PendingSave:
         needed: int,
     ) -> None:
         self.partial, self.final, self.needed = partial, final, needed
+        self.total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())  # bytes of this rank
+        self._blocks: list[int] = []  # bytes of each that is written; appended to by several threads
         self.patience = PATIENCE
         self._files, self._manifest, self._state, self._disks, self._afterwards = files, manifest, state, disks, afterwards
         self._given_up = threading.Event()
@@ -80,6 +82,11 @@ class PendingSave:
         self.written: Future[list[FileRecord]] = self._thread.submit(self._write)
         self.completed: Future[Path] | None = self._thread.submit(self._complete) if disks.leads else None
         self._thread.shutdown(wait=False)  # takes no more work, and ends with what it has
+
+    @property
+    def done(self) -> int:
+        """Bytes of this rank that are written."""
+        return min(sum(self._blocks), self.total)
 
     @property
     def ended(self) -> bool:
@@ -105,7 +112,8 @@ class PendingSave:
         """Write this rank's files, several at a time, and say so to the leader."""
         try:
             with ThreadPoolExecutor(THREADS) as threads:  # whose threads are as nice as this one
-                jobs = [threads.submit(write_tensors, self.partial / file, tensors) for file, tensors in self._files.items()]
+                told = self._blocks.append
+                jobs = [threads.submit(write_tensors, self.partial / name, part, told) for name, part in self._files.items()]
                 records = [job.result() for job in jobs]
             self._report(_Report(records))
             return records

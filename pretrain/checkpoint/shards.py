@@ -129,11 +129,11 @@ def _parts(stem: str, assigned: Assignment, part_bytes: int) -> Iterator[tuple[s
         yield f"{stem}-part-{number:03d}.safetensors" if len(parts) > 1 else f"{stem}.safetensors", part
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], wrote: Callable[[int], object] = lambda size: None) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
 
     safetensors' own writer needs all tensors of the file in host memory and computes no hashes. This takes BLOCK_BYTES of it, and
-    hashes each block on its way to the disk. Raises OSError.
+    hashes each block on its way to the disk; `wrote` is told the bytes of each. Raises OSError.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -149,7 +149,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     with open(path, "wb") as file:
         for block in chain([head], *(_host_blocks(tensors[name]) for name in names)):
             digest.update(block)
-            file.write(block)
+            wrote(file.write(block))
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(path.name, len(head) + end, {"sha256": digest.hexdigest()})

@@ -1,10 +1,12 @@
 """What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
 
 Lines are never rewritten, so a log file reads and greps like the screen. A narrow terminal drops the least important figures.
+What takes long has a bar below them, on a terminal only (`foundation.progress`).
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -13,14 +15,16 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from foundation.progress import above_bars
 from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
 RECENT_STEPS = 50
 SAMPLE_WIDTH = 96
+NARROW = 100  # columns, below which figures stand closer
 BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
 
@@ -60,6 +64,8 @@ class Console:
         self.enabled = enabled
         self.stream = stream or sys.stdout
         self.time_left = TimeLeft(total_steps)
+        self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
+        self._told_of_means = False
         self._terminal = self.stream.isatty()
         self._shades = self._terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
@@ -75,10 +81,19 @@ class Console:
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
-        """One step's line, from its metrics object; with `show=False` it only counts towards the time left."""
+        """A line, from a step's metrics object; with `show=False` the step only counts towards the next line and the time left.
+
+        Loss, speed, utilisation and the wait for data are means since the line before, the other figures this step's.
+        """
         self.time_left.observe(record["step_ms"])
-        if show:
-            self._write(self._fit(self._figures(record)))
+        self._since_line.append(record)
+        if not show:
+            return
+        if len(self._since_line) > 1 and not self._told_of_means:
+            self._told_of_means = True
+            self._write(self._shade(DIM, "loss, tok/s, MFU and data: means since the line before; lr and grad: of the step"))
+        self._write(self._fit(self._figures(record | _means(self._since_line))))
+        self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
@@ -113,27 +128,27 @@ class Console:
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
             (0, f"{self._shade(DIM, 'loss')} {loss}"),
-            *([(2, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
-            (4, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
-            (3, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
-            (1, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),
+            *([(3, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
+            (1, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
+            (2, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
+            (3, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),
         ]
         if "mfu_bf16_peak" in record:
-            figures.append((2, f"{self._shade(DIM, 'MFU')} {percent(record['mfu_bf16_peak']):>6}"))
+            figures.append((5, f"{self._shade(DIM, 'MFU')} {percent(record['mfu_bf16_peak']):>6}"))
         elif "tflops" in record:
-            figures.append((2, f"{three_digits(record['tflops']):>6} {self._shade(DIM, 'TFLOP/s')}"))
+            figures.append((8, f"{three_digits(record['tflops']):>6} {self._shade(DIM, 'TFLOP/s')}"))
         return [
             *figures,
-            (5, f"{memory(record['memory_gib']):>9}"),
-            (6, f"{self._shade(DIM, 'data')} {percent(record['data_wait_ms'] / record['step_ms']):>6}"),
-            (1, f"{duration(left) if left is not None else '…':>9} {self._shade(DIM, 'left')}"),
+            (6, f"{memory(record['memory_gib']):>9}"),
+            (7, f"{self._shade(DIM, 'data')} {percent(record['data_wait_ms'] / record['step_ms']):>6}"),
+            (4, f"{duration(left) if left is not None else '…':>9} {self._shade(DIM, 'left')}"),
         ]
 
     def _fit(self, figures: list[tuple[int, str]]) -> str:
         """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
         width = shutil.get_terminal_size().columns if self._terminal else None
         while True:
-            line = "   ".join(text for _, text in figures)
+            line = ("  " if width and width < NARROW else "   ").join(text for _, text in figures)
             shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
             if not width or len(shown) <= width or not max(rank for rank, _ in figures):
                 return line
@@ -150,16 +165,28 @@ class Console:
             return
         encoding = self.stream.encoding or "utf-8"
         try:
-            for line in lines:
-                # A sample in any script must not end a run whose log is ASCII.
-                self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-            self.stream.flush()
+            with above_bars(self.stream):
+                for line in lines:
+                    # A sample in any script must not end a run whose log is ASCII.
+                    self.stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+                self.stream.flush()
         except OSError:
             # The terminal closed, Ctrl-C ended the `tee` that read our output, or a log's disk is full. The run goes on, since
             # metrics.jsonl has every figure. What is still buffered goes nowhere: at exit Python would fail to flush it.
             self.enabled = False
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a line says of several steps: of their losses that are numbers the mean; speeds by all tokens over all their time."""
+    times = [record["step_ms"] for record in records]
+    losses = [record["loss"] for record in records if math.isfinite(record["loss"])]
+    rates = [key for key in ("tokens_per_second", "mfu_bf16_peak", "tflops") if all(key in record for record in records)]
+    means = {key: math.fsum(r[key] * ms for r, ms in zip(records, times, strict=True)) / math.fsum(times) for key in rates}
+    averaged = [key for key in ("step_ms", "data_wait_ms", "penalty") if all(key in record for record in records)]
+    means |= {key: statistics.fmean(record[key] for record in records) for key in averaged}
+    return means | {"loss": statistics.fmean(losses) if losses else math.nan}
 
 
 def _gradient(norm: float) -> str:

@@ -5,6 +5,8 @@ model FLOPs utilisation (MFU), not hardware utilisation.
 
 Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
 lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a fifth of what the usual `12 L H Q T` gives.
+
+What others count stands in `pretrain.metrics.flop_formulas`, and how all of them come about in docs/flops.md.
 """
 
 from __future__ import annotations
@@ -88,6 +90,7 @@ class ModelFlops:
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
     tied: bool
+    layer_norm: bool = False  # its norms are LayerNorm; else RMSNorm
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -107,7 +110,14 @@ class ModelFlops:
             embedding_parameters=sum(embeddings.values()),
             position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
             tied=head is not None and head.weight is token_weight,
+            layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
         )
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is three matrices (SwiGLU) and not two: by its size, as some architectures stack two of the three."""
+        weights = sum(matrix.inputs * matrix.outputs for matrix in self.matrices if matrix.part == "mlp")
+        return weights > 2.5 * self.shape.layers * self.shape.hidden * self.shape.feed_forward
 
     @cached_property
     def per_token_matrix(self) -> float:
@@ -145,25 +155,6 @@ class ModelFlops:
         for matrix in self.matrices:
             parts[matrix.part] += float(FORWARD_AND_BACKWARD * matrix.forward_flops * tokens)
         return {**parts, "attention products": self.per_squared_length * sum_squared_lengths}
-
-    def legacy(self, tokens: int, pack_length: int) -> dict[str, float]:
-        """FLOPs by the formulas behind other launchers' MFU, to compare tables with; wrong for a packed run.
-
-        All three take attention over the whole pack, T = `pack_length`, without causality, whatever the documents were.
-
-        PaLM (appendix B) counts N without embeddings, and so without a tied head; nanoGPT without learned positions only, so an
-        untied model's input embedding counts, though it multiplies nothing. Scicom's llm_TII, version 3, as written, assumes a
-        gated MLP and heads · head_dim = hidden, and gives norms as many operations as they have weights.
-        """
-        s, h = self.shape, self.shape.hidden
-        attention = 12.0 * s.layers * s.query_width * pack_length
-        layer = 4 * h**2 + 4 * h**2 * s.kv_heads / s.heads + 4 * pack_length * h + 6 * h * s.feed_forward + 3 * h
-        per_token = {
-            "6N + 12LHQT, N without embeddings": 6.0 * (self.parameters - self.embedding_parameters) + attention,
-            "6N + 12LHQT, N with embeddings": 6.0 * (self.parameters - self.position_parameters) + attention,
-            "sum over components (llm_TII v3)": 3.0 * (s.layers * layer + 1.5 * h + 2 * h * s.vocabulary),
-        }
-        return {name: flops * tokens for name, flops in per_token.items()}
 
 
 def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[WeightMatrix]:

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-PeakDtype = Literal["fp32", "tf32", "bf16", "fp8", "fp4"]
+PeakDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,16 @@ class Peak:
     """Dense TFLOP/s of one device. FP32 is the plain arithmetic units; the others are tensor cores that accumulate in FP32."""
 
     pattern: str  # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
-    bf16: float
+    bf16: float | None  # None: the tensor cores have no BF16
     fp8: float | None = None
     fp4: float | None = None
     tf32: float | None = None
     fp32: float | None = None
+    fp16_only: float | None = None  # where there is no BF16; elsewhere FP16 is as fast as BF16
+
+    @property
+    def fp16(self) -> float | None:
+        return self.bf16 or self.fp16_only
 
 
 MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
@@ -48,9 +53,21 @@ PEAKS = (
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
     Peak(rf"b200{MEMORY}", bf16=2250.0, fp8=4500.0, fp4=9000.0),
     Peak(rf"gb200{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
+    # NVIDIA V100 data sheet (0320): FP16 125 (SXM2), 112 (PCIe), 130 (V100S); Volta has no BF16.
+    Peak(rf"v100 sxm[23]{MEMORY}(?: ls)?", bf16=None, fp16_only=125.0, fp32=15.7),
+    Peak(rf"v100 pcie{MEMORY}", bf16=None, fp16_only=112.0, fp32=14.0),
+    Peak(rf"v100s pcie{MEMORY}", bf16=None, fp16_only=130.0, fp32=16.4),
     # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
     Peak("l4", bf16=121.0, fp8=242.5, tf32=60.0, fp32=30.3),
     Peak("l40s", bf16=362.05, fp8=733.0, tf32=183.0, fp32=91.6),
+    # NVIDIA RTX A6000 data sheet, sparse: 309.7, as the GA102 white paper's 154.8 dense. RTX 6000 Ada: FP8 1,457 sparse.
+    Peak("rtx a6000", bf16=154.8, tf32=77.4, fp32=38.7),
+    Peak("rtx 6000 ada generation", bf16=364.2, fp8=728.5, tf32=182.1, fp32=91.1),
+    # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and 3,511 (Max-Q) sparse, FP32
+    # 120, 125 and 110; each halving of bits doubles. Unlike a GeForce they accumulate in FP32 at the full rate.
+    Peak("rtx pro 6000 blackwell server edition", bf16=500.0, fp8=1000.0, fp4=2000.0, tf32=250.0, fp32=120.0),
+    Peak("rtx pro 6000 blackwell workstation edition", bf16=500.0, fp8=1000.0, fp4=2000.0, tf32=250.0, fp32=125.0),
+    Peak("rtx pro 6000 blackwell max q workstation edition", bf16=438.9, fp8=877.8, fp4=1755.5, tf32=219.4, fp32=110.0),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense, with FP32 accumulation, half of what FP16 accumulation reaches.
     Peak("rtx 3090", bf16=71.0, tf32=35.6, fp32=35.6),
     Peak("rtx 4090", bf16=165.2, fp8=330.3, tf32=82.6, fp32=82.6),
@@ -58,13 +75,22 @@ PEAKS = (
 )
 
 
+def is_known(device_name: str | None) -> bool:
+    """Whether the device has an entry, whatever figures of it are known."""
+    return _entry(device_name) is not None
+
+
 def peak(device_name: str | None, dtype: PeakDtype) -> float | None:
     """Dense peak of `device_name` in TFLOP/s, or None where the device or its figure for `dtype` is not known.
 
     The name is what `torch.cuda.get_device_name` returns, such as "NVIDIA H100 80GB HBM3" or "NVIDIA A100-SXM4-80GB".
     """
+    entry = _entry(device_name)
+    return getattr(entry, dtype) if entry else None
+
+
+def _entry(device_name: str | None) -> Peak | None:
     # "NVIDIA A100-SXM4-80GB" -> "a100 sxm4 80gb"
     words = re.split(r"[\s\-_]+", (device_name or "").strip().lower())
     name = " ".join(word for word in words if word not in {"nvidia", "geforce", "tesla"})
-    entry = next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)
-    return getattr(entry, dtype) if entry else None
+    return next((entry for entry in PEAKS if re.fullmatch(entry.pattern, name)), None)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from pretrain.metrics.flop_formulas import nanogpt
 from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
 from pretrain.metrics.run_record import WARM_UP_STEPS
 
@@ -29,6 +30,7 @@ class Recorder:
     peak_tflops: float | None  # dense BF16 peak of one device; None where the device is not known: then no utilisation
     device: torch.device
     world_size: int = 1  # devices that share each step
+    pack_length: int | None = None  # tokens of a pack; None leaves `samples_per_second` and `mfu_nanogpt` out
     low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
     clock: Callable[[], float] = time.perf_counter
     _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
@@ -50,25 +52,44 @@ class Recorder:
         step_tokens, sum_squared_lengths: of this step's batch over all ranks (the latter sums the squares of the document
         lengths, to which attention's work is proportional).
 
-        In the object, step_ms and tokens_per_second (of all devices) are of the whole step, with data. tflops is per device,
-        mfu_bf16_peak its share of the device's BF16 peak (0 to 1), mfu_recipe_peak the share of the step that its products would
-        have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied like any token,
-        and so do tokens_per_second. recompiles does not count the process's first two steps.
+        In the object, step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
+        flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
+        mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours, mfu_recipe_peak the share of the step that its
+        products would have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied
+        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,
             "tokens_per_second": step_tokens / self._seconds,
         }
+        if self.pack_length is not None:
+            record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
         if self.flops is not None:
-            record["tflops"] = self.flops.step(step_tokens, sum_squared_lengths) / self._seconds / self.world_size / TERA
+            work = step_tokens, sum_squared_lengths
+            record["flops_per_token"] = self.flops.step(*work) / step_tokens
+            record["tflops"] = self.flops.step(*work) / self._seconds / self.world_size / TERA
             if self.peak_tflops is not None:
+                record["peak_tflops"] = self.peak_tflops
                 record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
+                if self.pack_length is not None:
+                    by_nanogpt = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"] / self.world_size / TERA
+                    record["mfu_nanogpt"] = by_nanogpt / self.peak_tflops
                 if self.low_precision is not None:
-                    work = step_tokens, sum_squared_lengths
                     at_peak = self.flops.seconds_at_peak(*work, self.peak_tflops, self.low_precision) / self.world_size
                     record["mfu_recipe_peak"] = at_peak / self._seconds
-        return record | {"memory_gib": memory_gib(self.device), "recompiles": self._recompiles}
+        return record | memory_figures(self.device) | {"recompiles": self._recompiles}
+
+
+def memory_figures(device: torch.device) -> dict[str, float]:
+    """GiB of this process: `memory_gib`, and on a CUDA device what torch has allocated now and reserved from the driver."""
+    if device.type != "cuda":
+        return {"memory_gib": memory_gib(device)}
+    return {
+        "memory_gib": memory_gib(device),
+        "memory_allocated_gib": torch.cuda.memory_allocated(device) / GIB,
+        "memory_reserved_gib": torch.cuda.memory_reserved(device) / GIB,
+    }
 
 
 def memory_gib(device: torch.device) -> float:

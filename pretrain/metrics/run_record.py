@@ -19,7 +19,8 @@ from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
-MEDIANS = ("tokens_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_recipe_peak", "frozen_updates")
+_SPEEDS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops")
+MEDIANS = (*_SPEEDS, "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak", "frozen_updates")
 
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation or a rollback
 
@@ -211,10 +212,14 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
     return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
 
 
-def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str], dict[str, str]]:
-    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row."""
+def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) -> tuple[str, dict[str, str], dict[str, str]]:
+    """What a finished run prints last, for `Console.panel`: a title, rows and commands. Unknown figures have no row.
+
+    `waited`: what the user has waited for, this time."""
     figures = run.summary
     rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    if waited:
+        rows["you waited"] = waited
     if "loss_last_50" in figures:
         averaged = f"the last {LAST_STEPS}" if figures["steps"] > LAST_STEPS else f"all {figures['steps']}"
         rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of {averaged} steps)"

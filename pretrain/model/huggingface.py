@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree
+from foundation.progress import advance
 from foundation.reading import load_object
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
@@ -296,6 +297,7 @@ def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: P
     split = split_torch_state_dict_into_shards(held, filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_BYTES)
     for file, names in split.filename_to_tensors.items():
         save_file({name: read(name).contiguous() for name in names}, folder / file, metadata={"format": "pt"})
+        advance(len(names), of="tensors")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foundation.progress import advance
 from packing.batch import Microbatch, StepBatches
 from pretrain.model.attention import backends as attention
 from pretrain.model.fused.layers import FusedLayers
@@ -104,6 +105,7 @@ def forward_backward(
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * scale)
         total += loss_sum.detach()
+        advance(of="microbatches")
     context.first_microbatch = True  # for whatever forward comes before the next step
     if sums:
         sums.finish()

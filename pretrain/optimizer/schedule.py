@@ -47,6 +47,14 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
     return round(settings.decay * total_steps) if settings.kind == "wsd" else 0
 
 
+def decay_begins(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> int | None:
+    """After how many steps the rate begins to fall; None where it never does."""
+    if settings.kind == "constant":
+        return None
+    warmup = warmup_steps(settings, tokens_per_step)
+    return total_steps - decay_steps(settings, total_steps) if settings.kind == "wsd" else warmup
+
+
 def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> None:
     """Raise InputError where warm-up and decay do not fit into the horizon."""
     warmup = warmup_steps(settings, tokens_per_step)

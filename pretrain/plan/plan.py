@@ -14,6 +14,7 @@ from typing import Any
 
 from foundation import units
 from packing.mixture import Mixture
+from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
@@ -223,8 +224,8 @@ class Plan:
         )
 
 
-def render(plan: Plan) -> str:
-    """The plan as a user reads it, a few lines to a subject."""
+def render(plan: Plan, *, brief: bool = False) -> str:
+    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory."""
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
@@ -236,9 +237,9 @@ def render(plan: Plan) -> str:
         "model": _model_lines(plan),
         "step": [_step_line(plan)],
         "horizon": _horizon_lines(plan),
-        "FLOPs": _flops_lines(plan),
+        "FLOPs": _flops_lines(plan)[: 1 if brief else None],
         "time": [_time_line(plan)],
-        "memory": _memory_lines(plan),
+        "memory": _memory_lines(plan)[: 1 if brief else None],
     }
     lines = [f"{name if i == 0 else '':<9}{text}" for name, texts in subjects.items() for i, text in enumerate(texts)]
     warnings = [textwrap.fill(f"warning: {text}", WIDTH, subsequent_indent=" " * 9) for text in plan.warnings]
@@ -298,11 +299,12 @@ def _flops_lines(plan: Plan) -> list[str]:
     total, length = plan.flops_per_token, plan.recipe.data.length
     sizes = {"a token": total, "a step": total * plan.tokens_per_step, "in all": plan.total_flops}
     parts = plan.flops.by_part(1, plan.mean_squared)
+    others = [formula.per_token(plan.flops, length) for formula in FORMULAS[1:]]
     return [
-        ", ".join(f"{_operations(value)} {unit}" for unit, value in sizes.items()),
+        ", ".join(f"{units.operations(value)} {unit}" for unit, value in sizes.items()),
         ", ".join(f"{name} {units.percent(value / total)}" for name, value in parts.items()),
-        "by other launchers' formulas, to compare with their tables:",
-        *(f"  {_operations(value)} a token: {name}" for name, value in plan.flops.legacy(1, length).items()),
+        f"by other launchers' formulas {units.operations(min(others))} to {units.operations(max(others))} a token "
+        "(python -m pretrain flops)",
     ]
 
 
@@ -332,12 +334,6 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]
-
-
-def _operations(value: float) -> str:
-    """10.58 GFLOP, 1.387 PFLOP."""
-    scale = min(6, int(math.log10(max(value, 1.0)) // 3))
-    return f"{value / 1000**scale:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[scale]}FLOP"
 
 
 def plural(number: int, noun: str) -> str:

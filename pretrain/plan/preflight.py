@@ -19,6 +19,7 @@ from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
 from pretrain.metrics.trackers import check_services, resolve
+from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
@@ -115,11 +116,17 @@ class Job:
 
 
 def prepare_job(
-    recipe: Recipe, accelerator: Accelerator, tokens_per_second: float | None = None, *, may_prepare: bool = True
+    recipe: Recipe,
+    accelerator: Accelerator,
+    tokens_per_second: float | None = None,
+    *,
+    may_prepare: bool = True,
+    waited: Waited | None = None,
 ) -> Job:
     """Check everything that can be checked, in the order of what it costs; packs that are missing are prepared if they may be.
 
-    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. Raises InputError.
+    `tokens_per_second`: from which the plan computes hours; None: what the run folder has measured so far. `waited`: the clock
+    whose `packs` gets the time that packs take. Raises InputError.
     """
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
@@ -157,7 +164,10 @@ def prepare_job(
         except InputError as error:
             raise InputError(f"`evaluate.samples`: {error}") from None
     if data is None and (may_prepare or prepared(recipe.data)):
+        before = waited.go_on_to("packs") if waited else ""
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+        if waited:
+            waited.go_on_to(before)
     if data is not None:
         check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_pack_counts(recipe, len(data.train), data.held_out_packs)

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
@@ -29,6 +30,7 @@ from pretrain.metrics.profile import StepProfile, Work
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.trackers import Trackers
+from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import largest_over_ranks, prepare, replicas_of, require_same_on_all_ranks, sharded_like
 from pretrain.model.fused.layers import FusedLayers, choose_arithmetic
@@ -181,13 +183,16 @@ class Run:
     profile: StepProfile | None
     console: Console
     watch: RankWatch
+    waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
 
 
-def assemble(job: Job, accelerator: Accelerator) -> Assembly:
+def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
     """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
     recipe, device = job.recipe, accelerator.device
-    kernels = choose_kernels(job, accelerator)
+    waited = waited or Waited(shown=False)
+    with waited.on("checks", "trying the kernels", "kernels"):
+        kernels = choose_kernels(job, accelerator)
     backend = kernels.attention.name
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
@@ -238,7 +243,8 @@ def assemble(job: Job, accelerator: Accelerator) -> Assembly:
         packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
     adamw.materialise()
 
-    products = rehearse(job, accelerator, packed, adamw, decisions)
+    with waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1):
+        products = rehearse(job, accelerator, packed, adamw, decisions)
     found = {
         "precision": job.active.requested,
         "effective": job.precision.name,
@@ -297,10 +303,12 @@ def rehearse(
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
             for pack in range(1, REHEARSALS):
                 loss_of(pack).backward()
+                advance()
     clear_gradients(adamw, packed)
     return entries
 

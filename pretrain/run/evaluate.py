@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from foundation.progress import advance
 from packing.batch import Microbatch, evaluation_batches
 from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
@@ -81,6 +82,14 @@ def best_so_far(run: Run) -> BestEvaluation | None:
     return agreed(run.accelerator, best)
 
 
+def evaluation_turns(run: Run) -> int | None:
+    """Microbatches of an evaluation on each rank; None where no packs are held out."""
+    if run.job.data.held_out is None:
+        return None
+    packs = min(run.job.recipe.evaluate.packs or len(run.job.data.held_out), len(run.job.data.held_out))
+    return -(-packs // (run.job.plan.microbatch * run.accelerator.num_processes))
+
+
 def was_evaluated(run: Run) -> bool:
     """Whether the present step's held-out loss stands in metrics.jsonl already; what the main process says counts."""
     if not run.accelerator.is_main_process:
@@ -103,6 +112,7 @@ def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], acc
         for batch in batches:
             total[0] += model(**inputs_of(batch, accelerator.device))
             total[1] += batch.valid_tokens
+            advance(of="microbatches")
     loss_sum, tokens = accelerator.reduce(total, reduction="sum").tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow

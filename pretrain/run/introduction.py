@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
 from pretrain.plan.plan import render
@@ -12,8 +13,16 @@ from pretrain.verify import audit, kernels
 
 def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
-    run.console.notice(render(run.job.plan))
-    run.console.panel("what runs in which precision", audit.rows(run.assembly.audit) | kernels.rows(run.assembly.audit))
+    run.console.notice(render(run.job.plan, brief=True))
+    found = run.assembly.audit
+    if run.job.recipe.log.audit == "full":
+        run.console.panel("what runs in which precision", audit.rows(found) | kernels.rows(found))
+    else:
+        title = f"what runs in which precision (all of it: {run.folder.audit}, or log.audit=full)"
+        run.console.panel(title, audit.in_short(found) | kernels.rows(found))
+    device = run.job.plan.devices.name
+    if run.accelerator.device.type == "cuda" and not is_known(device):
+        run.console.notice(f"no peak of {device} is known, so there is no MFU; pretrain/metrics/peaks.py has those that are")
     if (built := run.assembly.audit.get("built", IN_PARTS)) != IN_PARTS:
         run.console.notice(f"the model was built {built}")
     for note in notes:

@@ -8,20 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
+from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
+from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import Assembly
+from pretrain.settings.recipe import ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -57,8 +61,44 @@ def find_resume_point(
         return None
     record = checkpoints.read_state(path)
     check_record(record, path)
-    changes = check_same_training(record, job.identity, path, accept_changes)
-    return ResumePoint(path, record, [f"the recipe has changed: {change}" for change in changes])
+    hint = extending_a_decayed_run(path, record, job, checkpoints)
+    try:
+        changes = check_same_training(record, job.identity, path, accept_changes)
+    except InputError as error:
+        raise InputError(f"{error}\n{hint}") from None if hint else error
+    notes = [f"the recipe has changed: {change}" for change in changes]
+    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)
+
+
+def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, checkpoints: Checkpoints) -> str | None:
+    """What to know where the checkpoint's rate has fallen towards a shorter horizon than the present one and would leap up:
+    by how much, and which checkpoint is from before. None for any other checkpoint."""
+    identity, progress = record["identity"], record["progress"]
+    step, horizon = progress["step"], progress["steps"]
+    if horizon >= job.plan.steps or step >= job.plan.steps:
+        return None
+    saved = {key.removeprefix("schedule."): value for key, value in identity.items() if key.startswith("schedule.")}
+    try:
+        settings, tokens = ScheduleSettings(**saved), identity["batch.tokens"]
+        optimizer = job.recipe.optimizer.model_copy(update={"learning_rate": identity["optimizer.learning_rate"]})
+    except (ValidationError, KeyError):  # of a version whose schedules were others
+        return None
+    begins = schedule.decay_begins(settings, horizon, tokens)
+    if begins is None or step <= begins:
+        return None
+    recipe = job.recipe
+    last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
+    following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+    told = (
+        f"{path.name} is from the decay towards step {horizon:,}, which began after step {begins:,}: the rate would leap from "
+        f"{last:.3g} to {following:.3g}, and what the decay has gained would be lost. "
+    )
+    if settings.kind != "wsd":
+        return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
+    earlier = [folder for folder in step_folders(checkpoints.folder) if step_of(folder) <= begins]
+    if not earlier:
+        return told + "No checkpoint from before it is kept; `checkpoint.keep` and `checkpoint.every` decide which are"
+    return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
 
 
 def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:

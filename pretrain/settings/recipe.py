@@ -180,6 +180,8 @@ class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
     project: str = "pretrain"  # the project that a hosted tracker files the run under
+    audit: Literal["short", "full"] = "short"  # short: three lines of it on the screen; audit.json has all of it
+    gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
     fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
 
     @field_validator("trackers")

@@ -230,6 +230,30 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
+def in_short(found: Mapping[str, Any]) -> dict[str, str]:
+    """An audit for people who have no question about it: a row of its products, one of what stands around them."""
+    linears, norms = Counter(), 0
+    for p in found["products"]:
+        if p["module"] == LowPrecisionNorm.__name__:
+            norms += 1
+        else:
+            linears[p["effective"], p["backend"], p["stored"], p["reason"]] += 1
+    products = []
+    for (effective, backend, stored, reason), number in linears.most_common():
+        group = (effective, backend, stored, reason)
+        members = [p for p in found["products"] if (p["effective"], p["backend"], p["stored"], p["reason"]) == group]
+        kinds = list(dict.fromkeys(p["name"].rsplit(".", 1)[-1] for p in members if p["module"] != LowPrecisionNorm.__name__))
+        named = f" ({', '.join(kinds)}: {reason})" if reason else f" ({kinds[0]})" if len(kinds) == 1 else ""
+        on = "" if backend == "torch" else f" on {backend.replace('_', ' ')}"
+        products.append(f"{number} in {effective}{on}, weights {stored}{named}")
+    if norms:
+        products.append(f"{norms} norms on {found['backend'].replace('_', ' ')}")
+    fused = "not fused" if found["fused"].startswith("nothing") else f"fused: {found['fused']}"
+    around = [f"attention {found['attention']['kind'].removeprefix('packed_')}", f"loss {found['loss']['kind']}"]
+    around += [f"gradients {found['gradients']}", fused, f"compiled: {found['compiled']}"]
+    return {"products": "; ".join(products), "around them": ", ".join(around)}
+
+
 def _multiplied(seen: Collection[str] | None, observed: Sequence[ObservedProduct], *, all_three: bool = False) -> str:
     """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product that was `observed`, of
     which `all_three` gemms are to be seen."""

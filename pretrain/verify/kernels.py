@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.errors import InputError
+from foundation.progress import advance
 from packing.batch import IGNORE
 from pretrain.metrics.flops import Shape
 from pretrain.model.attention import backends as attention
@@ -511,12 +512,15 @@ def choose(
         """The verdict, if it speaks against the kernel."""
         if not TABLE[name].used(run):
             return None
+        advance(0, name)
         verdict = try_kernel(TABLE[name], run)
         if accelerator and largest_over_ranks(accelerator, int(not verdict.agrees)) and verdict.agrees:
             verdict = replace(verdict, failure="on another rank")
         verdicts.append(verdict)
+        advance()
         return None if verdict.agrees else verdict
 
+    advance(0, total=sum(kernel.used(run) for kernel in TABLE.values()))
     refused: dict[str, str] = {}
     while against := tried("attention"):
         refused[run.attention.removeprefix("packed_")] = str(against)

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
+from foundation.progress import advance
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch, StepBatches
 from pretrain.metrics.health import TrainingHalted
@@ -120,8 +121,7 @@ class Parity:
     @property
     def failures(self) -> list[str]:
         lines = [f"batch: {line}" for line in self.batch] + self.plain.failures
-        wrong = [each for each in self.products if each.excess > 1]
-        if wrong:
+        if wrong := [each for each in self.products if each.excess > 1]:
             lines.append(
                 f"{len(wrong)} of {len(self.products)} low-precision products: {wrong[0].name} ({wrong[0].gemm}) worst, "
                 f"{wrong[0].error:.2%} off where the format is {wrong[0].least:.2%} to {wrong[0].most:.2%}"
@@ -447,6 +447,7 @@ class _Check:
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:
+        advance(detail=what)
         began = time.perf_counter()
         yield
         if self.accelerator.device.type == "cuda":

@@ -18,7 +18,7 @@ from pretrain.metrics.run_record import is_step, read_metrics, read_run
 from pretrain.model.packed import forward_backward
 
 GIANT = 1e24  # finite in BF16 and FP32; its square is not, and so the gradient norm
-OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "tflops", "memory_gib", "recompiles"}
+OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "samples_per_second", "tflops", "memory_gib", "recompiles"}
 
 
 def data_step(batches: Any) -> int:

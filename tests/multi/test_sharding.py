@@ -48,7 +48,7 @@ def runs(
         if name not in finished:
             recipe = recipe_for(folder / name)
             recipe["model"]["config"] |= {"attention_bias": True, "tie_word_embeddings": weights != "fp32"}
-            arguments = [f"model.fused={fused}", *WEIGHTS[weights]]
+            arguments = [f"model.fused={fused}", *WEIGHTS[weights], "log.gradient_statistics=2"]
             if way == "one":
                 finished[name] = start_here(recipe, folder, *arguments, "parity=off")
             else:
@@ -69,6 +69,12 @@ def test_shards_train_what_one_process_trains(runs: Callable, way: str, weights:
     assert two.losses() == pytest.approx(one.losses(), abs=1e-6)
     for key in ("gradient_norm", "held_out_loss"):
         assert figures(two, key) == pytest.approx(figures(one, key), rel=1e-6)
+    deviations = [key for key in one.records()[1] if key.startswith("grad_std/")]
+    assert len(deviations) == 4 + (weights == "fp32"), "of the embedding, two layers, the last norm and a head of its own"
+    for key in deviations:
+        assert figures(two, key) == pytest.approx(figures(one, key), rel=1e-5)
+        means = (figures(run, key.replace("grad_std", "grad_mean")) for run in (one, two))
+        assert next(means) == pytest.approx(next(means), abs=1e-6 * max(figures(one, key)))
     models = [AutoModelForCausalLM.from_pretrained(run.run_dir / "final", dtype="auto") for run in (one, two)]
     for a, b in zip(*(each.parameters() for each in models), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)

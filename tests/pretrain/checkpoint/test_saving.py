@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +32,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Until it is set, no thread writes tensors."""
     go_on = threading.Event()
 
-    def write_later(path: Path, tensors: dict[str, torch.Tensor]) -> object:
+    def write_later(path: Path, *arguments: Any) -> object:
         assert go_on.wait(60)
-        return write_tensors(path, tensors)
+        return write_tensors(path, *arguments)
 
     monkeypatch.setattr(saving, "write_tensors", write_later)
     return go_on

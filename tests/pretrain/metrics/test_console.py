@@ -68,6 +68,29 @@ def test_a_device_without_a_known_peak_shows_its_flops_and_no_utilisation():
     assert "0.021 TFLOP/s" in line and "MFU" not in line
 
 
+def test_a_line_is_the_mean_of_all_steps_since_the_one_before_and_says_so_once():
+    def act(console):
+        for step in range(1, 9):
+            slow = 3.0 if step == 2 else 1.0
+            rates = {"tokens_per_second": 1000 / slow, "step_ms": 100 * slow, "mfu_bf16_peak": 0.4 / slow}
+            changes = {"loss": float(step), "learning_rate": step / 1e3, "gradient_norm": float(step), "data_wait_ms": 10 * slow}
+            console.step(record(step, **rates, **changes), show=step % 4 == 0)
+
+    header, first, second = written(act, total_steps=8).splitlines()
+    assert "means since the line before" in header
+    # 4 steps of 100 tokens in 100, 300, 100 and 100 ms
+    assert re.search(r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad   4\.00 +667 tok/s   MFU 26\.7 % .*data 10\.0 %", first)
+    assert re.search(r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad   8\.00 +1\.00k tok/s   MFU 40\.0 % .*data 10\.0 %", second)
+
+
+def test_a_loss_that_is_no_number_is_left_out_of_the_mean():
+    def act(console):
+        console.step(record(1, loss=math.nan), show=False)
+        console.step(record(2, loss=3.0))
+
+    assert "loss  3.0000" in written(act)
+
+
 @given(value=st.floats(min_value=0) | st.just(math.nan))
 def test_any_figure_makes_a_line(value):
     assert "nan" in written(lambda console: console.step(record(loss=math.nan)))
@@ -93,7 +116,18 @@ def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(col
     bare = line.replace("\x1b[1m", "").replace("\x1b[2m", "").replace("\x1b[0m", "").rstrip("\r\n")
     assert len(bare) <= columns
     assert "120/2776" in bare and "2.1337" in bare
+    assert ("lr 1.96e-05" in bare and "grad   1.52" in bare) == (columns >= 60)
+    assert ("tok/s" in bare) == (columns >= 80)
     assert ("GiB" in bare) == (columns >= 120)
+
+
+@pytest.mark.parametrize("columns", [80, 100, 120, 140])
+def test_flops_without_a_peak_are_the_first_figure_to_go(columns, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    unknown = {key: value for key, value in record(tflops=0.0213).items() if key != "mfu_bf16_peak"}
+    line = re.sub(r"\x1b\[\d+m", "", on_a_terminal(lambda console: console.step(unknown), columns, monkeypatch))
+    assert ("TFLOP/s" in line) == (columns >= 140)
+    assert "lr 1.96e-05" in line and "grad   1.52" in line
 
 
 def test_other_processes_write_nothing():

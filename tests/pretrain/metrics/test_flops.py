@@ -41,12 +41,6 @@ def test_qwen3_1_7b_costs_what_the_closed_form_says(qwen3: ModelFlops) -> None:
     assert qwen3.tied and not qwen3.uncounted
 
 
-def test_legacy_formulas_give_the_figures_that_other_launchers_print(qwen3: ModelFlops) -> None:
-    by_formula = qwen3.legacy(tokens=1, pack_length=4096)
-    assert [round(flops / 1e9, 3) for flops in by_formula.values()] == [11.275, 13.142, 13.142]
-    assert qwen3.legacy(tokens=10, pack_length=4096) == {name: 10 * flops for name, flops in by_formula.items()}
-
-
 def test_one_dense_document_costs_megatrons_causal_count(qwen3: ModelFlops) -> None:
     assert qwen3.step(4096, 4096**2) / 4096 / 1e9 == pytest.approx(11.73, abs=0.005)
 
@@ -72,8 +66,6 @@ def test_gpt2_counts_its_conv1d_layers_and_its_tied_head_once() -> None:
     assert flops.per_squared_length == 6 * 12 * 768
     assert flops.parameters == 124_439_808
     assert flops.embedding_parameters - flops.position_parameters == 768 * 50257
-    nanogpt = flops.legacy(1, 1024)["6N + 12LHQT, N with embeddings"]
-    assert nanogpt == 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 12 * 64 * 1024
 
 
 def test_qwen2_biases_are_not_products() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrain.metrics.peaks import PEAKS, peak
+from pretrain.metrics.peaks import PEAKS, is_known, peak
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,11 @@ from pretrain.metrics.peaks import PEAKS, peak
         ("NVIDIA A10", 125.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.05),
+        ("NVIDIA RTX A6000", 154.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 500.0),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 438.9),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 500.0),
         ("NVIDIA GeForce RTX 3090", 71.0),
         ("NVIDIA GeForce RTX 4090", 165.2),
         ("NVIDIA GeForce RTX 5090", 209.5),
@@ -51,7 +56,8 @@ def test_names_that_drivers_report_find_their_dense_bf16_peak(name: str, bf16: f
         "NVIDIA A10G",
         "NVIDIA L40",
         "NVIDIA H20",
-        "NVIDIA RTX A6000",
+        "NVIDIA RTX A5000",
+        "Tesla V100-SXM2-32GB",
         "AMD Instinct MI300X",
     ],
 )
@@ -66,6 +72,14 @@ def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
     assert peak("NVIDIA B200", "fp4") == 9000.0
 
 
+def test_volta_has_fp16_and_no_bf16_and_is_known_all_the_same() -> None:
+    names = {"Tesla V100-SXM2-16GB": 125.0, "Tesla V100-SXM3-32GB": 125.0, "Tesla V100-PCIE-32GB": 112.0}
+    names |= {"Tesla V100S-PCIE-32GB": 130.0}
+    assert {name: peak(name, "fp16") for name in names} == names
+    assert all(is_known(name) and peak(name, "bf16") is None for name in names)
+    assert peak("NVIDIA RTX A6000", "fp16") == 154.8 and not is_known("NVIDIA RTX A5000")
+
+
 def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
     with pytest.raises(AttributeError, match="bf61"):
         peak("NVIDIA H200", "bf61")
@@ -73,6 +87,8 @@ def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
 
 @pytest.mark.parametrize("entry", PEAKS, ids=lambda entry: entry.pattern)
 def test_halving_the_bits_doubles_the_dense_peak(entry) -> None:
+    if entry.fp4 is not None and entry.pattern != "rtx 5090":  # a GeForce's FP8 accumulates in FP32 at half the rate
+        assert entry.fp4 / entry.fp8 == pytest.approx(2, rel=0.02)
     if entry.fp8 is not None:
         assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.02)
     if entry.tf32 is not None:

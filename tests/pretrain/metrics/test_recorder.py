@@ -59,13 +59,27 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
         return list(recorder.finish(**figures()))
 
     always = ["step", "tokens", "epoch", "loss", "learning_rate", "gradient_norm", "step_ms", "data_wait_ms", "tokens_per_second"]
-    assert keys(flops=None, peak_tflops=None) == [*always, "memory_gib", "recompiles"]
-    assert keys(flops=flops, peak_tflops=None) == [*always, "tflops", "memory_gib", "recompiles"]
-    assert keys(flops=flops, peak_tflops=989.0) == [*always, "tflops", "mfu_bf16_peak", "memory_gib", "recompiles"]
+    end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "tflops"]
+    assert keys(flops=None, peak_tflops=None) == [*always, *end]
+    assert keys(flops=flops, peak_tflops=None) == [*always, *counted, *end]
+    assert keys(flops=flops, peak_tflops=989.0) == [*always, *counted, "peak_tflops", "mfu_bf16_peak", *end]
     low = LowPrecisionProducts(weights=1, peak_tflops=1979.0)
-    both = ["tflops", "mfu_bf16_peak", "mfu_recipe_peak"]
-    assert keys(flops=flops, peak_tflops=989.0, low_precision=low) == [*always, *both, "memory_gib", "recompiles"]
-    assert keys(flops=flops, peak_tflops=None, low_precision=low) == [*always, "tflops", "memory_gib", "recompiles"]
+    all_of_them = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt", "mfu_recipe_peak"]
+    given = {"flops": flops, "low_precision": low, "pack_length": 512}
+    assert keys(peak_tflops=989.0, **given) == [*always, "samples_per_second", *all_of_them, *end]
+    assert keys(peak_tflops=None, **given) == [*always, "samples_per_second", *counted, *end]
+
+
+def test_samples_are_packs_and_the_other_utilisation_counts_as_nanogpt_does(flops):
+    clock = Clock()
+    recorder = Recorder(flops=flops, peak_tflops=2.0, device=CPU, world_size=4, pack_length=512, clock=clock)
+    with recorder.step():
+        clock.now += 0.5
+    record = recorder.finish(**figures())
+    assert record["samples_per_second"] == 4096 / 512 / 0.5
+    assert record["flops_per_token"] == pytest.approx(record["tflops"] * 1e12 * 0.5 * 4 / 4096)
+    by_nanogpt = 6 * flops.parameters + 12 * 2 * 64 * 512  # a model without learned positions, two layers, queries of 64
+    assert record["mfu_nanogpt"] == pytest.approx(by_nanogpt * 4096 / 0.5 / 4 / 2.0e12)
 
 
 def test_a_mixed_run_is_held_against_the_peak_of_each_products_precision(flops):

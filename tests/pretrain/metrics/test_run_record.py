@@ -53,6 +53,12 @@ def test_the_mean_loss_of_a_short_run_is_said_to_be_of_all_its_steps(tmp_path: P
     assert "6.5000" in rows["loss"] and "12 steps" in rows["loss"] and "50" not in rows["loss"].replace("6.5000", "")
 
 
+def test_the_last_screen_says_what_was_waited_for(tmp_path: Path) -> None:
+    screen(tmp_path / "run", [step(1)])
+    _, rows, _ = last_screen(read_run(tmp_path / "run"), RunFolder(tmp_path / "run", owner=False), "41 s: start 8.0 s")
+    assert rows["you waited"] == "41 s: start 8.0 s"
+
+
 @pytest.mark.parametrize("loss", [2.5, None])
 def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> None:
     _, rows, _ = screen(tmp_path / "run", [step(n, loss=loss) for n in range(1, 4)])

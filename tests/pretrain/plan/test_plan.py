@@ -139,7 +139,7 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: Pr
         "131,072 tokens = 32 packs of 4,096 = 1 device x 4 microbatches x 8 packs",
         "2,776 steps = 364 M tokens = 4.00 epochs of 22,206 packs",
         "10.58 GFLOP a token, 1.387 PFLOP a step, 3.849 EFLOP in all",
-        "11.28 GFLOP a token: 6N + 12LHQT, N without embeddings",
+        "by other launchers' formulas 11.28 GFLOP to 13.14 GFLOP a token (python -m pretrain flops)",
         "2 h 08 m at 47,523 tokens/s (502.7 TFLOP/s, 50.8 % of the bf16 peak)",
         "about 92.8 GiB of 140.0 GiB a device",
     ):

@@ -159,6 +159,28 @@ def test_people_read_a_row_a_kind_of_linear(build_model: Callable, inputs: dict)
     assert rows["lm_head"] == "1 x LossHead, weights float32, products bf16"
     assert rows["q_proj"] == "1 x Linear, weights bfloat16, products bf16; 1 x Linear, weights float32, products bf16"
     assert (rows["attention"], rows["loss"]) == ("kind packed_sdpa, reason requested", "kind chunked, chunk 4096")
+    assert audit.in_short({"products": products, "attention": attention, "loss": loss, **whole}) == {
+        "products": "14 in bf16, weights float32; 1 in bf16, weights bfloat16 (q_proj)",
+        "around them": "attention sdpa, loss chunked, gradients fp32, not fused, compiled: nothing",
+    }
+
+
+def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> None:
+    kinds = ["q_proj", "down_proj"]
+    low = [
+        {"name": f"layers.{n}.{kind}", "module": "LowPrecisionLinear", "effective": "delayed"} for n in (0, 1) for kind in kinds
+    ]
+    low = [entry | {"backend": "transformer_engine", "stored": "bfloat16", "reason": None} for entry in low]
+    norm = {"name": "norm", "module": "LowPrecisionNorm", "effective": "delayed", "backend": "transformer_engine"}
+    head = {"name": "lm_head", "module": "LossHead", "effective": "bf16", "backend": "torch", "stored": "bfloat16"}
+    out = [norm | {"stored": "bfloat16", "reason": None}, head | {"reason": "scope linear leaves it out"}]
+    around = {"attention": {"kind": "packed_cudnn"}, "loss": {"kind": "chunked"}, "gradients": "fp32", "compiled": "nothing"}
+    found = {"products": low + out, "backend": "transformer_engine", "fused": "28 of 28 layers"} | around
+    assert audit.in_short(found) == {
+        "products": "4 in delayed on transformer engine, weights bfloat16; 1 in bf16, weights bfloat16 (lm_head: scope linear "
+        "leaves it out); 1 norms on transformer engine",
+        "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing",
+    }
 
 
 # ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────

@@ -1,0 +1,75 @@
+"""What the user waits for: each second from the start of the command to its end belongs to one part, so the parts add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from foundation.progress import Progress
+from foundation.units import duration
+
+_LAUNCHERS = {"accelerate", "accelerate-launch", "torchrun", "accelerate.commands.launch", "torch.distributed.run"}
+
+
+class Waited:
+    """A clock of parts, of which one runs at any time; `shown=False`, as on all processes but the main one, shows no progress.
+
+    Parts in use: start, packs, checks, training, evaluation, saves, end. `already`: seconds that have passed, in `start`.
+    """
+
+    def __init__(self, *, shown: bool = True, already: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.shown = shown
+        self._clock = clock
+        self._part, self._since = "start", clock() - already
+        self._seconds: dict[str, float] = {}
+
+    def go_on_to(self, part: str) -> str:
+        """From now on time belongs to `part`; returns the one that it belonged to."""
+        before, now = self._part, self._clock()
+        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
+        self._part, self._since = part, now
+        return before
+
+    @contextmanager
+    def on(
+        self,
+        part: str,
+        task: str,
+        unit: str = "",
+        *,
+        total: int | None = None,
+        poll: Callable[[], tuple[int, int | None]] | None = None,
+    ) -> Iterator[Progress]:
+        """Within the block time belongs to `part`, and a terminal shows how far `task` is (`foundation.progress`)."""
+        before = self.go_on_to(part)
+        try:
+            with Progress(task, unit, self.shown, total=total, lines_every=None, poll=poll) as progress:
+                yield progress
+        finally:
+            self.go_on_to(before)
+
+    def seconds(self) -> dict[str, float]:
+        """By part, in the order in which they first ended; up to now."""
+        self.go_on_to(self._part)
+        return dict(self._seconds)
+
+    def describe(self) -> str:
+        """`1 m 48 s: start 8.1 s, checks 2.3 s, ...`; what took less than a twentieth of a second is left out."""
+        parts = self.seconds()
+        listed = ", ".join(f"{part} {duration(seconds)}" for part, seconds in parts.items() if seconds >= 0.05)
+        return f"{duration(sum(parts.values()))}: {listed}"
+
+
+def since_the_command() -> float:
+    """Seconds since this process began, or the `accelerate launch` or `torchrun` that started it, whose imports take as long."""
+    with suppress(psutil.Error):
+        process = psutil.Process()
+        began, parent = process.create_time(), process.parent()
+        if parent is not None and any(Path(word).name in _LAUNCHERS for word in parent.cmdline()[:4]):
+            began = min(began, parent.create_time())
+        return max(time.time() - began, 0.0)
+    return 0.0

@@ -1,0 +1,64 @@
+"""What a user is told who prolongs a run whose learning rate has fallen already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pretrain.run.resume import extending_a_decayed_run
+from pretrain.settings.config import identity_of
+from pretrain.settings.recipe import Recipe
+
+RECIPE = {
+    "name": "tiny",
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"packs": "packs", "length": 256},
+    "batch": {"tokens": 1024},
+    "optimizer": {"learning_rate": 3e-3},
+}
+
+
+def told(folder: Path, step: int, to: int, kept: list[int], **schedule: Any) -> str | None:
+    """Of a run of 100 steps at `step` that is to go on `to` a later one, with the checkpoints `kept`."""
+    short, longer = (
+        Recipe.model_validate(RECIPE | {"schedule": schedule, "train": {"steps": steps}, "precision": "fp32"})
+        for steps in (100, to)
+    )
+    for each in kept:
+        (folder / f"step-{each:08d}").mkdir()
+    record = {"progress": {"step": step, "steps": 100}, "identity": identity_of(short, "fingerprint")}
+    job, checkpoints = SimpleNamespace(recipe=longer, plan=SimpleNamespace(steps=to)), SimpleNamespace(folder=folder)
+    return extending_a_decayed_run(folder / f"step-{step:08d}", record, job, checkpoints)
+
+
+def test_the_newest_checkpoint_before_the_decay_is_named_with_how_to_go_on_from_it(tmp_path: Path) -> None:
+    hint = told(tmp_path, 100, 120, [40, 60, 80, 100], kind="wsd", warmup=20, decay=0.4)
+    assert "began after step 60" in hint
+    assert "leap from 7.5e-05 to 0.00125" in hint  # 1 / 40 of the peak was left; of 120 steps the last 48 decay
+    assert hint.endswith(f"--resume {tmp_path / 'step-00000060'} --accept-changes")
+
+
+def test_where_none_is_kept_it_says_what_decides_that(tmp_path: Path) -> None:
+    hint = told(tmp_path, 100, 120, [80, 100], kind="wsd", warmup=20, decay=0.4)
+    assert "No checkpoint from before it is kept" in hint and "checkpoint.keep" in hint
+
+
+def test_a_schedule_that_falls_all_the_way_has_no_better_place(tmp_path: Path) -> None:
+    assert "train anew" in told(tmp_path, 100, 120, [40, 100], kind="cosine", warmup=20)
+
+
+@pytest.mark.parametrize(
+    ("step", "to", "schedule"),
+    [
+        (60, 120, {"kind": "wsd", "decay": 0.4}),
+        (80, 100, {"kind": "wsd", "decay": 0.4}),
+        (80, 90, {"kind": "wsd", "decay": 0.4}),
+        (100, 120, {"kind": "constant"}),
+    ],
+    ids=["before the decay", "not prolonged", "shortened", "never decays"],
+)
+def test_nothing_is_said_where_no_decay_is_undone(tmp_path: Path, step: int, to: int, schedule: dict) -> None:
+    assert told(tmp_path, step, to, [40, step], **schedule) is None
