@@ -33,6 +33,7 @@ from pretrain.plan.tokenizer import (
     fingerprint_of,
     known_tokenizer,
     load_tokenizer,
+    planned_tokenizer,
     with_tokens_of,
 )
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
@@ -127,13 +128,18 @@ def prepare_job(
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
-    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if recipe.data.source is None else None
+    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan comes
+    # before them, and before a tokenizer that is still to be trained.
+    to_come = not may_prepare and not recipe.data.packs.exists()
+    opened_now = recipe.data.source is None and not to_come
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
+    text, absent = planned_tokenizer(recipe.data, recipe.model) if to_come else (recipe.data, None)
 
     # The model's shapes, without memory for its weights.
-    known, vocabulary = known_tokenizer(recipe.data, data), None
+    known, vocabulary = known_tokenizer(text, data), absent
     if recipe.model.source is None:
         completed, vocabulary = with_tokens_of(known, recipe.model)
+        vocabulary = absent or vocabulary
         recipe = recipe.model_copy(update={"model": completed})
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
@@ -146,19 +152,20 @@ def prepare_job(
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
 
     # The tokenizer, then the packs.
-    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
-    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
+    check_tokenizer(text, recipe.model, model_config.vocab_size)
+    tokenizer = None if absent else load_tokenizer(text, recipe.model, data, needed=bool(recipe.evaluate.samples) and not to_come)
+    for prompt in recipe.evaluate.samples if tokenizer or not to_come else ():  # InputError now, and not at the first evaluation
         encoded_prompt(tokenizer, prompt)
-    if data is None and (may_prepare or recipe.data.packs.exists()):
+    if data is None and not to_come:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:
         check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared yet, and the plan counts its packs; "
-            "`python -m packing prepare RECIPE` prepares it, and so does starting the run"
+            f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
+            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on the "
+            "command line plans without it"
         )
 
     plan = Plan(

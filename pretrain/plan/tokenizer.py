@@ -44,6 +44,24 @@ def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]
     return named
 
 
+def planned_tokenizer(data: DataSettings, model: ModelSettings) -> tuple[DataSettings, str | None]:
+    """For a plan before packs exist: `data` without a tokenizer that is not there yet, and a line to say so; else as it is.
+
+    InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
+    """
+    if data.tokenizer is None or Path(data.tokenizer).exists():
+        return data, None
+    try:
+        load_text_tokenizer(data.tokenizer)
+    except InputError as error:
+        if model.source is None and "vocab_size" not in (model.config or {}):
+            raise InputError(f"{error}; or plan without it, with model.config.vocab_size=N on the command line") from None
+        origin = "of `model.source`" if model.source else "set by the recipe"
+        unchecked = f"vocabulary {origin}, not checked: `data.tokenizer: {data.tokenizer}` is not there yet, or out of reach"
+        return data.model_copy(update={"tokenizer": None}), unchecked
+    return data, None
+
+
 def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tuple[ModelSettings, str]:
     """`settings` of a model from scratch, what they leave open of its vocabulary taken from `tokenizer`; and a line to say so.
 
