@@ -11,6 +11,7 @@ from foundation.errors import InputError
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 COMMANDS = {
+    "plan": ("pretrain.run.planner", "hours, cost, microbatch and loss of a recipe on other devices, without any"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),

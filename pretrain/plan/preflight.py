@@ -128,8 +128,8 @@ def prepare_job(
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
-    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan comes
-    # before them, and before a tokenizer that is still to be trained.
+    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
+    # comes before them, and before a tokenizer that is still to be trained.
     to_come = not may_prepare and not recipe.data.packs.exists()
     opened_now = recipe.data.source is None and not to_come
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
@@ -164,8 +164,8 @@ def prepare_job(
     elif recipe.train.epochs is not None:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
-            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on the "
-            "command line plans without it"
+            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
+            "the command line plans without it"
         )
 
     plan = Plan(
