@@ -286,11 +286,11 @@ def draw(sizes: Sizes, path: Path, name: str) -> None:
         style_panel(axes)
         axes.set_title(title, loc="left", fontsize="medium")
         points = [(size.packs, value(size)) for size in sizes.measured if value(size) is not None]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[0], label="measured")
         if points and len(beyond) > 1:
             ahead = [(size.packs, value(size)) for size in beyond]
             axes.plot(*zip(*ahead, strict=True), "o--", color=COLOURS[0], mfc="white", label="extrapolated")
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[0], label="measured")
         axes.set_xscale("log", base=2)
         ticks = [size.packs for size in (*sizes.measured, *beyond[1:])]
         axes.set_xticks(ticks, [str(each) for each in ticks])
