@@ -3,9 +3,9 @@ r"""Train a causal language model on packed documents, in the precision that the
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
-The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
-would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a step's time goes. A
-run that is started again goes on where it was.
+The first argument is the recipe: what is trained. `key=value` arguments, or `--key=value`, override it, with dots for nesting.
+`--plan` says what would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a
+step's time goes. A run that is started again goes on where it was.
 """
 
 from __future__ import annotations
@@ -80,10 +80,9 @@ from pretrain.settings.launch_topology import put_right
 
 
 def main() -> int:
-    arguments = parse_arguments(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        return launch(arguments)
+        return launch(parse_arguments(__doc__))
     except InputError as error:
         say_once(f"error: {error}")
         return leave_status(2)

@@ -180,7 +180,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
+    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
 
     @field_validator("parity", mode="before")
     @classmethod

@@ -140,6 +140,9 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         ({"overrides": {"weights": "bf16"}}, r"`weights` is an axis, and an override too.*--only weights=VALUE"),
         ({"accelerate": "accelerate_configs/cpv.yaml"}, r"cpv\.yaml: no such file; did you mean accelerate_configs/cpu\.yaml"),
         ({"at_once": 0}, r"`at_once` is 0"),
+        ({"max_hours": 0}, r"`max_hours` is 0"),
+        ({"processes": 2}, r"`processes: 2`, but .*cpu\.yaml starts one; name a file for several"),
+        ({"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1}, r"`gpus: 1` are fewer than the 2 processes"),
     ],
 )
 def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: dict[str, Any], message: str):
