@@ -219,6 +219,7 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
         raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
     if set(settings.run_dir.replace("{name}", "")) & set("{}"):
         raise InputError(f"{path}: `run_dir`: {settings.run_dir!r} cannot be filled in; known fields: {{name}}")
+    load_yaml(settings.recipe)  # which has a message of its own where it is not there
     return Search(path, settings, tuple(overrides))
 
 

@@ -55,6 +55,11 @@ class Target:
     def __str__(self) -> str:
         return f"{self.count} x {self.name}"
 
+    def is_called(self, device: str) -> bool:
+        """Whether a driver's name is that of such a device: "NVIDIA H100 80GB HBM3" is an H100, "NVIDIA H100 PCIe" is another."""
+        mine, theirs = (set(re.split(r"[\s\-_]+", name.lower())) for name in (self.name, device))
+        return mine <= theirs and peak(self.name, "bf16") == peak(device, "bf16")
+
     @property
     def memory(self) -> int | None:
         """Bytes of one; None where it is not in the table."""
@@ -119,7 +124,7 @@ class MeasuredRun:
     def tflops_on(self, target: Target) -> float | None:
         """What it would reach on each of `target`'s devices at the same share of their peak; None where a peak is not known."""
         column = PRECISIONS[self.precision].peak
-        if self.device == target.name:
+        if target.is_called(self.device):
             return self.tflops
         here, there = peak(self.device, column), peak(target.name, column)
         return self.tflops * there / here if here and there else None
@@ -129,13 +134,13 @@ class MeasuredRun:
         column = PRECISIONS[self.precision].peak
         here, there = peak(self.device, column), peak(target.name, column)
         measured = f"run {self.name}: {self.devices} x {self.device}, measured over {plural(self.steps, 'step')}"
-        if self.device == target.name or here == there:
+        if target.is_called(self.device):
             return measured
         return f"{measured}, x {there:g} / {here:g} TFLOP/s"
 
 
 @dataclass(frozen=True)
-class Row:
+class Estimate:
     """One target at one speed, or at a slow and a fast one. The last of each tuple is the fastest."""
 
     target: Target
@@ -171,18 +176,18 @@ class Row:
         return tuple(int(speed * hours * 3600 / self.plan.tokens_per_step) for speed in self.tokens_per_second)
 
 
-def rows(job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] | None) -> Iterator[Row]:
+def rows(job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] | None) -> Iterator[Estimate]:
     """Of each target at the stated or assumed `shares` of its peak (None: assumed), and then by each run that can tell; last,
     the devices that a run was on and that are no target."""
     precision, stated = PRECISIONS[job.active.requested], sorted(shares or ASSUMED_SHARES)
     for target in targets:
         here = target.plan(job)
         if obstacle := target.obstacle(here):
-            yield Row(target, here, "", obstacle=obstacle)
+            yield Estimate(target, here, "", obstacle=obstacle)
             continue
         said = " to ".join(f"{100 * each:g}" for each in stated)
         one = peak(target.name, precision.peak)
-        yield Row(
+        yield Estimate(
             target,
             here,
             f"{said} % of the {precision.peak} peak, {'stated' if shares else 'assumed'}",
@@ -190,12 +195,13 @@ def rows(job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], share
         )
         for run in runs:
             if run.precision == precision.name and (reached := run.tflops_on(target)):
-                yield Row(target, here, run.described(target), (reached,), run.devices > 1 and target.count > 1)
+                yield Estimate(target, here, run.described(target), (reached,), run.devices > 1 and target.count > 1)
     for run in runs:
         own = Target(run.device, run.devices)
-        if own not in targets and run.precision == precision.name:
+        planned = any(target.count == own.count and target.is_called(own.name) for target in targets)
+        if not planned and run.precision == precision.name:
             here = replace(job.plan, devices=replace(job.plan.devices, count=own.count, name=own.name))
-            yield Row(own, here, run.described(own), (run.tflops,), with_exchanges=True)
+            yield Estimate(own, here, run.described(own), (run.tflops,), with_exchanges=True)
 
 
 def left_out(job: Job, runs: Sequence[MeasuredRun], targets: Sequence[Target]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from pretrain.model.distributed import make_accelerator
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import GIB, WIDTH, Plan, plural
 from pretrain.plan.preflight import Job, prepare_job
-from pretrain.plan.targets import UNKNOWN, USUAL, MeasuredRun, Row, Target, left_out, rows, span
+from pretrain.plan.targets import UNKNOWN, USUAL, Estimate, MeasuredRun, Target, left_out, rows, span
 from pretrain.run.sizes import described, draw, measure
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
@@ -201,7 +201,7 @@ def _batch(plan: Plan) -> str:
     return f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
 
 
-def _time_table(found: Sequence[Row], prices: Mapping[str, float], hours: float | None) -> str:
+def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
     header = ["on", "speed by", "tokens/s", "time", *(["cost"] if prices else [])]
     header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
     lines = []
@@ -217,7 +217,7 @@ def _time_table(found: Sequence[Row], prices: Mapping[str, float], hours: float 
     return markdown(header, lines, names=2)
 
 
-def _notes_on_time(found: Sequence[Row], runs: Sequence[MeasuredRun]) -> Iterator[str]:
+def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
     yield "time is that of training steps alone: no compiling, evaluation, checkpoints, queues or failures"
     if any(row.target.count > 1 and row.tflops and not row.with_exchanges for row in found):
         yield "several devices are those of one machine; what they exchange is reckoned as --plan --gpus does (docs/scaling.md)"
@@ -232,7 +232,7 @@ def _notes_on_time(found: Sequence[Row], runs: Sequence[MeasuredRun]) -> Iterato
         yield "a run's speed is taken to this model by operations a token; how near a model comes to the peak is its own"
 
 
-def _memory_table(found: Sequence[Row], accumulation: int | None) -> str:
+def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
     header = ["on", "of each", "microbatch", "takes", "x accumulation", *(["for this accumulation"] if accumulation else [])]
     lines: dict[Target, list[str]] = {}
     for row in found:
@@ -241,7 +241,13 @@ def _memory_table(found: Sequence[Row], accumulation: int | None) -> str:
             continue
         size = min(plan.expected_microbatch, plan.packs_per_rank)
         takes = plan.memory.total(size)
-        why = "the recipe's" if plan.microbatch else "all of a step" if size == plan.packs_per_rank else "the largest that fits"
+        why = (
+            "the recipe's"
+            if plan.microbatch == size
+            else "all of a step"
+            if size == plan.packs_per_rank
+            else "the largest that fits"
+        )
         fits = "does not fit" if limit and takes > limit else why
         shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
         where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"

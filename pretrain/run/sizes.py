@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 import torch
 from accelerate import Accelerator
 
@@ -85,9 +86,8 @@ class Line:
     def reliability(self) -> str:
         if self.foreseen is None:
             return "a line through two sizes, whose error cannot be told"
-        return (
-            f"a line, at most {units.percent(self.off)} off; it foresees the largest size within {units.percent(self.foreseen)}"
-        )
+        foreseen = f"a line through the others misses the largest by {units.percent(self.foreseen)}"
+        return f"a line that is at most {units.percent(self.off)} off; {foreseen}"
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,8 @@ class Sizes:
             return None
         packs = [size.packs for size in self.measured]
         memory = [size.memory for size in self.measured]
-        return None if None in memory else Line.through(packs, memory), Line.through(
-            packs, [each.seconds for each in self.measured]
-        )
+        seconds = Line.through(packs, [size.seconds for size in self.measured])
+        return (None if None in memory else Line.through(packs, memory)), seconds
 
     def extrapolated(self) -> Iterator[Size]:
         """Doublings of the largest size that was measured, by the lines, as far as they fit."""
@@ -169,12 +168,15 @@ class UnpreparedPacks:
 
 def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Callable[[str], None]) -> Sizes:
     """Try `sizes` (packs), ascending, until one does not fit; `said` hears of each. On a CPU, whose memory cannot be run out of
-    without being killed, only those that the plan's estimate expects to fit."""
+    without being killed, only those that the plan's estimate expects to fit into what is free now."""
     job, device = stand_in(job), accelerator.device
-    fits = {size for size in sizes if device.type == "cuda" or job.plan.memory.total(size) <= job.plan.devices.memory}
+    on_gpu = device.type == "cuda"
+    limit = usable_memory(device) if on_gpu else psutil.virtual_memory().available
+    fits = {size for size in sizes if on_gpu or job.plan.memory.total(size) <= limit}
     ended = None if len(fits) == len(sizes) else f"{min(set(sizes) - fits)} packs would not fit by the estimate"
+    if not fits:
+        return Sizes((), ended, limit, job.recipe.data.length, job.plan.packs_per_rank, job.plan.devices.name)
     found: list[Size] = []
-    _reset_peak(device)
     assembly = assemble(job, accelerator)
     began = time.perf_counter()
     for packs in sorted(fits):
@@ -190,9 +192,7 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
             clear_gradients(assembly.optimizer, assembly.model)
             break
         said(f"{packs} packs: {units.duration(found[-1].seconds)} each")
-    limit = usable_memory(device) if device.type == "cuda" else job.plan.devices.memory
-    name = job.plan.devices.name or device.type
-    return Sizes(tuple(found), ended, limit, job.recipe.data.length, job.plan.packs_per_rank, name)
+    return Sizes(tuple(found), ended, limit, job.recipe.data.length, job.plan.packs_per_rank, job.plan.devices.name)
 
 
 def try_size(assembly: Assembly, accelerator: Accelerator, job: Job, packs: int) -> Size:
@@ -300,10 +300,10 @@ def draw(sizes: Sizes, path: Path, name: str) -> None:
 
     panel(left, "memory at the peak, GiB", lambda size: size.memory and size.memory / GIB)
     panel(right, "tokens/s", sizes.speed)
-    if sizes.limit and sizes.limit / GIB < 3 * left.get_ylim()[1]:
+    if left.lines and sizes.limit and sizes.limit / GIB < 3 * left.get_ylim()[1]:
         left.axhline(sizes.limit / GIB, color=GREY, linestyle=":", label=f"{units.memory(sizes.limit / GIB)} may be used")
     for axes in (left, right):
         axes.set_ylim(bottom=0)
-    left.legend(frameon=False, fontsize="small")
+    (left if left.lines else right).legend(frameon=False, fontsize="small")
     figure.suptitle(f"{name} on {sizes.device}", x=0.01, ha="left", weight="bold")
     save(figure, path)
