@@ -173,7 +173,6 @@ def build(
         world_size=accelerator.num_processes,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
-    logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}
     run = Run(
         job=job,
         assembly=assembly,
@@ -184,7 +183,7 @@ def build(
         health=health,
         checkpoints=checkpoints,
         recorder=recorder,
-        trackers=resolve(recipe.log.trackers, main_process=main_process, **logged),
+        trackers=resolve(recipe.log, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
@@ -370,6 +369,7 @@ def finish(run: Run) -> None:
     finished = read_run(run.folder.path)
     run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
     plot_losses([finished], run.folder.loss_plot)
+    run.trackers.picture(run.folder.loss_plot, run.state.step)
     run.console.panel(*last_screen(finished, run.folder))
 
 

@@ -17,7 +17,8 @@ from packing.order import PackOrder
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
-from pretrain.metrics.trackers import check_services, resolve
+from pretrain.metrics.services import check_services
+from pretrain.metrics.trackers import resolve
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention.heads import Heads
@@ -122,7 +123,7 @@ def prepare_job(
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
     check_ours(run_dir)
-    resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
+    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))

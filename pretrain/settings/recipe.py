@@ -140,7 +140,9 @@ class CheckpointSettings(Settings):
 class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
-    project: str = "pretrain"  # the project that a hosted tracker files the run under
+    project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
+    entity: str | None = None  # W&B's user or team that the project belongs to; null: the user's default
+    tags: tuple[str, ...] = ()  # words that W&B and MLflow find the run by
     fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
 
     @field_validator("trackers")

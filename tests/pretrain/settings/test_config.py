@@ -103,7 +103,6 @@ def test_the_run_folder_is_named_from_the_recipe(tmp_path: Path) -> None:
         "optimizer.learning_rate=3e-5",
         "model={source: Qwen/Qwen3-1.7B}",
         "data.packs=../packs",
-        "data.text={title}\\n{text}",
     ]
     recipe = load_recipe(write(tmp_path, SMALLEST), settings)
     for template, expected in odd.items():
@@ -159,8 +158,6 @@ def test_text_on_the_command_line_is_text_and_not_yaml(tmp_path: Path) -> None:
             write(tmp_path, {**SMALLEST, "data": {"packs": "p", "source": "s", "tokenizer": "t"}}), [override]
         ).data.text
 
-    assert text("data.text={title}: {text}") == "{title}: {text}"
-    assert text("data.text={title}\\n\\n{body}") == "{title}\n\n{body}"
     assert text("data.text=1") == "1"
 
 
