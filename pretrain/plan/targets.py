@@ -20,7 +20,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
 from pretrain.plan.memory import layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Devices, Plan, plural
-from pretrain.plan.preflight import Job
+from pretrain.plan.preflight import KEPT_FREE, Job
 from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
 from pretrain.precision.registry import PRECISIONS
 
@@ -46,7 +46,7 @@ class Target:
         count, name = re.fullmatch(r"\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*", text, re.DOTALL).groups()
         if peak(name, "bf16") is None:
             raise InputError(
-                f"--on {text}: no peak of {name!r} is known; give a device as its driver names it: H200, 8xB200, 'RTX 4090'"
+                f"--on {text}: no BF16 peak of {name!r} is known; give a device as its driver names it: H200, 8xB200, 'RTX 4090'"
             )
         if count is not None and not 1 <= int(count) <= 1024:
             raise InputError(f"--on {text}: {count} devices are no machine; give 1 to 1024")
@@ -61,9 +61,9 @@ class Target:
         return mine <= theirs and peak(self.name, "bf16") == peak(device, "bf16")
 
     @property
-    def memory(self) -> int | None:
-        """Bytes of one; None where it is not in the table."""
-        return int(MEMORY[self.name.upper()] * 1e9) if self.name.upper() in MEMORY else None
+    def gigabytes(self) -> int | None:
+        """Memory of one; None where it is not in the table."""
+        return MEMORY.get(self.name.upper())
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
@@ -71,10 +71,11 @@ class Target:
         if active.backend == "emulation":
             active = replace(active, backend="transformer_engine", reason=None)
         layers = layers_of(job.shapes, plan.recipe, active, "cuda", ATTENTION)
-        alone = Devices(name=self.name, memory=self.memory)
+        usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
+        alone = Devices(name=self.name, memory=usable)
         here = replace(plan, devices=alone, active=active, layers=layers, tokens_per_second=None)
         whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
-        fits = self.memory is None or whole.memory.total(1) <= self.memory
+        fits = usable is None or whole.memory.total(1) <= usable
         return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
 
     def obstacle(self, plan: Plan) -> str | None:
@@ -176,9 +177,11 @@ class Estimate:
         return tuple(int(speed * hours * 3600 / self.plan.tokens_per_step) for speed in self.tokens_per_second)
 
 
-def rows(job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] | None) -> Iterator[Estimate]:
-    """Of each target at the stated or assumed `shares` of its peak (None: assumed), and then by each run that can tell; last,
-    the devices that a run was on and that are no target."""
+def estimates(
+    job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] = ()
+) -> Iterator[Estimate]:
+    """Of each target at the stated `shares` of its peak, where none is stated at assumed ones, and then by each run that can
+    tell; last, the devices that a run was on and that are no target."""
     precision, stated = PRECISIONS[job.active.requested], sorted(shares or ASSUMED_SHARES)
     for target in targets:
         here = target.plan(job)

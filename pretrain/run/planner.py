@@ -18,20 +18,19 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from pretrain.compare.report import markdown
+from pretrain.compare.report import markdown, or_dash
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
 from pretrain.plan.plan import GIB, WIDTH, Plan, plural
-from pretrain.plan.preflight import Job, prepare_job
-from pretrain.plan.targets import UNKNOWN, USUAL, Estimate, MeasuredRun, Target, left_out, rows, span
+from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
+from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
@@ -41,39 +40,29 @@ MOST_TOKENS = 2**27  # of a microbatch that --measure tries
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--on": {"action": "append", "metavar": "DEVICE", "help": f"H200, 8xB200, 'RTX 4090'; again for more; {', '.join(USUAL)}"},
-    "--mfu": {"action": "append", "metavar": "SHARE", "help": "of the peak that is reached, 0.4 say; twice: from, to"},
-    "--run": {
-        "action": "append",
-        "type": Path,
-        "default": [],
-        "metavar": "FOLDER",
-        "help": "a run of yours, to reckon by its speed",
-    },
-    "--price-per-hour": {"action": "append", "default": [], "metavar": "PRICE", "help": "of one device: 2.5, or H200=3.5"},
-    "--hours": {"metavar": "H", "help": "also: the steps and tokens that fit into so many hours"},
-    "--accumulation": {"metavar": "N", "help": "also: the batch.tokens of N microbatches on each device"},
-    "--flops": {"metavar": "C", "help": "a compute budget for the fits; default: the recipe's, 6 N D"},
-    "--measure": {"action": "store_true", "help": "try microbatch sizes on this machine, and say what they take"},
-    "--sizes": {"metavar": "1,2,4", "help": "of --measure, in packs; default: those that suit the step"},
-    "--out": {"type": Path, "metavar": "PNG", "help": "the picture of --measure"},
-}
-
-
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What is asked for, its numbers as numbers; InputError for what is none."""
     parser = argparse.ArgumentParser(
         "python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
-    for flag, option in OPTIONS.items():
-        parser.add_argument(flag, **option)
+    add, several = parser.add_argument, {"action": "append", "default": []}
+    add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
+    add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
+    add("--mfu", metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
+    add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
+    add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
+    add("--hours", metavar="H", help="also: the steps and tokens that fit into so many hours")
+    add("--accumulation", metavar="N", help="also: the batch.tokens of N microbatches on each device")
+    add("--flops", metavar="C", help="a compute budget for the fits; default: the recipe's, 6 N D")
+    add("--measure", action="store_true", help="try microbatch sizes on this machine, and say what they take")
+    add("--sizes", metavar="1,2,4", help="of --measure, in packs; default: those that suit the step")
+    add("--out", type=Path, metavar="PNG", help="the picture of --measure")
     parsed = parser.parse_intermixed_args(arguments)
     if (parsed.sizes or parsed.out) and not parsed.measure:
         raise InputError("--sizes, --out: they are of --measure; add it, or leave them out")
-    parsed.mfu = [_number("--mfu", text, 1.0) for text in parsed.mfu or ()] or None
-    if len(parsed.mfu or ()) > 2:
+    parsed.mfu = [_number("--mfu", text, 1.0) for text in parsed.mfu]
+    if len(parsed.mfu) > 2:
         raise InputError("--mfu: give one share, or two: from, to")
     parsed.hours, parsed.flops = (
         None if text is None else _number(name, text) for name, text in (("--hours", parsed.hours), ("--flops", parsed.flops))
@@ -158,7 +147,7 @@ def sections(
 ) -> Iterator[str]:
     """All that is printed without a trial, by lines."""
     plan, accumulation = job.plan, options.accumulation
-    found = list(rows(job, targets, runs, options.mfu))
+    found = list(estimates(job, targets, runs, options.mfu))
     model = f"{units.count(plan.flops.parameters)} parameters"
     yield f"{plan.recipe.name}: {plan.active.requested} compute, {plan.recipe.weights} weights, {model}"
     yield "─" * WIDTH
@@ -170,6 +159,9 @@ def sections(
     asked = f", and batch.tokens for {plural(accumulation, 'microbatch')} on each device" if accumulation else ""
     yield f"\nMicrobatch, by the estimate of memory{asked}"
     yield _memory_table(found, accumulation)
+    yield from _noted(
+        [f"{units.percent(KEPT_FREE)} of a device's memory is left free; --measure tries sizes on a device that is here"]
+    )
     yield "\nLoss by published fits, and the best division of a compute budget"
     yield from _fits(plan, options.flops)
     if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.packs`")]:
@@ -241,17 +233,14 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
             continue
         size = min(plan.expected_microbatch, plan.packs_per_rank)
         takes = plan.memory.total(size)
-        why = (
-            "the recipe's"
-            if plan.microbatch == size
-            else "all of a step"
-            if size == plan.packs_per_rank
-            else "the largest that fits"
-        )
-        fits = "does not fit" if limit and takes > limit else why
+        chosen = "the recipe's" if plan.microbatch == size else "the largest that fits"
+        if size == plan.packs_per_rank != plan.microbatch:
+            chosen = "all of a step"
+        if limit and takes > limit:
+            chosen = "does not fit"
         shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
         where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"
-        line = [where, f"{limit / 1e9:,.0f} GB" if limit else UNKNOWN, f"{plural(size, 'pack')}: {fits}"]
+        line = [where, or_dash(row.target.gigabytes, "{:,} GB".format), f"{plural(size, 'pack')}: {chosen}"]
         line += [units.memory(takes / GIB), str(-(-plan.packs_per_rank // size))]
         if accumulation:
             line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")

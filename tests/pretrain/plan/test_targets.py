@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_record import read_run
 from pretrain.plan.plan import Devices, Plan
-from pretrain.plan.targets import Estimate, MeasuredRun, Target, left_out, rows, span
+from pretrain.plan.targets import Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from tests.pretrain.plan.plan_recipe import recipe
@@ -70,7 +70,7 @@ def measured(folder: Path) -> MeasuredRun:
 
 
 def test_hours_are_operations_over_the_stated_share_of_the_peak(job):
-    [row] = rows(job(), [Target("H200")], [], [0.4])
+    [row] = estimates(job(), [Target("H200")], [], [0.4])
     work = row.plan.flops.step(1, 745.0) * row.plan.total_tokens
     assert row.hours == pytest.approx([work / (0.4 * 989.5e12) / 3600])
     assert "40 % of the bf16 peak, stated" in row.by
@@ -80,13 +80,13 @@ def test_hours_are_operations_over_the_stated_share_of_the_peak(job):
 
 
 def test_without_a_share_two_are_assumed_and_it_is_said(job):
-    [row] = rows(job(), [Target("H200")], [], None)
+    [row] = estimates(job(), [Target("H200")], [])
     assert row.by == "30 to 50 % of the bf16 peak, assumed" and row.hours[0] / row.hours[1] == pytest.approx(5 / 3)
 
 
 def test_a_run_goes_over_to_another_device_by_the_ratio_of_peaks(job, run_folder):
     run = measured(run_folder("mine", 500.0, ["NVIDIA H200"]))
-    assumed, same, other_assumed, other = rows(job(), [Target("H200"), Target("B200")], [run], None)
+    assumed, same, other_assumed, other = estimates(job(), [Target("H200"), Target("B200")], [run])
     assert assumed.by.endswith("assumed") and other_assumed.by.endswith("assumed")
     assert same.tokens_per_second == pytest.approx([500e12 / same.plan.flops_per_token])
     assert other.tokens_per_second[0] / same.tokens_per_second[0] == pytest.approx(2250 / 989.5)
@@ -99,7 +99,7 @@ def test_several_devices_lose_what_they_exchange_unless_the_run_had_it_too(job, 
     alone = measured(run_folder("alone", 500.0, ["NVIDIA B200"]))
     eight = measured(run_folder("eight", 500.0, ["NVIDIA B200"] * 8, processes=8))
     larger = job(batch={"tokens": 2**20})
-    _, of_one, of_eight, own = rows(larger, [Target("B200", 8)], [alone, eight], [0.5])
+    _, of_one, of_eight, own = estimates(larger, [Target("B200", 8)], [alone, eight], [0.5])
     assert str(own.target) == "1 x NVIDIA B200", "what was measured is always among the rows"
     whole = 8 * 500e12 / of_one.plan.flops_per_token
     assert of_eight.tokens_per_second == pytest.approx([whole])
@@ -108,7 +108,7 @@ def test_several_devices_lose_what_they_exchange_unless_the_run_had_it_too(job, 
 
 def test_a_run_on_a_device_without_a_peak_says_something_of_its_own_only(job, run_folder):
     run = measured(run_folder("slow", 0.1, []))
-    found = list(rows(job(), [Target("H200")], [run], [0.4]))
+    found = list(estimates(job(), [Target("H200")], [run], [0.4]))
     assert [str(row.target) for row in found] == ["1 x H200", "1 x CPU"]
     assert found[1].tokens_per_second == pytest.approx([0.1e12 / found[1].plan.flops_per_token])
     assert list(left_out(job(), [run], [Target("H200")])) == [
@@ -118,7 +118,7 @@ def test_a_run_on_a_device_without_a_peak_says_something_of_its_own_only(job, ru
 
 def test_a_run_in_another_precision_is_left_out_and_named(job, run_folder):
     run = measured(run_folder("fp8", 700.0, ["NVIDIA H200"], precision="delayed"))
-    assert len(list(rows(job(), [Target("H200")], [run], None))) == 1
+    assert len(list(estimates(job(), [Target("H200")], [run]))) == 1
     assert list(left_out(job(), [run], [])) == ["run fp8 computed in delayed, this plan in bf16: its speed is left out"]
 
 
@@ -139,7 +139,7 @@ def test_runs_whose_speed_is_not_their_own_are_refused(run_folder):
 
 def test_what_a_device_cannot_run_is_said_in_its_row(job):
     def obstacle(target: str, **changes: Any) -> str | None:
-        [row] = rows(job(**changes), [Target.parse(target)], [], None)
+        [row] = estimates(job(**changes), [Target.parse(target)], [])
         return row.obstacle
 
     assert obstacle("H200", precision="mxfp8") == (
@@ -168,7 +168,7 @@ def test_devices_are_named_with_or_without_a_number(text, target):
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("Q9", "no peak of 'Q9'"), ("8x", "no peak of ''"), ("0xH200", "0 devices are no machine")]
+    ("text", "says"), [("Q9", "no BF16 peak of 'Q9'"), ("8x", "no BF16 peak of ''"), ("0xH200", "0 devices are no machine")]
 )
 def test_devices_that_are_none_are_refused(text, says):
     with pytest.raises(InputError, match=f"--on {text}: {says}"):

@@ -89,7 +89,7 @@ def test_sizes_are_measured_and_drawn(plan, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     {
-        ("--on", "Q9"): "--on Q9: no peak of 'Q9' is known",
+        ("--on", "Q9"): "--on Q9: no BF16 peak of 'Q9' is known",
         ("--mfu", "1.2"): "--mfu 1.2: a number above 0 and of at most 1",
         ("--mfu", "0.1", "--mfu", "0.2", "--mfu", "0.3"): "--mfu: give one share, or two",
         ("--hours", "soon"): "--hours soon: a number above 0",
