@@ -18,17 +18,19 @@ from foundation.errors import InputError
 from pretrain.metrics.flops import TERA
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
-from pretrain.plan.memory import layers_of
+from pretrain.model.attention.backends import MIN_CUDNN_HEAD_DIM
+from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Devices, Plan, plural
 from pretrain.plan.preflight import KEPT_FREE, Job
 from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision
 
 USUAL = ("H100", "H200", "B200", "8xB200")
 # GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
 MEMORY = {"H100": 80, "H200": 141, "B200": 180}
 UNKNOWN = "—"
-ATTENTION = "packed_varlen"  # of the estimate of memory; what cuDNN's keeps differs by a few per cent
+CUDNN_HEADS = range(MIN_CUDNN_HEAD_DIM, 129)  # head sizes for which `model.attention: auto` takes cuDNN there
 NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
@@ -70,13 +72,24 @@ class Target:
         plan, active = job.plan, job.active
         if active.backend == "emulation":
             active = replace(active, backend="transformer_engine", reason=None)
-        layers = layers_of(job.shapes, plan.recipe, active, "cuda", ATTENTION)
+        layers = self._layers(job, active)
         usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
         alone = Devices(name=self.name, memory=usable)
         here = replace(plan, devices=alone, active=active, layers=layers, tokens_per_second=None)
         whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
         fits = usable is None or whole.memory.total(1) <= usable
         return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
+
+    def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
+        """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention, which
+        `auto` takes there; elsewhere as this machine's libraries have it."""
+        recipe, settings = job.recipe, job.recipe.model
+        if self.name.upper() not in CAPABILITY or active.precision.compute_dtype != "bfloat16":
+            return layers_of(job.shapes, recipe, active, "cuda", "packed_varlen")
+        if settings.fused == "auto":
+            recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
+        cudnn = settings.attention in ("auto", "cudnn") and job.plan.flops.shape.head_dim in CUDNN_HEADS
+        return layers_of(job.shapes, recipe, active, "cuda", "packed_cudnn" if cudnn else "packed_varlen")
 
     def obstacle(self, plan: Plan) -> str | None:
         """Why `plan` cannot run on it or has no speed; None where it can."""

@@ -159,9 +159,8 @@ def sections(
     asked = f", and batch.tokens for {plural(accumulation, 'microbatch')} on each device" if accumulation else ""
     yield f"\nMicrobatch, by the estimate of memory{asked}"
     yield _memory_table(found, accumulation)
-    yield from _noted(
-        [f"{units.percent(KEPT_FREE)} of a device's memory is left free; --measure tries sizes on a device that is here"]
-    )
+    free = f"{units.percent(KEPT_FREE)} of a device's memory is left free"
+    yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine; --measure tries sizes here"])
     yield "\nLoss by published fits, and the best division of a compute budget"
     yield from _fits(plan, options.flops)
     if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.packs`")]:

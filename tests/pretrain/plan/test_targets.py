@@ -39,7 +39,7 @@ def job(shapes: Any) -> Callable[..., Any]:
         active = select_precision(precision, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
         wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
         plan = Plan(wanted, active, Devices(), "qwen3", ModelFlops.of(shapes), 745.0)
-        return SimpleNamespace(plan=plan, active=active, shapes=shapes)
+        return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
 
     return make
 
@@ -150,6 +150,13 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
     assert obstacle("8xB200", batch={"tokens": 4 * 4096}) == (
         "a step of 4 packs is too small for it: `batch.tokens: 32768` at least"
     )
+
+
+@pytest.mark.parametrize(("precision", "measured"), [("bf16", 73.997), ("delayed", 74.874)])
+def test_memory_is_what_a_run_took_on_that_device(precision, measured, job):
+    """benchmarks/results/h200_throughput.json, `memory_gib` of exact BF16 weights, 8 packs of 4,096 at once."""
+    planned = Target("H200").plan(job(precision, batch={"tokens": 131072, "microbatch": 8}))
+    assert planned.memory.total(8) / 2**30 == pytest.approx(measured, rel=0.03)
 
 
 def test_a_model_that_fits_no_device_whole_is_planned_in_shards(job):
