@@ -66,7 +66,7 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, rankin
     at_once, slots = min(matrix.at_once, len(waiting)), matrix.slots
     screen, hours = Screen(len(runs), len(runs) - len(waiting)), Hours(matrix.settings.max_hours)
     running: list[StartedRun] = []
-    for one in filter(None, (StartedRun.found(matrix, run) for run in waiting)):
+    for one in filter(None, [StartedRun.found(matrix, run) for run in waiting]):
         running.append(one)
         waiting.remove(one.run)
         screen.say(f"{one.run.name}: is running still, started by a matrix that has ended; its output goes to {one.run.log}")

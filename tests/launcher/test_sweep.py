@@ -1,4 +1,4 @@
-"""A trial of a W&B sweep without a network: the shipped sweep file, wandb's own agent, and the launcher as the agent starts it."""
+"""A trial of a W&B sweep without a network: the shipped sweep file, its own agent, and the launcher as the agent starts it."""
 
 from __future__ import annotations
 
