@@ -149,7 +149,7 @@ def remarks_on(way: Way) -> list[str]:
 
 
 def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Bars of tokens/s, a panel a result: ours in the precision's colour, the others grey, wrong ones hatched, the machine's limits as lines."""
+    """Bars of tokens/s, a panel a result: ours in their precision's colour, others grey, wrong ones hatched, limits as lines."""
     ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
     heights = [0.32 * max(len(each), 3) + 1.1 for each in ways]
     figure = new_figure(10, sum(heights) + 0.4)

@@ -1,4 +1,4 @@
-"""How a run looks in every picture of a comparison: its colour says its precision, its line and marker what else it differs in."""
+"""How a run looks in every picture: its colour says its precision, its line and marker what else it differs in."""
 
 from __future__ import annotations
 
@@ -55,9 +55,8 @@ def looks_of(runs: Sequence[RunRecord]) -> list[Look]:
         words = [f"weights {weights}"] if several_weights else []
         kinds.append(", ".join(filter(None, [*words, variants.name(run), *dtypes, *varied])))
         orders.append(list(WEIGHT_DTYPES).index(weights) if weights in WEIGHT_DTYPES else len(WEIGHT_DTYPES))
-    places = {
-        kind: place for place, (_, kind) in enumerate(sorted(dict.fromkeys(zip(orders, kinds, strict=True)), key=lambda p: p[0]))
-    }
+    in_order = sorted(dict.fromkeys(zip(orders, kinds, strict=True)), key=lambda each: each[0])
+    places = {kind: place for place, (_, kind) in enumerate(in_order)}
     alike: dict[tuple[str, str | int], list[int]] = {}
     one_precision = len({run.precision for run in runs}) == 1
     for index, (run, kind) in enumerate(zip(runs, kinds, strict=True)):

@@ -114,6 +114,9 @@ def _figure_of_one(run: RunRecord) -> Figure:
     if np.any(gradient_norms > 0):
         draw_smoothed(norms, norm_steps, gradient_norms, color=colour, linewidth=1.2)
         norms.set_yscale("log")
+        for set_formatter in (norms.yaxis.set_major_formatter, norms.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "125" else "")
+        norms.tick_params(axis="y", which="both", labelsize="small")
     norms.set_ylabel("gradient\nnorm")
     rates.plot(*run.curve("learning_rate"), color=colour, linewidth=1.2)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
@@ -126,7 +129,7 @@ def _figure_of_one(run: RunRecord) -> Figure:
 
 
 def model_name(run: RunRecord) -> str:
-    """What was trained: the hub's name or the last of a folder's, which is a run's where it is its `final`; else its architecture."""
+    """The hub's name of what was trained, or a folder's last one (a run's, where it is its `final`), or its architecture."""
     model = run.config.get("model") or {}
     if not model.get("source"):
         return str((model.get("config") or {}).get("model_type", "model"))

@@ -1,7 +1,7 @@
 """The report as one page that needs no network: `page/page.html` filled in, its look and its script beside it.
 
-Text stands in the page as it is, so it can be read and searched where no script runs. Figures travel compressed beside the plotting
-library (plotly), which the page unpacks when it is opened.
+Text stands in the page as it is, so it can be read and searched where no script runs. Figures travel compressed beside the
+plotting library (plotly), which the page unpacks when it is opened.
 """
 
 from __future__ import annotations

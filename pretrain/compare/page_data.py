@@ -1,4 +1,4 @@
-"""What the page's script draws: of each run its curves, its quantization statistics and where a step's time went, as plain values."""
+"""What the page's script draws of each run: curves, quantization statistics, where a step's time went; as plain values."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "colour": look.colour,
         "dash": look.dash,
         "symbol": look.symbol,
+        "place": look.place,
         "baseline": standing.is_baseline,
         "emulated": run.emulated,
         "shared": run.side_by_side,

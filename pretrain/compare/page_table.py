@@ -9,7 +9,7 @@ from typing import Any
 
 from foundation.units import duration, memory, percent
 from pretrain.compare.fairness import FEWEST_STEPS
-from pretrain.compare.verdict import LOSS_KEY, Standing, Verdict
+from pretrain.compare.verdict import LOSS_KEY, Standing, Verdict, signed, unsigned
 from pretrain.metrics.run_record import LAST_STEPS
 
 UNKNOWN = "–"
@@ -85,17 +85,17 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
             f"loss − baseline, last {steps}",
             "paired by step; ± half of the 95 % interval, by Student's t over means of batches of steps; "
             f"of fewer than {FEWEST_STEPS} steps there is none",
-            _gap,
+            _gap if verdict.paired else _nothing,
         ),
         TableColumn(
             "loss − baseline, last fifth",
             f"paired by step; the end of the run, which is too short for an interval: under {FEWEST_STEPS} steps",
-            _figure(lambda each: each.end_gap if ends_apart else None, "{:+.4f}".format),
+            _figure(lambda each: each.end_gap if ends_apart else None, signed),
         ),
         TableColumn(
             "held-out − baseline",
             "of the last evaluation, on the same packs",
-            _figure(lambda each: each.held_out_gap, "{:+.4f}".format),
+            _figure(lambda each: each.held_out_gap, signed),
         ),
         TableColumn(
             "frozen updates",
@@ -162,6 +162,10 @@ def _hours(hours: float) -> str:
     return duration(hours * 3600)
 
 
+def _nothing(_: Standing) -> TableCell:
+    return TableCell(UNKNOWN)
+
+
 def _gap(each: Standing) -> TableCell:
     if each.is_baseline:
         return TableCell("baseline", 0.0)
@@ -170,6 +174,5 @@ def _gap(each: Standing) -> TableCell:
     gap = each.gap
     if not math.isfinite(gap.mean):
         return TableCell(UNKNOWN)
-    return TableCell(
-        f"{gap.mean:+.4f}", gap.mean, f"± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else "too few for ±"
-    )
+    sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else "too few for ±"
+    return TableCell(signed(gap.mean), gap.mean, sure)

@@ -1,7 +1,7 @@
 """Results that others have published, from a CSV file, beside a comparison: their own speed and loss, and one definition of MFU.
 
-The file's columns are COLUMNS: `mfu_reported` is a share of one, or empty; from `flops_per_token` and `peak_tflops` every row's MFU
-is computed again. Lines that begin with # say where it is from.
+The file's columns are COLUMNS: `mfu_reported` is a share of one, or empty; from `flops_per_token` and `peak_tflops` every row's
+MFU is computed again. Lines that begin with # say where it is from.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 
 from foundation.units import count
 from pretrain.compare.appearance import Look, looks_of
-from pretrain.compare.fairness import FEWEST_STEPS, Gap, last_fifth, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, why_not_paired
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
 
@@ -112,15 +112,28 @@ class Verdict:
             fastest = max((each for each in self.paired if each.speedup), key=lambda each: each.speedup)
             return (
                 f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
-                f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed: {described_gap(fastest)}."
+                f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
             )
-        steps = max(each.gap.steps for each in self.paired)
-        said = f"{len(equal)} of {len(self.paired)} runs end within {within} (mean of the last {steps} steps)"
+        said = f"{len(equal)} of {len(self.paired)} runs end within {within}"
         beyond = [each for each in self.paired if each not in equal]
         if beyond:
-            worst = max(beyond, key=lambda each: each.gap.mean if math.isfinite(each.gap.mean) else math.inf)
-            said += f"; {len(beyond)} end above, {worst.look.label} by the most: {worst.gap.mean:+.4f}"
-        return f"{said}. {self.why_no_speed()}".strip()
+            means = sorted(each.gap.mean for each in beyond)
+            by = signed(means[0]) if len(means) == 1 else f"{signed(means[0])} to {signed(means[-1])}"
+            said += f", {self._what_they_share(beyond) or 'the others'} {by} above"
+        steps = max(each.gap.steps for each in self.paired)
+        return f"{said} (means of the last {steps} steps). {self.why_no_speed()}".strip()
+
+    def _what_they_share(self, some: Sequence[Standing]) -> str:
+        """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
+        others = [each for each in self.standings if each not in some]
+        for what, value_of in (
+            ("weights", lambda each: each.run.config.get("weights")),
+            ("precision", lambda each: each.run.precision),
+        ):
+            values = {value_of(each) for each in some}
+            if values.isdisjoint(map(value_of, others)):
+                return f"the {len(some)} with {what} {' or '.join(sorted(map(str, values)))}"
+        return ""
 
     def why_no_speed(self) -> str:
         if all(each.run.side_by_side for each in self.standings):
@@ -140,7 +153,7 @@ class Verdict:
         if best is not self.baseline and best.gap is not None:
             said += f"; its training loss is {described_gap(best, held_out=False)} against {self.baseline.look.label}"
         elif known[1:]:
-            said += f"; next is {named(known[1])}, {known[1].loss - best.loss:+.4f}"
+            said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
         unpaired = [each for each in self.standings if each.not_paired]
         return f"{said}." + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
 
@@ -151,15 +164,26 @@ def named(standing: Standing) -> str:
 
 
 def described_gap(standing: Standing, *, held_out: bool = True) -> str:
-    """ "loss +0.0004 nats (95 %: +0.0002 to +0.0006), held out +0.0002"."""
+    """As "loss +0.0004 ± 0.0002 nats, held out +0.0002"; ± is half of the interval."""
     gap = standing.gap
-    sure = f"95 %: {gap.mean - gap.half_width:+.4f} to {gap.mean + gap.half_width:+.4f}"
-    said = f"loss {gap.mean:+.4f} nats ({sure if math.isfinite(gap.half_width) else too_few(gap)})"
-    return said + (f", held out {standing.held_out_gap:+.4f}" if held_out and standing.held_out_gap is not None else "")
+    sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else ""
+    said = f"loss {signed(gap.mean)} {sure}".rstrip() + " nats"
+    if not sure:
+        said += f" ({gap.steps} steps, too few for an interval)"
+    return said + (f", held out {signed(standing.held_out_gap)}" if held_out and standing.held_out_gap is not None else "")
 
 
-def too_few(gap: Gap) -> str:
-    return f"{gap.steps} steps; an interval needs {FEWEST_STEPS}"
+def signed(nats: float) -> str:
+    """+0.0004, with a minus as wide as a plus; five digits of what four would call nothing."""
+    return f"{nats:+.{_digits(nats)}f}".replace("-", "−")
+
+
+def unsigned(nats: float) -> str:
+    return f"{nats:.{_digits(nats)}f}"
+
+
+def _digits(nats: float) -> int:
+    return 5 if 0 < abs(nats) < 1e-4 else 4
 
 
 def answer_for_one(standing: Standing) -> str:

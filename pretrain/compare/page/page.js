@@ -16,7 +16,7 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const narrow = () => window.innerWidth < 760;
 const shown = (index) => !state.hidden.includes(index);
-const signed = (value, digits = 4) => (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits);
+const signed = (value, digits = value && Math.abs(value) < 1e-4 ? 5 : 4) => (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits);
 
 // ── Unpacking ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -117,7 +117,7 @@ const saidOf = (scale) => (scale.threshold ? `Scale: linear up to ±${scale.thre
 
 // ── The two pictures at the top ──────────────────────────────────────────────────────────────────────────────────────────────
 
-function scatter(id, rows, front) {
+function scatter(id, rows, front, height = narrow() ? 290 : 380) {
   const names = !narrow() && rows.length <= 9;
   const traces = [];
   if (front.length > 1) {
@@ -132,7 +132,7 @@ function scatter(id, rows, front) {
   }));
   const pad = (values, by) => { const lo = Math.min(...values), hi = Math.max(...values), m = (hi - lo || Math.abs(hi) || 1) * by; return [lo - m, hi + m]; };
   draw(id, traces, {
-    height: narrow() ? 290 : 380,
+    height,
     xaxis: axis("tokens/s", { range: pad(rows.map((r) => r.speed), names ? 0.18 : 0.08), tickformat: "~s", nticks: 6 }),
     yaxis: axis("loss, nats a token", { range: pad(rows.map((r) => r.loss), 0.12) }),
   });
@@ -141,17 +141,18 @@ function scatter(id, rows, front) {
 function drawSpeed() {
   if (!find("speed")) return;
   const rows = data.runs.filter((run) => run.speed !== null && run.loss !== null);
-  if (rows.length) scatter("speed", rows, rows.filter((run) => run.front));
+  if (rows.length) scatter("speed", rows, rows.filter((run) => run.front), narrow() ? 290 : endsHeight(data.runs.length));
 }
 function drawPublished() {
   if (find("published")) scatter("published", data.published, []);
 }
 
+const endsHeight = (runs) => Math.max(narrow() ? 150 : find("speed") ? 380 : 170, 70 + 23 * runs);
 function drawEnds() {
   if (!find("ends")) return;
   const paired = data.runs.some((run) => run.gap !== null);
   const rows = data.runs.filter((run) => (paired ? run.gap !== null || run.baseline : run.loss !== null));
-  const order = paired ? rows : [...rows].sort((a, b) => a.loss - b.loss);
+  const order = [...rows].sort((a, b) => (paired ? b.baseline - a.baseline || a.place - b.place : a.loss - b.loss));
   const value = (run) => (paired ? (run.baseline ? 0 : run.gap) : run.loss);
   const noise = Math.min(...rows.filter((r) => r.half).map((r) => r.half));
   const scale = (paired && symlog(rows.map(value), Number.isFinite(noise) ? noise : 0)) || plain;
@@ -166,7 +167,7 @@ function drawEnds() {
   const margin = 0.06 * (high - low) || 0.01;
   const words = (run) => (run.baseline ? "baseline" : paired ? signed(run.gap) : run.loss.toFixed(4));
   draw("ends", traces, {
-    height: Math.max(narrow() ? 150 : find("speed") ? 380 : 170, 70 + 23 * order.length), margin: { l: 8, r: 74, t: 8, b: 8 },
+    height: endsHeight(order.length), margin: { l: 8, r: 74, t: 8, b: 8 },
     xaxis: axis(paired ? "nats a token above the baseline" : "loss, nats a token", { range: [low - margin, high + margin], zerolinecolor: ink("--soft"), ...ticksOf(scale) }),
     yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: order.map((r) => r.name), ticktext: order.map((r) => shorten(r.name, narrow() ? 18 : 40)) }),
     shapes: paired ? [{ type: "rect", xref: "x", yref: "paper", x0: scale.to(-data.tolerance), x1: scale.to(data.tolerance), y0: 0, y1: 1, fillcolor: ink("--line"), opacity: 0.45, line: { width: 0 }, layer: "below" }] : [],
@@ -186,6 +187,7 @@ const PANELS = {
   rate: { key: "learning_rate", title: "rate", height: 200, exact: true },
   frozen: { key: "frozen_updates", title: "share", height: 230, log: true, percent: true },
 };
+const POWERS = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1];
 const UNITS = { steps: "step", tokens: "tokens", hours: "hours in steps" };
 
 function smooth(values, window) {
@@ -205,7 +207,7 @@ function lineOf(run, x, y, text, more = {}) {
 }
 
 function drawCurve(id) {
-  const panel = PANELS[id], traces = [], values = [], annotations = [];
+  const panel = PANELS[id], traces = [], values = [], annotations = [], lines = [];
   const runs = data.runs.filter((run, index) => shown(index) && (!panel.minus || run.minus.at.length || run.baseline));
   let scale = plain, notes = {};
   if (panel.minus) {
@@ -233,6 +235,7 @@ function drawCurve(id) {
       traces.push({ x, y: raw, mode: "lines", line: { color: run.colour, width: 0.7 }, opacity: 0.3, hoverinfo: "skip" });
     }
     const words = smoothed.map((v) => (v === null ? "" : panel.minus ? signed(v, 5) : panel.percent ? (100 * v).toPrecision(3) + " %" : panel.exact ? v.toPrecision(4) : v.toPrecision(5)));
+    if (panel.fall) lines.push(smoothed);
     traces.push(lineOf(run, x, smoothed.map((v) => (panel.log && v !== null && v <= 0 ? null : scale.to(v))), words));
     const from = panel.fall ? Math.floor(raw.length / 30) : panel.minus ? Math.floor(raw.length / 10) : 0;
     for (let i = from; i < smoothed.length; i++) if (smoothed[i] !== null) values.push(scale.to(smoothed[i]));
@@ -240,13 +243,14 @@ function drawCurve(id) {
   values.sort((a, b) => a - b);
   const y = axis(panel.title, { type: panel.log ? "log" : "linear", ...ticksOf(scale) });
   if (panel.exact) Object.assign(y, { rangemode: "tozero", exponentformat: "power" });
-  if (panel.log) Object.assign(y, panel.percent ? { tickformat: ".1~%", dtick: 1 } : { nticks: 6, exponentformat: "power", minor: { showgrid: false } });
+  if (panel.log) Object.assign(y, panel.percent ? { tickvals: POWERS, ticktext: POWERS.map((v) => 100 * v + " %") } : { nticks: 6, exponentformat: "power", minor: { showgrid: false } });
   if ((panel.fall || panel.minus) && values.length) {
     let low = quantile(values, 0.0), high = quantile(values, 0.995);
     if (panel.minus) { low = Math.min(quantile(values, 0.003), 0); high = Math.max(high, 0); }
     const margin = 0.07 * (high - low) || 0.01;
     y.range = [low - margin, high + margin];
   }
+  if (panel.fall) saySpread(id, lines, y.range);
   const wide = !narrow();
   if (panel.minus) {
     y.zeroline = true; y.zerolinecolor = ink("--soft"); y.zerolinewidth = 1.4;
@@ -255,8 +259,27 @@ function drawCurve(id) {
     find("minus-scale").textContent = saidOf(scale);
     notes.margin = { l: 8, r: wide && annotations.length ? 14 + 6.4 * Math.max(...annotations.map((a) => a.text.length)) : 12, t: 8, b: 8 };
   }
-  const more = { range: state.zoom ?? undefined, autorange: state.zoom ? false : true, tickformat: state.axis === "tokens" ? "~s" : undefined };
+  const more = { range: state.zoom ?? whole(), autorange: false, tickformat: state.axis === "tokens" ? "~s" : undefined };
   draw(id, traces, { height: narrow() ? Math.round(panel.height * 0.78) : panel.height, xaxis: axis(UNITS[state.axis], more), yaxis: y, annotations, ...notes });
+}
+
+// The whole of every run: the same in all curves, whose points begin and end elsewhere.
+function whole() {
+  const along = data.runs.map((run) => run[state.axis]), low = Math.min(...along.map((a) => a[0])), high = Math.max(...along.map((a) => a.at(-1)));
+  const margin = 0.012 * (high - low) || 0.5;
+  return [low - margin, high + margin];
+}
+
+// Says so where lines lie on each other, as a reader would look for those that are missing.
+function saySpread(id, lines, range) {
+  const place = document.querySelector(`[data-spread="${id}"]`), most = Math.max(0, ...lines.map((line) => line.length));
+  let widest = 0;
+  for (let i = Math.floor(most / 30); i < most && lines.length > 1; i++) {
+    const here = lines.map((line) => line[i]).filter((v) => v !== null && v !== undefined);
+    if (here.length > 1) widest = Math.max(widest, Math.max(...here) - Math.min(...here));
+  }
+  const alike = lines.length > 1 && range && widest < 0.04 * (range[1] - range[0]);
+  place.textContent = alike ? `All ${lines.length} lines lie on each other, within ${widest.toPrecision(2)}.` : "";
 }
 
 function spread(values) {
@@ -271,7 +294,7 @@ function endLabels(runs, scale, range, height, annotations) {
   const ends = runs.map((r) => ({ at: place(r.baseline ? 0 : r.gap ?? 0), text: r.baseline ? `${r.name}, baseline` : `${r.name} ${signed(r.gap)}`, colour: r.colour })).sort((a, b) => a.at - b.at);
   ends.forEach((end, i) => { if (i) end.at = Math.max(end.at, ends[i - 1].at + gap); });
   for (let i = ends.length - 1, top = 1; i >= 0; i--, top -= gap) ends[i].at = Math.min(ends[i].at, top);
-  for (const end of ends) annotations.push({ xref: "paper", yref: "paper", x: 1, y: end.at, xanchor: "left", xshift: 6, showarrow: false, text: end.text, font: { size: 11, color: end.colour } });
+  for (const end of ends) annotations.push({ xref: "paper", yref: "paper", x: 1, y: end.at, xanchor: "left", yanchor: "middle", xshift: 6, showarrow: false, text: end.text, font: { size: 11, color: end.colour } });
 }
 
 function drawCurves() {
@@ -288,11 +311,11 @@ function follow(source) {
     if (following) return;
     const from = change["xaxis.range[0]"] ?? change["xaxis.range"]?.[0], to = change["xaxis.range[1]"] ?? change["xaxis.range"]?.[1];
     if (from === undefined && !change["xaxis.autorange"]) return;
-    state.zoom = from === undefined ? null : [from, to];
+    state.zoom = from === undefined || String([from, to]) === String(whole()) ? null : [from, to];
     keep();
     following = true;
     const others = all("[data-curve]").filter((place) => place !== source);
-    Promise.all(others.map((place) => Plotly.relayout(place, state.zoom ? { "xaxis.range": state.zoom } : { "xaxis.autorange": true }))).finally(() => { following = false; });
+    Promise.all(others.map((place) => Plotly.relayout(place, { "xaxis.range": state.zoom ?? whole() }))).finally(() => { following = false; });
   });
 }
 
