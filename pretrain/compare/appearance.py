@@ -67,7 +67,7 @@ def looks_of(runs: Sequence[RunRecord]) -> list[Look]:
 
 
 def unique_names(runs: Sequence[RunRecord]) -> list[str]:
-    """Each run's folder, with its parent's name where two folders are called the same, and its whole path where that is no help."""
+    """Each run's folder, with its parent's name where two are called the same, or its whole path where that is no help."""
     names = [run.name for run in runs]
     longer = ["/".join(run.path.resolve().parts[-2:]) for run in runs]
     names = [name if names.count(name) == 1 else longer[i] for i, name in enumerate(names)]

@@ -281,6 +281,9 @@ def _judge(verdict: Verdict) -> int:
     failed = verdict.over_the_gate()
     for each in failed:
         gap = each.gap
+        if each.diverged:
+            print(f"gate: the loss of {each.look.label} ends as no number")
+            continue
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(
             f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {verdict.baseline.look.label}, over the last "

@@ -41,6 +41,11 @@ class Standing:
         return self.run.summary.get("held_out_loss", self.run.summary.get(LOSS_KEY))
 
     @property
+    def diverged(self) -> bool:
+        """Whether its last step's loss is no finite number."""
+        return not np.isfinite(self.run.curve("loss")[1][-1:]).all()
+
+    @property
     def shown_speed(self) -> float | None:
         """Tokens/s of an emulated run too, which is marked; None where it shared its machine."""
         return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
@@ -92,8 +97,8 @@ class Verdict:
         return [each for each in self.standings if each.gap is not None]
 
     def over_the_gate(self) -> list[Standing]:
-        """Runs that end further above the baseline than is tolerated; one whose loss is no number is among them."""
-        return [each for each in self.paired if not each.gap.mean <= self.tolerance]
+        """Runs that end further above the baseline than is tolerated; one whose loss ends as no number is among them."""
+        return [each for each in self.paired if each.diverged or not each.gap.mean <= self.tolerance]
 
     def answer(self) -> str:
         """The comparison in a sentence or two, from its figures alone."""
@@ -151,7 +156,7 @@ class Verdict:
         best = known[0]
         said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
         if best is not self.baseline and best.gap is not None:
-            said += f"; its training loss is {described_gap(best, held_out=False)} against {self.baseline.look.label}"
+            said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
         elif known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
         unpaired = [each for each in self.standings if each.not_paired]
@@ -175,11 +180,14 @@ def described_gap(standing: Standing, *, held_out: bool = True) -> str:
 
 def signed(nats: float) -> str:
     """+0.0004, with a minus as wide as a plus; five digits of what four would call nothing."""
-    return f"{nats:+.{_digits(nats)}f}".replace("-", "−")
+    return "0" if abs(nats) < NOTHING else f"{nats:+.{_digits(nats)}f}".replace("-", "−")
 
 
 def unsigned(nats: float) -> str:
     return f"{nats:.{_digits(nats)}f}"
+
+
+NOTHING = 5e-6  # nats, which five digits call nothing too
 
 
 def _digits(nats: float) -> int:

@@ -16,7 +16,7 @@ const all = (selector) => [...document.querySelectorAll(selector)];
 const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const narrow = () => window.innerWidth < 760;
 const shown = (index) => !state.hidden.includes(index);
-const signed = (value, digits = value && Math.abs(value) < 1e-4 ? 5 : 4) => (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits);
+const signed = (value, digits = value && Math.abs(value) < 1e-4 ? 5 : 4) => (Math.abs(value) < 5e-6 ? "0" : (value >= 0 ? "+" : "−") + Math.abs(value).toFixed(digits));
 
 // ── Unpacking ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
