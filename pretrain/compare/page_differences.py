@@ -77,15 +77,16 @@ def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
     return said.most_common()
 
 
-def differences(verdict: Verdict) -> dict[str, list[KeyDifference]]:
-    """By kind, the keys in which not all runs agree."""
+def differences(verdict: Verdict) -> dict[str, list[KeyDifference] | None]:
+    """By kind, the keys in which not all runs agree; None where runs in a result file have one environment kept for all."""
     runs = {each.look.label: each.run for each in verdict.standings}
     settings = {label: flatten(run.config) for label, run in runs.items()}
     environments = {label: flatten(run.environment) for label, run in runs.items()}
+    kept_once = len({id(run.environment) for run in runs.values()}) < len(runs)
     return {
         "Settings": _differing(settings, lambda key: key not in NAMES and not key.startswith("log.")),
-        "Environment": _differing(environments, lambda key: not key.startswith("git")),
-        "Code": _differing(environments, lambda key: key.startswith("git")),
+        "Environment": None if kept_once else _differing(environments, lambda key: not key.startswith("git")),
+        "Code": None if kept_once else _differing(environments, lambda key: key.startswith("git")),
     }
 
 

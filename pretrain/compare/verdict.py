@@ -123,8 +123,9 @@ class Verdict:
         beyond = [each for each in self.paired if each not in equal]
         if beyond:
             means = sorted(each.gap.mean for each in beyond)
-            by = signed(means[0]) if len(means) == 1 else f"{signed(means[0])} to {signed(means[-1])}"
-            said += f", {self._what_they_share(beyond) or 'the others'} {by} above"
+            by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
+            who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
+            said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
         steps = max(each.gap.steps for each in self.paired)
         return f"{said} (means of the last {steps} steps). {self.why_no_speed()}".strip()
 
@@ -137,7 +138,8 @@ class Verdict:
         ):
             values = {value_of(each) for each in some}
             if values.isdisjoint(map(value_of, others)):
-                return f"the {len(some)} with {what} {' or '.join(sorted(map(str, values)))}"
+                number = f"{len(some)} " if len(some) > 1 else "one "
+                return f"the {number}with {what} {' or '.join(sorted(map(str, values)))}"
         return ""
 
     def why_no_speed(self) -> str:

@@ -243,7 +243,7 @@ function drawCurve(id) {
   values.sort((a, b) => a - b);
   const y = axis(panel.title, { type: panel.log ? "log" : "linear", ...ticksOf(scale) });
   if (panel.exact) Object.assign(y, { rangemode: "tozero", exponentformat: "power" });
-  if (panel.log) Object.assign(y, panel.percent ? { tickvals: POWERS, ticktext: POWERS.map((v) => 100 * v + " %") } : { nticks: 6, exponentformat: "power", minor: { showgrid: false } });
+  if (panel.log) Object.assign(y, panel.percent ? { tickvals: POWERS, ticktext: POWERS.map((v) => Number((100 * v).toPrecision(2)) + " %") } : { nticks: 6, exponentformat: "power", minor: { showgrid: false } });
   if ((panel.fall || panel.minus) && values.length) {
     let low = quantile(values, 0.0), high = quantile(values, 0.995);
     if (panel.minus) { low = Math.min(quantile(values, 0.003), 0); high = Math.max(high, 0); }

@@ -116,7 +116,7 @@ def test_the_answer_counts_where_there_are_no_speeds_and_says_what_those_beyond_
     runs.append(trained(tmp_path / "exact", noisy(3.0, 2), "weights=bf16_exact", side_by_side=True))
     runs.append(trained(tmp_path / "plain", noisy(3.4, 3), "weights=bf16", side_by_side=True))
     answer = Verdict.over(runs).answer()
-    assert answer.startswith("1 of 2 runs end within 0.01 nats of base, the 1 with weights bf16 +0.4")
+    assert answer.startswith("1 of 2 runs end within 0.01 nats of base; the one with weights bf16 ends 0.4")
     assert answer.endswith("They shared their machine, so their speeds are not compared.")
 
 
