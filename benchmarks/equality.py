@@ -96,7 +96,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
     packs, results = folder / "packs", {}
     recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs), arguments.steps)
-    for case, overrides in CASES.items():
+    for case in arguments.cases:
+        overrides = CASES[case]
         for fused in ("on", "off"):
             name, found = f"{case}, fused {fused}", {}
             for number, (processes, backward_order) in runs.items():
@@ -130,6 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--topology", default="ddp", help="of the runs of several processes")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep the runs there; those that are finished there are not repeated")

@@ -226,8 +226,8 @@ def _rotation(run: Situation) -> Compared:
 
 
 def _activates_by_kernel(run: Situation) -> bool:
-    fits = not run.active.precision.quantized or run.active.precision.activates_again
-    return run.on_transformer_engine and run.parts is not None and run.parts.activation == "swiglu" and fits
+    written = run.active.precision.activates_again if run.active.precision.quantized else run.dtype == torch.bfloat16
+    return run.on_transformer_engine and run.parts is not None and run.parts.activation == "swiglu" and written
 
 
 def _activation(run: Situation) -> Compared:

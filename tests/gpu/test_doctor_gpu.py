@@ -158,7 +158,7 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(precision: str)
 
 
 @cuda_only
-@pytest.mark.parametrize("precision", ["bf16", *QUANTIZED])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", *QUANTIZED])
 def test_every_kernel_of_a_run_agrees_and_the_time_it_takes_is_shown(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The second time: the first compiles what the run would compile."""
     if precision != "bf16":
