@@ -14,7 +14,8 @@ import yaml
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.figures import COLOURS, GREY, new_figure, save, style_panel
+from pretrain.compare.appearance import colour_of
+from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.compare.report import markdown, or_dash
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def remarks_on(way: Way) -> list[str]:
 
 
 def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Bars of tokens/s, a panel a result: ours in colour, the others grey, wrong ones hatched, the machine's limits as lines."""
+    """Bars of tokens/s, a panel a result: ours in their precision's colour, others grey, wrong ones hatched, limits as lines."""
     ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
     heights = [0.32 * max(len(each), 3) + 1.1 for each in ways]
     figure = new_figure(10, sum(heights) + 0.4)
@@ -171,7 +172,7 @@ def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
     panel.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     for place, way in enumerate(ways):
         speed, wrong = way["tokens_per_second"], way["verdict"] == WRONG
-        colour = COLOURS[0] if way["ours"] else "#AAAAAA"
+        colour = colour_of(way["precision"]) if way["ours"] else "#AAAAAA"
         look = {"color": "white", "edgecolor": colour, "hatch": "////"} if wrong else {"color": colour}
         whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
         panel.barh(place, speed["median"], height=0.7, xerr=whiskers, error_kw={"ecolor": "black", "elinewidth": 0.8}, **look)

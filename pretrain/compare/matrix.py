@@ -66,7 +66,7 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, rankin
     at_once, slots = min(matrix.at_once, len(waiting)), matrix.slots
     screen, hours = Screen(len(runs), len(runs) - len(waiting)), Hours(matrix.settings.max_hours)
     running: list[StartedRun] = []
-    for one in filter(None, (StartedRun.found(matrix, run) for run in waiting)):
+    for one in filter(None, [StartedRun.found(matrix, run) for run in waiting]):
         running.append(one)
         waiting.remove(one.run)
         screen.say(f"{one.run.name}: is running still, started by a matrix that has ended; its output goes to {one.run.log}")
@@ -158,7 +158,8 @@ def write_report(matrix: Matrix) -> str:
     baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
     name = matrix.folder / matrix.settings.name
     out, page = name.with_name(f"{name.name}.png"), name.with_name(f"{name.name}.md")
-    text = report.write(finished, baseline=baseline, out=out, page=page, leave_out_unfair=True)
+    vary = list(dict.fromkeys(key for run in matrix.runs for key in run.values))
+    text = report.write(finished, baseline=baseline, out=out, page=page, vary=vary, leave_out_unfair=True)
     missing = len(matrix.runs) - len(finished)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
 

@@ -90,7 +90,7 @@ class StartedRun:
 
     def end_of_log(self) -> list[str]:
         """The last lines of its output since it was started this time."""
-        output = self.run.log.read_bytes()[self.log_begins :].decode(errors="replace")
+        output = self.run.log.read_bytes()[self.log_begins :].decode(errors="replace") if self.run.log.exists() else ""
         return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
 
     def progress(self) -> str:

@@ -24,6 +24,7 @@ from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
+_FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = ("precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
 
 
@@ -70,7 +71,8 @@ class MatrixRun:
     def is_finished(self) -> bool:
         """Whether the run folder holds this very training, and it has reached its end.
 
-        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since.
+        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since. What the recipe leaves open
+        of a model's vocabulary, its launcher took from the tokenizer.
         """
         config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
         if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
@@ -79,7 +81,8 @@ class MatrixRun:
             found = parse(Recipe, load_yaml(config), str(config))
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
             return False
-        return identity_of(found, "") == identity_of(self.recipe, "")
+        ours, theirs = identity_of(self.recipe, ""), identity_of(found, "")
+        return ours == {key: value for key, value in theirs.items() if key in ours or not _FROM_TOKENIZER.fullmatch(key)}
 
 
 @dataclass(frozen=True)

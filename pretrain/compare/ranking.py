@@ -32,7 +32,7 @@ class Ranking:
             return "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))
         varied = self._matrix.varied
-        header = ["#", *varied, "held-out", f"loss, last {LAST_STEPS}", "steps", "tok/s", "cell"]
+        header = ["#", *varied, "held-out", f"loss, last {LAST_STEPS}", "steps", "tok/s"]
         rows = [
             [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]
             for number, (run, record) in enumerate(found[:best], start=1)
@@ -73,7 +73,6 @@ class Ranking:
             written(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
             f"{figures['steps']}{done}",
             or_dash(None) if record.side_by_side else written("tokens_per_second", count),
-            run.name,
         ]
 
 

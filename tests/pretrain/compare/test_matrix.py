@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from pretrain.compare.matrix import Hours, write_report
+from foundation.signals import StopRequest
+from pretrain.compare.matrix import Hours, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import OTHER_TEXT, Ranking
@@ -145,6 +146,18 @@ def test_what_a_killed_matrix_left_running_is_found_and_waited_for(matrix):
     again.signal(signal.SIGTERM)
     wait_until(lambda: left.process.poll() is not None and again.has_ended())
     assert again.exit_status() is None and StartedRun.found(found, first) is None
+
+
+def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, capsys):
+    found = matrix({"seed": [1, 2, 3]}, at_once=2)
+    for cell in found.runs[1:]:
+        started(cell, "sleep 1", PRETRAIN_STATUS_FILE=str(status_file(cell)))
+    leave_behind(found.runs[0], 2.0)
+    with StopRequest(passed_on=True) as stop:
+        outcomes = run_all(found, found.runs, stop, Ranking(found))
+    assert [outcome.status for outcome in outcomes] == ["finished before", "failed", "failed"], "they trained nothing"
+    said = capsys.readouterr().out
+    assert said.count("is running still, started by a matrix that has ended") == 2 and "started; its output" not in said
 
 
 def test_the_hours_of_a_matrix_are_over_once():

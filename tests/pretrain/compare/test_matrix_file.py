@@ -156,6 +156,8 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     plainest = {"precision": "bf16", "weights": "fp32"}
     if path.stem == "trades":
         plainest = {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"}
+    if path.stem == "learning_rate":
+        plainest = {"optimizer.learning_rate": 0.004, "optimizer.weight_decay": 0.1}
     assert load_matrix(path).baseline.values == plainest
 
 
@@ -189,6 +191,18 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     assert cell.is_finished()
     leave_behind(cell, log={"every": 100}, checkpoint={"keep": 7})
     assert cell.is_finished(), "what it shows and keeps is no part of what it trains"
+
+
+def test_what_a_run_took_from_its_tokenizer_makes_it_no_other_training(matrix):
+    cell = matrix().runs[2]
+    model = resolved(cell.recipe)["model"]
+    for config, same in (
+        ({"bos_token_id": None, "pad_token_id": 3}, True),
+        ({"rope_theta": 1e6}, False),
+        ({"vocab_size": 128}, False),
+    ):
+        leave_behind(cell, model=model | {"config": model["config"] | config})
+        assert cell.is_finished() is same, config
 
 
 @pytest.mark.parametrize(
