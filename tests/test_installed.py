@@ -13,13 +13,14 @@ import pytest
 from pretrain.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
+PACKAGES = ("foundation", "packing", "pretrain")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the sources, unpacked as pip does; what it depends on is the test's own."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
-    for name in ("foundation", "packing", "pretrain"):
+    for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "train_accelerate.py"):
         shutil.copy(ROOT / name, source)
@@ -45,3 +46,9 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(installed: Pat
     refused = run("report", "nothing")
     assert (refused.returncode, refused.stderr.count("error: ")) == (2, 1) and "nothing" in refused.stderr
     assert (installed / "train_accelerate.py").is_file(), "which a matrix starts"
+
+
+def test_every_file_of_the_packages_is_installed(installed: Path):
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    names = [path.relative_to(ROOT) for path in files]
+    assert [name for name in names if not (installed / name).is_file()] == []

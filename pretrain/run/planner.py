@@ -61,6 +61,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed = parser.parse_intermixed_args(arguments)
     if (parsed.sizes or parsed.out) and not parsed.measure:
         raise InputError("--sizes, --out: they are of --measure; add it, or leave them out")
+    if parsed.out:
+        _check_out(parsed.out)
     parsed.mfu = [_number("--mfu", text, 1.0) for text in parsed.mfu]
     if len(parsed.mfu) > 2:
         raise InputError("--mfu: give one share, or two: from, to")
@@ -70,6 +72,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parsed.accumulation = None if parsed.accumulation is None else _whole("--accumulation", parsed.accumulation)
     parsed.sizes = sorted({_whole("--sizes", text) for text in parsed.sizes.split(",")}) if parsed.sizes else None
     return parsed
+
+
+def _check_out(path: Path) -> None:
+    """InputError where the picture could not be written in the end."""
+    if path.is_dir():
+        raise InputError(f"--out {path}: is a folder; name a file in it, as in {path / 'sizes.png'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written there: {error.strerror}; name another file") from None
 
 
 def _number(name: str, text: str, most: float = 1e40) -> float:
@@ -278,9 +290,9 @@ def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) ->
         raise InputError(f"--measure: {found.ended}; shorten `data.length`, or set `model.gradient_checkpointing: full`")
     header, lines, notes = described(found)
     documents = "documents as they lie in the packs" if job.data else "each pack one document, as none is prepared yet"
-    yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {job.active.precision.name}; {documents}"
+    yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {found.precision}; {documents}"
     yield markdown(header, lines, names=0)
     yield from _noted(notes)
     if options.out:
-        draw(found, options.out, f"{job.recipe.name}, {job.active.precision.name}")
+        draw(found, options.out, job.recipe.name)
         yield f"picture: {options.out}"

@@ -22,11 +22,13 @@ from accelerate import Accelerator
 from foundation import units
 from packing.arrow import Pack
 from packing.batch import Microbatch, StepBatches
-from pretrain.compare.figures import COLOURS, GREY, new_figure, save, style_panel
+from pretrain.compare.appearance import colour_of
+from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.recorder import GIB
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer.adamw import clear_gradients, clip_coefficient, gradient_norm
 from pretrain.plan.data import Data
+from pretrain.plan.plan import plural
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.run.assembly import Assembly, assemble
@@ -100,6 +102,7 @@ class Sizes:
     length: int  # tokens of a pack
     packs: int  # of a step on this device
     device: str
+    precision: str
 
     @property
     def lines(self) -> tuple[Line | None, Line] | None:
@@ -174,8 +177,10 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
     limit = usable_memory(device) if on_gpu else psutil.virtual_memory().available
     fits = {size for size in sizes if on_gpu or job.plan.memory.total(size) <= limit}
     ended = None if len(fits) == len(sizes) else f"{min(set(sizes) - fits)} packs would not fit by the estimate"
+    of = {"length": job.recipe.data.length, "packs": job.plan.packs_per_rank}
+    of |= {"device": job.plan.devices.name, "precision": job.active.precision.name}
     if not fits:
-        return Sizes((), ended, limit, job.recipe.data.length, job.plan.packs_per_rank, job.plan.devices.name)
+        return Sizes((), ended, limit, **of)
     found: list[Size] = []
     assembly = assemble(job, accelerator)
     began = time.perf_counter()
@@ -191,8 +196,8 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
             ended = f"{packs} packs did not fit"
             clear_gradients(assembly.optimizer, assembly.model)
             break
-        said(f"{packs} packs: {units.duration(found[-1].seconds)} each")
-    return Sizes(tuple(found), ended, limit, job.recipe.data.length, job.plan.packs_per_rank, job.plan.devices.name)
+        said(f"{plural(packs, 'pack')}: {units.duration(found[-1].seconds)} a microbatch")
+    return Sizes(tuple(found), ended, limit, **of)
 
 
 def try_size(assembly: Assembly, accelerator: Accelerator, job: Job, packs: int) -> Size:
@@ -278,7 +283,7 @@ def _notes(sizes: Sizes) -> Iterator[str]:
 
 def draw(sizes: Sizes, path: Path, name: str) -> None:
     """Memory and speed over packs as the PNG at `path`: measured points, and lines beyond them dashed."""
-    figure = new_figure(9, 3.6)
+    figure, colour = new_figure(9, 3.6), colour_of(sizes.precision)
     left, right = figure.subplots(1, 2)
     beyond = [sizes.measured[-1], *sizes.extrapolated()]
 
@@ -288,9 +293,9 @@ def draw(sizes: Sizes, path: Path, name: str) -> None:
         points = [(size.packs, value(size)) for size in sizes.measured if value(size) is not None]
         if points and len(beyond) > 1:
             ahead = [(size.packs, value(size)) for size in beyond]
-            axes.plot(*zip(*ahead, strict=True), "o--", color=COLOURS[0], mfc="white", label="extrapolated")
+            axes.plot(*zip(*ahead, strict=True), "o--", color=colour, mfc="white", label="extrapolated")
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", color=COLOURS[0], label="measured")
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, label="measured")
         axes.set_xscale("log", base=2)
         ticks = [size.packs for size in (*sizes.measured, *beyond[1:])]
         axes.set_xticks(ticks, [str(each) for each in ticks])
@@ -305,5 +310,5 @@ def draw(sizes: Sizes, path: Path, name: str) -> None:
     for axes in (left, right):
         axes.set_ylim(bottom=0)
     (left if left.lines else right).legend(frameon=False, fontsize="small")
-    figure.suptitle(f"{name} on {sizes.device}", x=0.01, ha="left", weight="bold")
+    figure.suptitle(f"{name}, {sizes.precision}, on {sizes.device}", x=0.01, ha="left", weight="bold")
     save(figure, path)

@@ -80,7 +80,7 @@ def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_pa
 def test_sizes_are_measured_and_drawn(plan, tmp_path):
     picture = tmp_path / "pictures" / "sizes.png"
     status, out, err = plan("precision=fp32", "--measure", "--sizes", "1,4", "--out", str(picture))
-    assert status == 0 and picture.stat().st_size > 1000 and err.count(" packs: ") == 2
+    assert status == 0 and picture.stat().st_size > 1000 and err.count(" a microbatch\n") == 2
     table = out[out.index("Memory and speed over microbatch sizes, measured on CPU in fp32") :]
     assert len(re.findall(r"\| +measured \|", table)) == 2 and len(re.findall(r"\| extrapolated \|", table)) >= 1
     assert "a line through two sizes, whose error cannot be told" in table
@@ -99,6 +99,8 @@ def test_sizes_are_measured_and_drawn(plan, tmp_path):
         ("--price-per-hour", "H20=3"): "--price-per-hour H20=...: no such device is planned for",
         ("--sizes", "1"): "--sizes, --out: they are of --measure",
         ("--measure", "--sizes", "1,x"): "--sizes x: a number above 0",
+        ("--measure", "--out", "/proc/none/sizes.png"): "--out /proc/none/sizes.png: cannot be written there",
+        ("--measure", "--out", "/tmp"): "--out /tmp: is a folder",
         ("--run", "/no/such"): "/no/such: there is no such run folder",
         ("train.epochs=2", "data.packs=/no/such"): "`train.epochs` counts its packs",
         ("train.step=2",): "unknown key `train.step`",

@@ -26,7 +26,7 @@ def measured(*seconds: float, memory: float | None = 1e9, limit: int | None = No
     found = [
         Size(packs, memory and memory * (1 + packs), taken, update=0.5) for packs, taken in zip(PACKS, seconds, strict=False)
     ]
-    return Sizes(tuple(found), None, limit, length=32, packs=8, device="CPU")
+    return Sizes(tuple(found), None, limit, length=32, packs=8, device="CPU", precision="bf16")
 
 
 @given(st.floats(0, 1e3), st.floats(0.1, 1e3))
