@@ -34,8 +34,8 @@ from pretrain.plan.tokenizer import (
     fingerprint_of,
     known_tokenizer,
     load_tokenizer,
-    planned_tokenizer,
     with_tokens_of,
+    without_absent_tokenizer,
 )
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.scope import check_shapes
@@ -132,15 +132,14 @@ def prepare_job(
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
     # comes before them, and before a tokenizer that is still to be trained.
     to_come = not may_prepare and not recipe.data.packs.exists()
+    recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
     opened_now = recipe.data.source is None and not to_come
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
-    text, absent = planned_tokenizer(recipe.data, recipe.model) if to_come else (recipe.data, None)
 
     # The model's shapes, without memory for its weights.
-    known, vocabulary = known_tokenizer(text, data), absent
+    known, vocabulary = known_tokenizer(recipe.data, data), None
     if recipe.model.source is None:
         completed, vocabulary = with_tokens_of(known, recipe.model)
-        vocabulary = absent or vocabulary
         recipe = recipe.model_copy(update={"model": completed})
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
@@ -153,11 +152,11 @@ def prepare_job(
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
 
     # The tokenizer, then the packs.
-    check_tokenizer(text, recipe.model, model_config.vocab_size)
-    tokenizer = None if absent else load_tokenizer(text, recipe.model, data, needed=bool(recipe.evaluate.samples) and not to_come)
-    for prompt in recipe.evaluate.samples if tokenizer or not to_come else ():  # InputError now, and not at the first evaluation
+    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
+    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
+    for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
         encoded_prompt(tokenizer, prompt)
-    if data is None and not to_come:
+    if data is None and (may_prepare or recipe.data.packs.exists()):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:
         check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
@@ -178,7 +177,7 @@ def prepare_job(
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         packs=len(data.train) if data else None,
-        vocabulary=vocabulary,
+        vocabulary=absent or vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )
