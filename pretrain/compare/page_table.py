@@ -61,14 +61,11 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
             for key in _keys(verdict, "mfu_")
         ),
         TableColumn(
-            "tokens/J",
-            "tokens a joule of the GPUs' own power reading",
-            _figure(lambda each: _of_hardware(each, "tokens_per_joule"), "{:.1f}".format),
-        ),
-        TableColumn(
             "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
         ),
-        TableColumn("reserved", "the most that torch had reserved from the driver", _figure(lambda each: reserved(each.run), memory)),
+        TableColumn(
+            "reserved", "the most that torch had reserved from the driver", _figure(lambda each: reserved(each.run), memory)
+        ),
         TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
         TableColumn(
             f"hours to loss {matched}",
