@@ -63,9 +63,7 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
         TableColumn(
             "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
         ),
-        TableColumn(
-            "reserved", "the most that torch had reserved from the driver", _figure(lambda each: reserved(each.run), memory)
-        ),
+        TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
         TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
         TableColumn(
             f"hours to loss {matched}",

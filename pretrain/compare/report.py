@@ -247,9 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow(options.runs, page, make, options.watch)
     elif page:
         verdict = make()
-        print("\n\n".join([verdict.answer(), *tables([each.run for each in verdict.standings]), f"Page: {page}"]))
+        said = tables([each.run for each in verdict.standings])
+        print("\n\n".join([f"{verdict.answer()} {verdict.why_no_speed()}".strip(), *said, f"Page: {page}"]))
         if options.markdown:
-            save_file(options.markdown, "\n\n".join(tables([each.run for each in verdict.standings])).encode() + b"\n")
+            save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
     else:
         print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown, vary=options.vary))
     if options.gate is None:
