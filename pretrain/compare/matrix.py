@@ -157,9 +157,9 @@ def write_report(matrix: Matrix) -> str:
         return "No cell is finished, so there is nothing to report yet."
     baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
     name = matrix.folder / matrix.settings.name
-    out, page = name.with_name(f"{name.name}.png"), name.with_name(f"{name.name}.md")
+    out, page, html = (name.with_name(f"{name.name}.{ending}") for ending in ("png", "md", "html"))
     vary = list(dict.fromkeys(key for run in matrix.runs for key in run.values))
-    text = report.write(finished, baseline=baseline, out=out, page=page, vary=vary, leave_out_unfair=True)
+    text = report.write(finished, baseline=baseline, out=out, page=page, html=html, vary=vary, leave_out_unfair=True)
     missing = len(matrix.runs) - len(finished)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
 

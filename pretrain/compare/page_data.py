@@ -69,6 +69,7 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "gapSteps": gap and gap.steps,
         "heldOutGap": standing.held_out_gap,
         "memory": run.summary.get("memory_gib"),
+        "reserved": number(reserved(run)),
         "steps": numbers,
         "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
         "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
@@ -123,6 +124,12 @@ def short_name(layer: str) -> str:
     """`model.layers.3.self_attn.q_proj` as `3 q_proj`: the number of its layer and its last name."""
     found = _OF_A_LAYER.search(layer)
     return f"{found[1]} {found[2].rpartition('.')[-1]}" if found else layer.rpartition(".")[-1]
+
+
+def reserved(run: RunRecord) -> float | None:
+    """GiB: the most that torch had reserved from the driver; None where the metrics do not say."""
+    values = run.curve("memory_reserved_gib")[1]
+    return float(np.nanmax(values)) if np.isfinite(values).any() else None
 
 
 def step_time(run: RunRecord) -> dict[str, Any] | None:

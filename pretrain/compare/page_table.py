@@ -9,12 +9,14 @@ from typing import Any
 
 from foundation.units import duration, memory, percent
 from pretrain.compare.fairness import FEWEST_STEPS
+from pretrain.compare.page_data import reserved
 from pretrain.compare.verdict import LOSS_KEY, Standing, Verdict, signed, unsigned
 from pretrain.metrics.run_record import LAST_STEPS
 
 UNKNOWN = "–"
 _MFU = {
     "mfu_bf16_peak": ("MFU", "the model's floating-point operations over the device's BF16 peak"),
+    "mfu_nanogpt": ("MFU, nanoGPT's", "the same by nanoGPT's count of operations: docs/flops.md has every definition"),
     "mfu_recipe_peak": (
         "MFU, recipe's peak",
         "the share of a step that its products would take, each at the peak of its own precision",
@@ -59,18 +61,9 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
             for key in _keys(verdict, "mfu_")
         ),
         TableColumn(
-            "tokens/J",
-            "tokens a joule of the GPUs' own power reading",
-            _figure(lambda each: _of_hardware(each, "tokens_per_joule"), "{:.1f}".format),
-        ),
-        TableColumn(
             "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
         ),
-        *(
-            TableColumn(key.removesuffix("_gib").replace("_", " "), f"`{key}` of the metrics", _key(key, memory))
-            for key in _keys(verdict, "memory_")
-            if key != "memory_gib"
-        ),
+        TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
         TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
         TableColumn(
             f"hours to loss {matched}",

@@ -27,6 +27,11 @@ class Published:
     origin: str  # the file's comment
     rows: list[dict[str, Any]]
 
+    @property
+    def colours(self) -> dict[str, str]:
+        """By precision, in the rows' order."""
+        return {row["precision"]: colour_of(row["precision"]) for row in self.rows}
+
     def data(self) -> list[dict[str, Any]]:
         """For the page's script."""
         weights = [*WEIGHT_DTYPES]

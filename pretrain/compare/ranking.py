@@ -32,7 +32,8 @@ class Ranking:
             return "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))
         varied = self._matrix.varied
-        header = ["#", *varied, "held-out", f"loss, last {LAST_STEPS}", "steps", "tok/s"]
+        averaged = sorted({min(LAST_STEPS, record.summary["steps"]) for _, record in found})
+        header = ["#", *varied, "held-out", f"loss, last {' or '.join(map(str, averaged[-2:]))}", "steps", "tok/s"]
         rows = [
             [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]
             for number, (run, record) in enumerate(found[:best], start=1)

@@ -147,12 +147,13 @@ def write(
     baseline: Path | None = None,
     out: Path | None = None,
     page: Path | None = None,
+    html: Path | None = None,
     vary: Sequence[str] = (),
     leave_out_unfair: bool = False,
 ) -> str:
     """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `page`, and return what to print.
 
-    Where `out` ends in .html, it is the page that `render` makes. `vary`: keys that may differ, as they are what is compared.
+    `html`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared.
 
     Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
     first), unless `leave_out_unfair` leaves it out, saying so.
@@ -166,15 +167,14 @@ def write(
         runs = [run for run in runs if not found.get(run.path)]
     check_comparable(runs, vary)
     parts = [*tables(runs), *left_out]
-    if out.suffix == ".html":
-        save_file(out, render(Verdict.over(runs)))
-    else:
-        plot_losses(runs, out)
+    plot_losses(runs, out)
     if page is not None:
-        drawn = f"![curves]({os.path.relpath(out, page.parent)})" if out.suffix != ".html" else ""
-        save_file(page, "\n\n".join(filter(None, [*parts, drawn])).encode() + b"\n")
-    kind = "Page" if out.suffix == ".html" else "Curves"
-    return "\n\n".join([*parts, f"{kind}: {out}" + (f"\nTables: {page}" if page else "")])
+        drawn = f"![curves]({os.path.relpath(out, page.parent)})"
+        save_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
+    if html is not None:
+        save_file(html, render(Verdict.over(runs)))
+    places = {"Curves": out, "Tables": page, "Everything": html}
+    return "\n\n".join([*parts, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
 
 
 def tables(runs: Sequence[RunRecord]) -> list[str]:
@@ -247,9 +247,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         follow(options.runs, page, make, options.watch)
     elif page:
         verdict = make()
-        print("\n\n".join([verdict.answer(), *tables([each.run for each in verdict.standings]), f"Page: {page}"]))
+        said = tables([each.run for each in verdict.standings])
+        print("\n\n".join([f"{verdict.answer()} {verdict.why_no_speed()}".strip(), *said, f"Page: {page}"]))
         if options.markdown:
-            save_file(options.markdown, "\n\n".join(tables([each.run for each in verdict.standings])).encode() + b"\n")
+            save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
     else:
         print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown, vary=options.vary))
     if options.gate is None:

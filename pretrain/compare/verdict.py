@@ -127,7 +127,7 @@ class Verdict:
             who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
             said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
         steps = max(each.gap.steps for each in self.paired)
-        return f"{said} (means of the last {steps} steps). {self.why_no_speed()}".strip()
+        return f"{said} (means of the last {steps} steps)."
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
         """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
@@ -143,6 +143,9 @@ class Verdict:
         return ""
 
     def why_no_speed(self) -> str:
+        """What to add where speeds are not compared; empty where they are."""
+        if len(self.standings) == 1 or any(each.speedup for each in self.standings):
+            return ""
         if all(each.run.side_by_side for each in self.standings):
             return "They shared their machine, so their speeds are not compared."
         if any(each.run.emulated for each in self.standings):

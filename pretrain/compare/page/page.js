@@ -360,7 +360,7 @@ function drawHeat() {
 const PARTS = ["#4C78A8", "#72B7B2", "#EECA3B", "#F58518", "#B279A2", "#9D755D", "#54A24B", "#E45756", "#8CA0B3", "#BAB0AC"];
 function bars(id, rows, traces, unit) {
   draw(id, traces, {
-    height: 62 + 26 * rows.length + (traces.length > 1 ? 44 : 0), barmode: "stack", bargap: 0.3, showlegend: traces.length > 1,
+    height: 62 + 26 * rows.length + (traces.length > 2 ? 44 : 0), barmode: "stack", bargap: 0.3, showlegend: traces.length > 2,
     legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11, color: ink("--soft") }, traceorder: "normal" },
     xaxis: axis(unit, { rangemode: "tozero" }),
     yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: rows.map((r) => r.name), ticktext: rows.map((r) => shorten(r.name, narrow() ? 16 : 30)) }),
@@ -377,7 +377,13 @@ function drawCosts() {
   }
   if (find("memory")) {
     const rows = data.runs.filter((run) => run.memory);
-    bars("memory", rows, [{ type: "bar", orientation: "h", y: rows.map((r) => r.name), x: rows.map((r) => r.memory), marker: { color: rows.map((r) => r.colour), opacity: 0.9 }, text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 }, hovertemplate: "<b>%{y}</b><br>%{x:.4~g} GiB<extra></extra>" }], "GiB");
+    const bar = (values, opacity, what) => ({
+      type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity }, showlegend: false,
+      hovertemplate: `<b>%{y}</b><br>${what} %{x:.4~g} GiB<extra></extra>`,
+    });
+    const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 } };
+    const beyond = rows.map((r) => Math.max(0, (r.reserved ?? r.memory) - r.memory));
+    bars("memory", rows, beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
   }
 }
 
