@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from foundation.units import count
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.figures import model_name
 from pretrain.compare.page_data import as_json, page_data
 from pretrain.compare.page_differences import audits, differences
 from pretrain.compare.page_table import columns_of, rows_of
 from pretrain.compare.published import Published
-from pretrain.compare.verdict import Verdict
 from pretrain.metrics.run_record import LAST_STEPS
 
 FOLDER = Path(__file__).with_name("page")
@@ -33,38 +33,40 @@ AXES = {
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}
 
 
-def render(verdict: Verdict, *, gate: bool = False, every: float | None = None, published: Published | None = None) -> bytes:
+def render(
+    comparison: RunComparison, *, gate: bool = False, every: float | None = None, published: Published | None = None
+) -> bytes:
     """The page. `gate`: whether the tolerance is one that was asked for; `every`: seconds until it is read again."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
 
-    data = page_data(verdict) | {"published": published.data() if published else None, "every": every}
-    columns = columns_of(verdict)
+    data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
+    columns = columns_of(comparison)
     template = Environment(
         loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).get_template("page.html")
     return template.render(
-        verdict=verdict,
+        comparison=comparison,
         runs=data["runs"],
-        about=about(verdict),
-        gate=gate and bool(verdict.paired),
+        about=about(comparison),
+        gate=gate and bool(comparison.paired),
         every=every,
-        loss_is="held-out loss" if _held_out(verdict) else f"training loss, mean of the last {LAST_STEPS} steps at most",
+        loss_is="held-out loss" if _held_out(comparison) else f"training loss, mean of the last {LAST_STEPS} steps at most",
         speeds=any(run["speed"] is not None for run in data["runs"]),
-        gap_steps=max((each.gap.steps for each in verdict.paired), default=0),
-        without_interval=any(not math.isfinite(each.gap.half_width) for each in verdict.paired),
-        unpaired=[each for each in verdict.standings if each.not_paired],
+        gap_steps=max((each.gap.steps for each in comparison.paired), default=0),
+        without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
+        unpaired=[each for each in comparison.standings if each.not_paired],
         columns=columns,
-        rows=rows_of(verdict, columns),
+        rows=rows_of(comparison, columns),
         axes=[(axis, "" if data["axes"][axis] else why) for axis, why in AXES.items()],
         window=max(run["window"] for run in data["runs"]),
-        curves=curves_drawn(verdict, data),
+        curves=curves_drawn(comparison, data),
         measures=MEASURES,
         time_parts=any(run["time"] for run in data["runs"]),
         profiled=any(run["time"] and run["time"]["source"] == "profile" for run in data["runs"]),
         memories=any(run["memory"] for run in data["runs"]),
         published=published,
-        audits=audits(verdict),
-        differences=differences(verdict),
+        audits=audits(comparison),
+        differences=differences(comparison),
         css=(FOLDER / "page.css").read_text(encoding="utf-8"),
         script=(FOLDER / "page.js").read_text(encoding="utf-8"),
         library=library(),
@@ -85,10 +87,10 @@ def packed(content: bytes) -> str:
     return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
 
 
-def about(verdict: Verdict) -> str:
+def about(comparison: RunComparison) -> str:
     """What was trained, on what, in one line."""
-    run = verdict.baseline.run
-    steps = {each.run.summary["steps"] for each in verdict.standings}
+    run = comparison.baseline.run
+    steps = {each.run.summary["steps"] for each in comparison.standings}
     each = f"{run.summary['steps']:,} steps" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
     batch = f" of {count(run.tokens_per_step)} tokens" if run.tokens_per_step else ""
     gpus = run.environment.get("gpus") or []
@@ -97,7 +99,7 @@ def about(verdict: Verdict) -> str:
     return " · ".join(filter(None, [model_name(run), each + batch, device, f"torch {torch}" if torch else ""]))
 
 
-def curves_drawn(verdict: Verdict, data: Mapping[str, Any]) -> list[str]:
+def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str]:
     """The panels that have something to show, by their ids in the page."""
 
     def largest(key: str) -> float:
@@ -106,7 +108,7 @@ def curves_drawn(verdict: Verdict, data: Mapping[str, Any]) -> list[str]:
     wanted = {
         "loss": True,
         "held-out": any(len(run["heldOut"]["at"]) > 1 for run in data["runs"]),
-        "minus": bool(verdict.paired),
+        "minus": bool(comparison.paired),
         "norm": largest("gradient_norm") > 0,
         "rate": largest("learning_rate") > 0,
         "frozen": largest("frozen_updates") >= FROZEN_MATTERS,
@@ -114,5 +116,5 @@ def curves_drawn(verdict: Verdict, data: Mapping[str, Any]) -> list[str]:
     return [panel for panel, due in wanted.items() if due]
 
 
-def _held_out(verdict: Verdict) -> bool:
-    return all("held_out_loss" in each.run.summary for each in verdict.standings)
+def _held_out(comparison: RunComparison) -> bool:
+    return all("held_out_loss" in each.run.summary for each in comparison.standings)

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from foundation.reading import parse_json
+from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
-from pretrain.compare.verdict import Standing, Verdict
 from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
 
 STATISTICS_FILE = "fp8_statistics.jsonl"  # `pretrain.metrics.precision_health` writes it, and needs torch
@@ -25,18 +25,18 @@ _PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 
 
-def page_data(verdict: Verdict) -> dict[str, Any]:
+def page_data(comparison: RunComparison) -> dict[str, Any]:
     """Everything that is drawn, with null for what is not a number."""
-    baseline = verdict.baseline.run
-    runs = [{"index": index, **_run(each, baseline)} for index, each in enumerate(verdict.standings)]
+    baseline = comparison.baseline.run
+    runs = [{"index": index, **_run(each, baseline)} for index, each in enumerate(comparison.standings)]
     axes = {"steps": True, "tokens": all(run["tokens"] is not None for run in runs)}
     axes["hours"] = all(run["hours"] is not None for run in runs)
-    matched = verdict.matched_loss
+    matched = comparison.matched_loss
     return {
         "runs": runs,
         "axes": axes,
-        "baseline": verdict.baseline.look.label,
-        "tolerance": verdict.tolerance,
+        "baseline": comparison.baseline.look.label,
+        "tolerance": comparison.tolerance,
         "matched": matched,
     }
 

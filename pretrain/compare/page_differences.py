@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.compare.appearance import as_text
-from pretrain.compare.verdict import Standing, Verdict
+from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.settings.config import flatten
 
 NAMES = ("name", "run_dir")  # different in every run, and no part of what is compared
@@ -30,9 +30,9 @@ class KeyDifference:
     holders: dict[str, str]  # each value, and the runs that have it
 
 
-def audits(verdict: Verdict) -> list[AuditShown]:
+def audits(comparison: RunComparison) -> list[AuditShown]:
     """What every run computed in, as its audit observed it."""
-    return [_audit(each) for each in verdict.standings if each.run.audit]
+    return [_audit(each) for each in comparison.standings if each.run.audit]
 
 
 def _audit(each: Standing) -> AuditShown:
@@ -77,9 +77,9 @@ def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
     return said.most_common()
 
 
-def differences(verdict: Verdict) -> dict[str, list[KeyDifference] | None]:
+def differences(comparison: RunComparison) -> dict[str, list[KeyDifference] | None]:
     """By kind, the keys in which not all runs agree; None where runs in a result file have one environment kept for all."""
-    runs = {each.look.label: each.run for each in verdict.standings}
+    runs = {each.look.label: each.run for each in comparison.standings}
     settings = {label: flatten(run.config) for label, run in runs.items()}
     environments = {label: flatten(run.environment) for label, run in runs.items()}
     kept_once = len({id(run.environment) for run in runs.values()}) < len(runs)

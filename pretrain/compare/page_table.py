@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.units import duration, memory, percent
+from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, unsigned
 from pretrain.compare.fairness import FEWEST_STEPS
 from pretrain.compare.page_data import reserved
-from pretrain.compare.verdict import LOSS_KEY, Standing, Verdict, signed, unsigned
 from pretrain.metrics.run_record import LAST_STEPS
 
 UNKNOWN = "–"
@@ -39,11 +39,11 @@ class TableColumn:
     words: bool = False  # to the left, and sorted upwards first
 
 
-def columns_of(verdict: Verdict) -> list[TableColumn]:
+def columns_of(comparison: RunComparison) -> list[TableColumn]:
     """All that some run knows something about."""
-    steps = max((each.gap.steps for each in verdict.paired), default=0)
-    ends_apart = any(each.gap.steps > math.ceil(each.run.summary["steps"] / 5) for each in verdict.paired)
-    matched = f"{verdict.matched_loss:.3f}" if verdict.matched_loss else "in common"
+    steps = max((each.gap.steps for each in comparison.paired), default=0)
+    ends_apart = any(each.gap.steps > math.ceil(each.run.summary["steps"] / 5) for each in comparison.paired)
+    matched = f"{comparison.matched_loss:.3f}" if comparison.matched_loss else "in common"
     columns = [
         TableColumn("run", "folder of the run; ★: on the Pareto front", _words(lambda each: each.look.label), words=True),
         TableColumn("precision", "what products are computed in", _words(lambda each: each.run.precision), words=True),
@@ -58,7 +58,7 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
         ),
         *(
             TableColumn(*_mfu(key), _figure(lambda each, key=key: _of_hardware(each, key), percent))
-            for key in _keys(verdict, "mfu_")
+            for key in _keys(comparison, "mfu_")
         ),
         TableColumn(
             "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
@@ -78,7 +78,7 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
             f"loss − baseline, last {steps}",
             "paired by step; ± half of the 95 % interval, by Student's t over means of batches of steps; "
             f"of fewer than {FEWEST_STEPS} steps there is none",
-            _gap if verdict.paired else _nothing,
+            _gap if comparison.paired else _nothing,
         ),
         TableColumn(
             "loss − baseline, last fifth",
@@ -102,11 +102,11 @@ def columns_of(verdict: Verdict) -> list[TableColumn]:
         ),
     ]
     always = ("run", "precision", "weights")
-    return [c for c in columns if c.name in always or any(c.cell(each).value is not None for each in verdict.standings)]
+    return [c for c in columns if c.name in always or any(c.cell(each).value is not None for each in comparison.standings)]
 
 
-def rows_of(verdict: Verdict, columns: Sequence[TableColumn]) -> list[list[TableCell]]:
-    return [[column.cell(each) for column in columns] for each in verdict.standings]
+def rows_of(comparison: RunComparison, columns: Sequence[TableColumn]) -> list[list[TableCell]]:
+    return [[column.cell(each) for column in columns] for each in comparison.standings]
 
 
 def _words(value_of: Callable[[Standing], Any]) -> Callable[[Standing], TableCell]:
@@ -129,8 +129,8 @@ def _key(key: str, form: Callable[[float], str]) -> Callable[[Standing], TableCe
     return _figure(lambda each: each.run.summary.get(key), form)
 
 
-def _keys(verdict: Verdict, prefix: str) -> list[str]:
-    return list(dict.fromkeys(key for each in verdict.standings for key in each.run.summary if key.startswith(prefix)))
+def _keys(comparison: RunComparison, prefix: str) -> list[str]:
+    return list(dict.fromkeys(key for each in comparison.standings for key in each.run.summary if key.startswith(prefix)))
 
 
 def _mfu(key: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.units import count, memory, percent
 from pretrain.compare.appearance import as_text
+from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -34,7 +35,6 @@ from pretrain.compare.figures import plot_losses, save_file
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
 from pretrain.compare.published import read_published
-from pretrain.compare.verdict import TOLERANCE, Verdict
 from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
@@ -159,7 +159,8 @@ def write(
     first), unless `leave_out_unfair` leaves it out, saying so.
     """
     runs = read_runs(paths, baseline)
-    out = out or (paths[0] / "loss.png" if len(runs) == 1 else paths[0].parent / "comparison.png")
+    beside = paths[0].with_suffix(".png") if paths[0].is_file() else paths[0].parent / "comparison.png"
+    out = out or (paths[0] / "loss.png" if len(runs) == 1 and paths[0].is_dir() else beside)
     left_out: list[str] = []
     if leave_out_unfair:
         found = {run.path: describe_unfairness(runs[0], run, vary) for run in runs[1:]}
@@ -172,7 +173,7 @@ def write(
         drawn = f"![curves]({os.path.relpath(out, page.parent)})"
         save_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
     if html is not None:
-        save_file(html, render(Verdict.over(runs)))
+        save_file(html, render(RunComparison.over(runs)))
     places = {"Curves": out, "Tables": page, "Everything": html}
     return "\n\n".join([*parts, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
 
@@ -236,26 +237,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     published = read_published(options.published) if options.published else None
     tolerance = TOLERANCE if options.gate is None else options.gate
 
-    def make(every: float | None = None) -> Verdict:
+    def make(every: float | None = None) -> RunComparison:
         runs = read_runs(options.runs, options.baseline)
         check_comparable(runs, options.vary)
-        verdict = Verdict.over(runs, tolerance)
-        save_file(page, render(verdict, gate=options.gate is not None, every=every, published=published))
-        return verdict
+        comparison = RunComparison.over(runs, tolerance)
+        save_file(page, render(comparison, gate=options.gate is not None, every=every, published=published))
+        return comparison
 
     if options.watch is not None:
         follow(options.runs, page, make, options.watch)
     elif page:
-        verdict = make()
-        said = tables([each.run for each in verdict.standings])
-        print("\n\n".join([f"{verdict.answer()} {verdict.why_no_speed()}".strip(), *said, f"Page: {page}"]))
+        comparison = make()
+        said = tables([each.run for each in comparison.standings])
+        print("\n\n".join([f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said, f"Page: {page}"]))
         if options.markdown:
             save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
     else:
         print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown, vary=options.vary))
     if options.gate is None:
         return 0
-    return _judge(Verdict.over(read_runs(options.runs, options.baseline), tolerance))
+    return _judge(RunComparison.over(read_runs(options.runs, options.baseline), tolerance))
 
 
 def _check(options: argparse.Namespace, page: Path | None) -> None:
@@ -266,6 +267,8 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
         raise InputError("--watch writes a page again and again: add --out report.html")
     if options.watch is not None and not options.watch >= 1:
         raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least")
+    if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
+        raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
     if options.published and not page:
         raise InputError("--published stands in the page alone: add --out report.html")
     if options.gate is not None and not options.gate >= 0:
@@ -274,12 +277,13 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
         raise InputError("--gate compares runs: name a baseline and at least one other")
 
 
-def _judge(verdict: Verdict) -> int:
+def _judge(comparison: RunComparison) -> int:
     """Say whether the gate is passed, and by how much it is not; the exit status. InputError where a run cannot be paired."""
-    for each in verdict.standings:
+    base = comparison.baseline.look.label
+    for each in comparison.standings:
         if each.not_paired:
-            raise InputError(f"--gate: {each.look.label} cannot be held against {verdict.baseline.look.label}: {each.not_paired}")
-    failed = verdict.over_the_gate()
+            raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
+    failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
         if each.diverged:
@@ -287,12 +291,12 @@ def _judge(verdict: Verdict) -> int:
             continue
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(
-            f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {verdict.baseline.look.label}, over the last "
-            f"{gap.steps} steps; {verdict.tolerance:g} are allowed"
+            f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {base}, over the last "
+            f"{gap.steps} steps; {comparison.tolerance:g} are allowed"
         )
     print(
-        f"gate of {verdict.tolerance:g} nats: "
-        + (f"failed by {len(failed)} of {len(verdict.paired)} runs" if failed else "passed")
+        f"gate of {comparison.tolerance:g} nats: "
+        + (f"failed by {len(failed)} of {len(comparison.paired)} runs" if failed else "passed")
     )
     return 1 if failed else 0
 

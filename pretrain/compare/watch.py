@@ -40,8 +40,8 @@ def follow(
                 waiting_for = said
             elif (now := {folder: mark_of(RunFolder(folder, owner=False).metrics) for folder in folders}) != seen:
                 seen = now
-                verdict = make(every)
-                at = ", ".join(f"{each.look.label} step {each.run.summary['steps']:,}" for each in verdict.standings)
+                comparison = make(every)
+                at = ", ".join(f"{each.look.label} step {each.run.summary['steps']:,}" for each in comparison.standings)
                 say(f"{time.strftime('%H:%M:%S')}  {at}: {page}")
             if not (seen and all(map(has_ended, folders))):
                 sleep(every)

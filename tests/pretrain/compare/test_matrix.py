@@ -231,4 +231,4 @@ def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
     for cell in found.runs:
         leave_behind(cell, 2.0)
     said = write_report(found)
-    assert "left out" not in said and {row[0] for row in rows(said.partition("\n\n")[0])} == {cell.name for cell in found.runs}
+    assert "left out" not in said and all(f"| {cell.name} " in said.partition("\n\n")[0] for cell in found.runs)

@@ -13,12 +13,12 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
 from pretrain.compare.page_data import heat_maps, page_data, short_name, step_time
 from pretrain.compare.published import read_published
 from pretrain.compare.report import read_runs
-from pretrain.compare.verdict import Verdict
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
@@ -43,13 +43,13 @@ def two_runs(folder: Path) -> list[Any]:
 
 
 def test_the_page_asks_the_network_for_nothing(tmp_path):
-    page = text_of(render(Verdict.over(two_runs(tmp_path))))
+    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
     assert "import " not in page and len(re.findall("<section", page)) >= 6
 
 
 def test_the_answer_and_the_table_stand_in_the_page_as_text(tmp_path):
-    page = text_of(render(Verdict.over(two_runs(tmp_path))))
+    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
     assert 'class="answer">No run is both faster than a and within 0.01 nats of it.' in page
     assert "+0.5000" in page and "10,240" in page and "loss − baseline, last 64" in page
     assert "<code>precision</code>" in page and "Pareto front" in page
@@ -57,13 +57,13 @@ def test_the_answer_and_the_table_stand_in_the_page_as_text(tmp_path):
 
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     runs = [trained(tmp_path / "<b>&amp;"), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "<script>alert(1)</script>"})]
-    page = render(Verdict.over(runs)).decode()
+    page = render(RunComparison.over(runs)).decode()
     assert "<script>alert" not in page and "&lt;b&gt;&amp;amp;" in page
 
 
 def test_what_is_drawn_are_the_runs_own_figures(tmp_path):
     runs = two_runs(tmp_path)
-    data = carried(render(Verdict.over(runs)))
+    data = carried(render(RunComparison.over(runs)))
     first, second = data["runs"]
     assert first["steps"] == list(range(1, 101)) and first["tokens"][-1] == 409_600
     assert first["hours"][-1] == pytest.approx(100 * 0.1 / 3600)
@@ -73,7 +73,7 @@ def test_what_is_drawn_are_the_runs_own_figures(tmp_path):
 
 
 def test_a_loss_that_is_no_number_is_a_gap_and_hours_that_were_shared_are_no_axis(tmp_path):
-    data = page_data(Verdict.over([trained(tmp_path / "a", [3.0, None, 2.0], side_by_side=True)]))
+    data = page_data(RunComparison.over([trained(tmp_path / "a", [3.0, None, 2.0], side_by_side=True)]))
     assert data["runs"][0]["curves"]["loss"] == [3.0, None, 2.0] and data["axes"]["hours"] is False
     assert data["runs"][0]["speed"] is None
 
@@ -102,11 +102,11 @@ def test_a_profile_says_where_a_steps_time_goes_and_without_one_the_wait_is_know
 def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     runs = read_runs([KEPT], Path("bf16-fp32"))
     assert len(runs) == 18 and runs[0].name == "bf16-fp32" and runs[0].side_by_side
-    verdict = Verdict.over(runs)
-    exact = next(each for each in verdict.standings if each.look.label == "delayed-bf16_exact")
+    comparison = RunComparison.over(runs)
+    exact = next(each for each in comparison.standings if each.look.label == "delayed-bf16_exact")
     assert exact.end_gap == pytest.approx(0.0004, abs=5e-5), "as docs/results.md has it"
     assert exact.held_out_gap == pytest.approx(0.0002, abs=5e-5) and exact.speed is None
-    data = page_data(verdict)
+    data = page_data(comparison)
     assert data["axes"] == {"steps": True, "tokens": True, "hours": False}
     assert "learning_rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
 

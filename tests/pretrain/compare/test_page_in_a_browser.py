@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.page import render
-from pretrain.compare.verdict import Verdict
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run
 
@@ -48,7 +48,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
             (path / "fp8_statistics.jsonl").write_text("".join(lines))
         runs.append(read_run(path))
     page = folder / "report.html"
-    page.write_bytes(render(Verdict.over(runs), gate=True))
+    page.write_bytes(render(RunComparison.over(runs), gate=True))
     return page.as_uri()
 
 

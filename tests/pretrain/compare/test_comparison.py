@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
+from pretrain.compare.comparison import RunComparison, match_losses, pareto_front
 from pretrain.compare.fairness import Gap, check_comparable, t_quantile, varied_keys, why_not_paired
-from pretrain.compare.verdict import Verdict, match_losses, pareto_front
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
@@ -105,20 +105,20 @@ def test_the_answer_names_the_fastest_run_within_the_tolerance(tmp_path):
     base = with_speed(tmp_path / "base", 3.0, 1, 1000.0)
     runs = [base, with_speed(tmp_path / "good", 3.001, 2, 1360.0, "precision=delayed")]
     runs.append(with_speed(tmp_path / "far", 3.2, 3, 2000.0, "precision=nvfp4"))
-    verdict = Verdict.over(runs)
-    assert verdict.answer().startswith("good: 1.36 × the speed of base, loss +0.00") and " ± " in verdict.answer()
-    assert [each.look.label for each in verdict.over_the_gate()] == ["far"]
-    assert "No run is both faster than base and within 0.01 nats" in Verdict.over([base, runs[2]]).answer()
+    comparison = RunComparison.over(runs)
+    assert comparison.answer().startswith("good: 1.36 × the speed of base, loss +0.00") and " ± " in comparison.answer()
+    assert [each.look.label for each in comparison.over_the_gate()] == ["far"]
+    assert "No run is both faster than base and within 0.01 nats" in RunComparison.over([base, runs[2]]).answer()
 
 
 def test_the_answer_counts_where_there_are_no_speeds_and_says_what_those_beyond_share(tmp_path):
     runs = [trained(tmp_path / "base", noisy(3.0, 1), side_by_side=True)]
     runs.append(trained(tmp_path / "exact", noisy(3.0, 2), "weights=bf16_exact", side_by_side=True))
     runs.append(trained(tmp_path / "plain", noisy(3.4, 3), "weights=bf16", side_by_side=True))
-    verdict = Verdict.over(runs)
-    answer = verdict.answer()
+    comparison = RunComparison.over(runs)
+    answer = comparison.answer()
     assert answer.startswith("1 of 2 runs end within 0.01 nats of base; the one with weights bf16 ends 0.4")
-    assert verdict.why_no_speed() == "They shared their machine, so their speeds are not compared."
+    assert comparison.why_no_speed() == "They shared their machine, so their speeds are not compared."
 
 
 def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
@@ -127,7 +127,7 @@ def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
         trained(tmp_path / name, noisy(level, seed), f"optimizer.learning_rate={rate}", held_out=False)
         for name, level, seed, rate in cells
     ]
-    answer = Verdict.over(runs).answer()
+    answer = RunComparison.over(runs).answer()
     assert answer.startswith("Lowest training loss: b (learning_rate 0.2) with 2.8") and answer.endswith("nats against a.")
 
 

@@ -52,13 +52,13 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunComparison:
     standings: list[Standing]
     tolerance: float
     matched_loss: float | None  # nats a token, of the training loss, that every run with a speed of its own reached
 
     @classmethod
-    def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> Verdict:
+    def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
         looks, speeds = looks_of(runs), [own_speed(run) for run in runs]
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
