@@ -192,7 +192,7 @@ def build(
     watch.attach(assembly.model)
     parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
-    watch.note = run.trackers.note if main_process else None
+    watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
     every = recipe.checkpoint.every
     if every is not None and state.step // every * every + every < state.steps:
         checkpoints.prepare(assembly.tensors, assembly.state_tensors)
