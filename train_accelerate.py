@@ -5,7 +5,7 @@ r"""Train a causal language model on packed documents, in the precision that the
 
 The first argument is the recipe: what is trained. `key=value` arguments, or `--key=value`, override it, with dots for nesting.
 `--plan` says what would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a
-step's time goes. A run that is started again goes on where it was.
+step's time goes; `--eval-only` evaluates and trains nothing. A run that is started again goes on where it was.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
-from pretrain.run.evaluate import evaluate, was_evaluated
+from pretrain.run.eval_only import evaluate_only
+from pretrain.run.evaluate import best_so_far, evaluate, was_evaluated
 from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
@@ -106,11 +107,11 @@ def launch(arguments: argparse.Namespace) -> int:
         if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if main_process and not arguments.plan:
+    if main_process and not (arguments.plan or arguments.eval_only):
         check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan)
     console = Console(job.plan.steps, enabled=main_process)
-    for text in asked.notices:
+    for text in (*asked.notices, *job.notices):
         console.notice(text)
     if job.active.notice:
         console.warning(job.active.notice)
@@ -119,12 +120,21 @@ def launch(arguments: argparse.Namespace) -> int:
         scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
         console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
         return 0
+    if arguments.eval_only:
+        with explaining_memory(job):
+            evaluate_only(job, accelerator, console, arguments.resume)
+        return ended(accelerator)
 
     with (
         RunFolder(job.run_dir, owner=main_process) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         stopped_by = carry_out(job, accelerator, folder, console, watch, arguments)
+    return ended(accelerator, stopped_by)
+
+
+def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
+    """End the process group; returns the exit status, for a run that the signal `stopped_by` ended."""
     status = leave_status(128 + stopped_by if stopped_by else 0)  # what a shell reports for a process that a signal ended
     # The process group must end after the model, whose wrapped layers refer to themselves until they are collected: under FSDP2 a
     # group that ended first was seen to abort its process.
@@ -192,6 +202,7 @@ def build(
     watch.attach(assembly.model)
     parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
+    run.best = best_so_far(run)
     watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
     every = recipe.checkpoint.every
     if every is not None and state.step // every * every + every < state.steps:
@@ -207,6 +218,9 @@ def build(
 
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
+    if run.job.recipe.evaluate.at_start and run.state.step == 0:
+        with run.watch.busy("evaluating"):
+            evaluate_once(run)
     stopped_by = train(run)
     with run.watch.busy("finishing"):
         if stopped_by is None:
@@ -236,7 +250,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         with run.watch.step(state.step + 1), profiling, run.recorder.step():
             figures, decision = train_step(run, next(steps))
         log(run, figures, data_wait_ms=steps.data_wait_ms)
-        if decision.proceed and (due(state.step, recipe.checkpoint.every) or state.finished):
+        evaluates = due(state.step, recipe.evaluate.every) and not state.finished
+        saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
+        if decision.proceed and (saves or state.finished):
             decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
@@ -250,7 +266,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
 
         # Between steps.
-        if due(state.step, recipe.evaluate.every) and not state.finished:
+        if evaluates:
             with run.watch.busy("evaluating"):
                 evaluate(run)
         tell_saved(run)
@@ -267,7 +283,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             why = f"`train.max_hours: {recipe.train.max_hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
             run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
             return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
-        if due(state.step, recipe.checkpoint.every) and not state.finished:
+        is_best = recipe.checkpoint.best and run.best is not None and run.best.step == state.step
+        if (due(state.step, recipe.checkpoint.every) or is_best) and not state.finished:
             save(run, behind=True)
     return None
 
@@ -286,7 +303,9 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
-    loss, gradient_norm = same_on_all_ranks(run.accelerator, mean_loss, norm)  # waits for the device
+    parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
+    figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
+    loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
@@ -311,6 +330,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "tokens": state.tokens,
         "epoch": batches.epoch,
         "loss": loss,
+        **({"penalty": penalty[0]} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
         "frozen_updates": frozen_updates,
@@ -346,8 +366,9 @@ def save(run: Run, *, behind: bool = False) -> None:
         "world_size": run.accelerator.num_processes,
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
+    spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None
     with run.watch.busy("saving"):
-        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record)
+        write(run.state.step, run.assembly.tensors, run.assembly.state_tensors, record, spared=spared)
     tell_saved(run)
 
 
@@ -360,17 +381,23 @@ def finish(run: Run) -> None:
     """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing."""
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
         save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+    evaluate_once(run)
+    finished = None
+    if run.accelerator.is_main_process:
+        finished = read_run(run.folder.path)
+        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
+        plot_losses([finished], run.folder.loss_plot)
+        run.trackers.picture(run.folder.loss_plot, run.state.step)
+    if run.job.recipe.checkpoint.at_end:
+        export_trained(run, finished)
+    if finished:
+        run.console.panel(*last_screen(finished, run.folder))
+
+
+def evaluate_once(run: Run) -> None:
+    """Unless the present step's evaluation is in metrics.jsonl already."""
     if not largest_over_ranks(run.accelerator, int(was_evaluated(run))):
         evaluate(run)
-    if run.job.recipe.checkpoint.at_end:
-        export_trained(run)
-    if not run.accelerator.is_main_process:
-        return
-    finished = read_run(run.folder.path)
-    run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
-    plot_losses([finished], run.folder.loss_plot)
-    run.trackers.picture(run.folder.loss_plot, run.state.step)
-    run.console.panel(*last_screen(finished, run.folder))
 
 
 def due(step: int, every: int | None) -> bool:

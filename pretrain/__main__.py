@@ -14,6 +14,7 @@ COMMANDS = {
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
+    "sample": ("pretrain.run.sampling", "how a run, a checkpoint or an exported model continues a text"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
 }
 

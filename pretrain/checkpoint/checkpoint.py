@@ -106,26 +106,30 @@ class Checkpoints:
 
     # ── Saving ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> Path:
+    def save(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None) -> Path:
         """Write checkpoint `step`, then prune; returns its path. A step just saved or loaded is not written again.
+
+        `spared`: the step of a checkpoint that is not pruned, however old it is.
 
         `model` holds parameters and persistent buffers by Hugging Face name (a tied tensor once), `optimizer` whatever tensors
         the optimizer keeps, under names that a later run gives them again; both on any device, plain or DTensor. `state` is JSON.
         Raises InputError where the file system refuses (full, read-only, a part that does not come); what was saved before stays.
         """
-        self._begin(step, model, optimizer, state, copied=False)
+        self._begin(step, model, optimizer, state, spared, copied=False)
         self.wait()
         if not self.disks.are_one:  # now that every disk has it
-            self._prune(self.current)
+            self._prune(self.current, spared)
         return self.current
 
-    def begin(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any]) -> None:
+    def begin(
+        self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, spared: int | None = None
+    ) -> None:
         """As `save`, but return as soon as the tensors are copied: they may change while the copies are written.
 
         Raises InputError where the save before this one has failed. Where the host's memory has no room for the copies, this
         process returns once its part is written, and says so.
         """
-        self._begin(step, model, optimizer, state, copied=True)
+        self._begin(step, model, optimizer, state, spared, copied=True)
 
     def prepare(self, model: Tensors, optimizer: Tensors) -> None:
         """Make ready what the first `begin` would otherwise wait for: who writes what, and the memory, taken in a thread."""
@@ -135,7 +139,9 @@ class Checkpoints:
             self._reserving = thread.submit(self._staging.reserve, bytes_staged(files), gpu_of(files))
             thread.shutdown(wait=False)
 
-    def _begin(self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], *, copied: bool) -> None:
+    def _begin(
+        self, step: int, model: Tensors, optimizer: Tensors, state: Mapping[str, Any], spared: int | None, *, copied: bool
+    ) -> None:
         final = step_folder(self.folder, step)
         if final == self.latest:
             return
@@ -155,7 +161,7 @@ class Checkpoints:
 
         def afterwards() -> None:
             # What another disk may not have yet must not cost the last one that all of them have.
-            self._prune(final if self.disks.are_one else previous)
+            self._prune(final if self.disks.are_one else previous, spared)
             behind = "" if written_first else f"; training stopped for {duration(stopped)}"
             self._news.append(f"saved {final} in {duration(time.perf_counter() - began)}{behind}")
 
@@ -289,12 +295,12 @@ class Checkpoints:
         self.wait()
         self._prune(self.current)
 
-    def _prune(self, newest: Path | None) -> None:
-        """As `prune`, when `newest` was saved last; not collective."""
+    def _prune(self, newest: Path | None, spared: int | None = None) -> None:
+        """As `prune`, when `newest` was saved last, and without step `spared`; not collective."""
         if self.disks.leads and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            remove(self.folder, intact[self.keep :])
+            remove(self.folder, [path for path in intact[self.keep :] if step_of(path) != spared])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.

@@ -84,7 +84,8 @@ class Console:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
         what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
         loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
-        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}   in {duration(seconds)}")
+        penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
+        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
@@ -108,6 +109,7 @@ class Console:
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
             (0, f"{self._shade(DIM, 'loss')} {loss}"),
+            *([(2, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
             (4, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
             (3, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
             (1, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),

@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,7 +50,41 @@ _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
-    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
+    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses.
+
+    Attention's dropout, which packed attention does not compute, is 0 unless `config` asks for it; see `dropout_notice`.
+    """
+    config = _config_of(settings)
+    for key in attention.DROPOUTS:
+        if getattr(config, key, None) and key not in (settings.config or {}):
+            setattr(config, key, 0.0)
+    return config
+
+
+def dropout_notice(settings: ModelSettings) -> str | None:
+    """What the user should know of the dropout that `load_config` has left out; None where there was none."""
+    config, given = _config_of(settings), settings.config or {}
+    of_others = ("summary", "classifier")  # heads that a language model has not
+    names = [key for key in vars(config) if "drop" in key and key not in given and not key.startswith(of_others)]
+    published = {key: getattr(config, key) for key in names}
+    found = {key: value for key, value in published.items() if isinstance(value, float) and value}
+    left_out = {key: value for key, value in found.items() if key in attention.DROPOUTS}
+    if not left_out:
+        return None
+    others = {key: value for key, value in found.items() if key not in left_out}
+    stay = f"; {_listed(others)} {'stays' if len(others) == 1 else 'stay'} as published" if others else ""
+    said = " ".join(f"model.config.{key}=0" for key in left_out)
+    return (
+        f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, "
+        f"as with {said}{stay}"
+    )
+
+
+def _listed(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {value:g}" for key, value in values.items())
+
+
+def _config_of(settings: ModelSettings) -> PretrainedConfig:
     changes = dict(settings.config or {})
     _check_layers(changes, "`model.config`")
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
@@ -147,10 +182,11 @@ def build(
     Every process draws the same.
     """
     attention.register()
-    if settings.source is None:
+    if settings.weights_source is None:
         torch.manual_seed(seed)
+        trusting = {"trust_remote_code": settings.trust_remote_code}
         with device:
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend, **trusting)
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:
@@ -192,12 +228,21 @@ def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     return {**dict(hf.named_parameters()), **buffers}
 
 
-def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path) -> None:
+def export(
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    tokenizer: Any | None,
+    folder: Path,
+    beside: Mapping[str, bytes] = MappingProxyType({}),
+    *,
+    keep_previous: bool = False,
+) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
-    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. What was exported to `folder`
-    before is replaced; where more lies in it, it is kept whole as `<name>.replaced-<n>`.
+    be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
+    What was exported to `folder` before is replaced; where more lies in it, or with `keep_previous`, it is kept whole as
+    `<name>.replaced-<n>`.
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
@@ -208,6 +253,8 @@ def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | 
         _write_weights(hf, read, writing)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
+        for name, content in beside.items():
+            (writing / name).write_bytes(content)
         mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
         for file in writing.iterdir():
             file.chmod(mode)
@@ -225,7 +272,7 @@ def export(hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | 
     exported = {file.name for file in writing.iterdir()}
     if folder.exists() or folder.is_symlink():
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        if any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
+        if keep_previous or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
             taken = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
             previous = next(path for path in taken if not path.exists() and not path.is_symlink())
             kept = True

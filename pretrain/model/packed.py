@@ -39,7 +39,8 @@ class PackedLanguageModel(nn.Module):
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-        """Summed cross-entropy (FP32 scalar) over the labels that are not -100.
+        """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included; in
+        evaluation cross-entropy.
 
         `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
         the documents, then T. `max_seqlen`: the pack length.
@@ -58,6 +59,12 @@ class PackedLanguageModel(nn.Module):
 
     def get_output_embeddings(self) -> nn.Module:
         return self.hf.get_output_embeddings()
+
+    def mean_parts(self, accelerator: Accelerator, tokens: int) -> Tensor | None:
+        """Cross-entropy and penalty, means over `tokens` of all that was forwarded on all ranks since the last call, FP32 [2];
+        the penalty is not multiplied by its weight. None where none is set. Collective."""
+        parts = self.hf.get_output_embeddings().take_parts()
+        return None if parts is None else accelerator.reduce(parts, reduction="sum") / max(tokens, 1)
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
@@ -81,6 +88,7 @@ def forward_backward(
     around the first microbatch, the one in which weights are quantized, by what looks on.
     """
     context, sums, sharding = model.context, model.rank_sums, model.sharding
+    model.hf.get_output_embeddings().take_parts()  # of what was forwarded before the step
     tokens = max(batches.valid_tokens, 1)
     scale = 1 / tokens
     total = torch.zeros((), device=accelerator.device)

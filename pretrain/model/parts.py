@@ -85,7 +85,7 @@ def build_in_parts(
     """As `huggingface.build`, with parameters of dtype `weights` and their parts of dtype `kept` on `device`. NotInParts where
     transformers draws or stores weights in a way that does not go by modules and rows."""
     attention.register()
-    if settings.source is not None:
+    if settings.weights_source is not None:
         try:
             built = _read(settings, config, part, kept, device, backend)
         except (OSError, ValueError, LookupError, RuntimeError, SafetensorError) as error:  # `build` says it, if it fails too
@@ -94,7 +94,9 @@ def build_in_parts(
         torch.manual_seed(seed)
         drawing = _Drawing(part, kept, device)
         with device, drawing.giving_up(), drawing.filling():
-            hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=backend)
+            hf = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=backend, trust_remote_code=settings.trust_remote_code
+            )
         drawing.give_up(hf)
         if any(parameter not in drawing.parts for parameter in hf.parameters()):
             raise NotInParts(f"{type(hf).__name__} makes parameters in a way of its own")

@@ -79,6 +79,15 @@ def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
 
 
 def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+    if recipe.evaluate.at_start and not held_out_packs and not recipe.evaluate.samples:
+        raise InputError(
+            "`evaluate.at_start: true` needs held-out packs and there are none; set `data.held_out`, or leave it out"
+        )
+    if recipe.checkpoint.best and not (recipe.evaluate.every and held_out_packs):
+        raise InputError(
+            "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and `data.held_out` where "
+            "no packs are held out"
+        )
     if recipe.evaluate.every and not held_out_packs:
         raise InputError(
             f"`evaluate.every: {recipe.evaluate.every}` needs held-out packs and there are none; set `data.held_out` "

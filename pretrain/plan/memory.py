@@ -105,11 +105,13 @@ class MemoryEstimate:
         loss = (4 if kind == "chunked" else computed) * head
         if _weights_are_cast(recipe.weights, products) and not head_quantized and not sharded:
             loss += computed * head
-        if head_quantized and kind == "chunked" and not products.fuses_head:
+        penalised = recipe.loss.penalty is not None
+        if head_quantized and kind == "chunked" and (penalised or not products.fuses_head):
             loss += computed * head
         # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
-        # reference keeps the product, the softmax and its gradient, the last two in FP32.
-        logit = {"chunked": computed + (2 if head_quantized else 0), "reference": 8 + computed, "cce": 0}[kind]
+        # reference keeps the product, the softmax and its gradient, the last two in FP32, and a second time for a penalty.
+        reference = (16 if penalised else 8) + computed
+        logit = {"chunked": computed + (2 if head_quantized else 0), "reference": reference, "cce": 0}[kind]
         logits = shape.vocabulary * logit
         gradients = values * _BYTES[recipe.gradients_kept_in]
         in_use = backward = 0

@@ -138,7 +138,7 @@ class Plan:
         """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
         settings = self.recipe.checkpoint
         written = (self.steps // settings.every if settings.every else 0) + settings.at_end
-        return min(settings.keep + 1, written)
+        return min(settings.keep + 1, written) + settings.best
 
     @property
     def peak_tflops(self) -> float | None:

@@ -32,6 +32,7 @@ from pretrain.plan.tokenizer import (
     check_tokenizer,
     encoded_prompt,
     fingerprint_of,
+    has_other_tokens,
     known_tokenizer,
     load_tokenizer,
     with_tokens_of,
@@ -58,6 +59,7 @@ class Job:
     data: Data | None  # None only for a plan that is made before the packs are prepared
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
+    notices: tuple[str, ...] = ()  # what of the model was left out, for the user
 
     @property
     def recipe(self) -> Recipe:
@@ -133,7 +135,7 @@ def prepare_job(
 
     # The model's shapes, without memory for its weights.
     known, vocabulary = known_tokenizer(recipe.data, data), None
-    if recipe.model.source is None:
+    if recipe.model.source is None or has_other_tokens(known, recipe.model):
         completed, vocabulary = with_tokens_of(known, recipe.model)
         recipe = recipe.model_copy(update={"model": completed})
     model_config = model.load_config(recipe.model)
@@ -150,7 +152,10 @@ def prepare_job(
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
-        encoded_prompt(tokenizer, prompt)
+        try:
+            encoded_prompt(tokenizer, prompt, model_config)
+        except InputError as error:
+            raise InputError(f"`evaluate.samples`: {error}") from None
     if data is None and (may_prepare or recipe.data.packs.exists()):
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
     if data is not None:
@@ -179,7 +184,8 @@ def prepare_job(
     plan = replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
-    return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend)
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
+    return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend, notices)
 
 
 def fits_gathered(plan: Plan) -> bool:

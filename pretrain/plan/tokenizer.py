@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, BatchEncoding, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from foundation.settings import shown
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
@@ -50,7 +51,7 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
     Raises InputError where `model.config` contradicts the tokenizer, and for an unknown model type.
     """
     given = dict(settings.config or {})
-    known = load_config(ModelSettings(config={"model_type": given["model_type"]}))
+    known = load_config(settings if settings.source else ModelSettings(config={"model_type": given["model_type"]}))
     size = tokenizer.get("vocab_size")
     if size is None:
         origin = "set by the recipe" if "vocab_size" in given else f"the default of {given['model_type']}"
@@ -70,6 +71,13 @@ def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tup
     return settings.model_copy(update={"config": config}), f"vocabulary {origin} the tokenizer's {size:,} ids; {ids}"
 
 
+def has_other_tokens(tokenizer: Mapping[str, Any], settings: ModelSettings) -> bool:
+    """Whether a model in the shape of a `source` is trained from scratch on the ids of another tokenizer than the source's."""
+    if not settings.from_scratch or "fingerprint" not in tokenizer:
+        return False
+    return fingerprint_of(settings.model_copy(update={"from_scratch": False})) != tokenizer["fingerprint"]
+
+
 def _contradictions(given: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> list[str]:
     found, size = [], given.get("vocab_size")
     if isinstance(size, int) and size < tokenizer["vocab_size"]:
@@ -83,7 +91,7 @@ def _contradictions(given: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> l
 
 def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -> None:
     """InputError where `data.tokenizer` is not the model's or has more ids than `vocab_size`; for before text is prepared."""
-    if data.tokenizer is None or model.source is None:
+    if data.tokenizer is None or model.weights_source is None:
         return
     tokenizer, expected = load_text_tokenizer(data.tokenizer), fingerprint_of(model)
     if expected is not None and tokenizer.fingerprint != expected:
@@ -99,8 +107,8 @@ def check_tokenizer(data: DataSettings, model: ModelSettings, vocab_size: int) -
 
 
 def fingerprint_of(model: ModelSettings) -> str | None:
-    """Of the tokenizer that the model's folder or hub repository holds; None where there is none."""
-    if model.source is None:
+    """Of the tokenizer that the weights of the model's folder or hub repository are for; None where there is none."""
+    if model.weights_source is None:
         return None
     if Path(model.source).exists():
         return load_text_tokenizer(model.source).fingerprint if (Path(model.source) / "tokenizer.json").is_file() else None
@@ -117,6 +125,9 @@ def load_tokenizer(
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
     source = settings.tokenizer or model.source
+    with_packs = data.train.path / "tokenizer.json" if data is not None else None
+    if model.from_scratch and settings.tokenizer is None and with_packs is not None and with_packs.is_file():
+        source = None  # its weights, which meant the source's own ids, are not taken
     if settings.tokenizer is not None:
         text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
         if Path(settings.tokenizer).is_file():
@@ -130,8 +141,8 @@ def load_tokenizer(
             key = "data.tokenizer" if settings.tokenizer else "model.source"
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"`{key}`: no tokenizer can be read from {source!r}: {reason}; set `data.tokenizer`") from None
-    if data is not None and (file := data.train.path / "tokenizer.json").is_file():
-        text = load_text_tokenizer(str(file))
+    if with_packs is not None and with_packs.is_file():
+        text = load_text_tokenizer(str(with_packs))
         return _with_special_tokens(text, data.tokenizer or text.describe())
     if needed:
         raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
@@ -145,13 +156,22 @@ def _with_special_tokens(text: TextTokenizer, known: Mapping[str, Any]) -> PreTr
     return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
 
 
-def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
-    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before."""
+def positions_of(config: PretrainedConfig) -> int | None:
+    """How many tokens the model can read at once; None where its configuration does not say."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig) -> BatchEncoding:
+    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before.
+    InputError where it leaves `model` no position for another token."""
     encoded = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if encoded["input_ids"].shape[1]:
+    tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
+    if positions and tokens >= positions:
+        raise InputError(f"a prompt has {tokens} tokens and the model {positions} positions; shorten {shown(prompt, repr)}")
+    if tokens:
         return encoded
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if start is None:
-        raise InputError("`evaluate.samples`: an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
+        raise InputError("an empty prompt needs a tokenizer with a BOS or EOS token; write a few words")
     ids = torch.tensor([[start]])
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})

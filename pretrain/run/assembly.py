@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -143,6 +144,25 @@ class Assembly:
             yield
 
 
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The one with the lowest held-out loss, of those over as many tokens as the newest."""
+
+    step: int
+    loss: float
+    tokens: int
+
+    @classmethod
+    def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
+        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays. The
+        model as it was before the first step is none of the run's, and a loss that is not finite is none at all."""
+        loss, tokens = record["held_out_loss"], record["held_out_tokens"]
+        if record["step"] == 0 or loss is None or not math.isfinite(loss):
+            return before
+        better = before is None or before.tokens != tokens or loss < before.loss
+        return cls(record["step"], loss, tokens) if better else before
+
+
 @dataclass
 class Run:
     """Everything that a running training consists of."""
@@ -161,6 +181,7 @@ class Run:
     profile: StepProfile | None
     console: Console
     watch: RankWatch
+    best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
 
 
 def assemble(job: Job, accelerator: Accelerator) -> Assembly:

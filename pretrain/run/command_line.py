@@ -36,6 +36,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--nodes", type=whole, metavar="M", help="with --gpus: on M machines; default 1")
     parser.add_argument("--network-gbps", type=positive, metavar="G", help="with --gpus: each GPU's network, Gbit/s one way")
     parser.add_argument("--preview-schedule", type=Path, metavar="PNG", help="draw the learning rate of every step, and stop")
+    parser.add_argument("--eval-only", action="store_true", help="say the held-out loss of --resume's checkpoint, and stop")
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")

@@ -9,30 +9,63 @@ from contextlib import ExitStack
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from packing.batch import Microbatch, evaluation_batches
+from pretrain.checkpoint.folders import step_folder
+from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.run_record import is_evaluation, read_metrics
 from pretrain.model.distributed import gathered
-from pretrain.model.packed import inputs_of
-from pretrain.plan.tokenizer import encoded_prompt
-from pretrain.run.assembly import Run
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.plan.preflight import Job
+from pretrain.plan.tokenizer import encoded_prompt, positions_of
+from pretrain.run.assembly import BestEvaluation, Run
+
+COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
 
 def evaluate(run: Run) -> None:
-    """Held-out loss, where packs are held out, and samples, where prompts are set."""
+    """Held-out loss, where packs are held out, and samples, where prompts are set. Collective."""
     settings, began = run.job.recipe.evaluate, time.perf_counter()
     if run.job.data.held_out is not None:
-        with evaluation_batches(run.job.data.held_out, limit=settings.packs, **run.job.batching(run.accelerator)) as batches:
-            figures = held_out_loss(run.assembly.model, batches, run.accelerator)
+        figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
         record = {"step": run.state.step, "event": "evaluation", **figures}
         run.trackers.log(record)
         run.console.evaluation(record, time.perf_counter() - began)
+        run.best = agreed(run.accelerator, BestEvaluation.after(record, run.best))
+    if not settings.samples:
+        return
+    how, found = {"tokens": settings.sample_tokens, "temperature": settings.temperature, "top_p": settings.top_p}, []
     with gathered(run.assembly.model):
-        for prompt in settings.samples:
-            text = sample(run.assembly.hf, run.job.tokenizer, prompt, settings.sample_tokens, run.job.recipe.seed)
+        for number, prompt in enumerate(settings.samples):
+            seed = seed_of_prompt(run.job.recipe.seed, number)
+            text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)
+            found.append({"prompt": prompt, "seed": seed, "text": text})
+    run.trackers.log_samples({"step": run.state.step, "event": "samples", **how, "samples": found})
+
+
+def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
+    """`held_out_loss` of the held-out packs that the recipe evaluates on. Collective."""
+    limit = job.recipe.evaluate.packs
+    with evaluation_batches(job.data.held_out, limit=limit, **job.batching(accelerator)) as batches:
+        return held_out_loss(model, batches, accelerator)
+
+
+def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluation | None:
+    """What the main process has found. Collective."""
+    return gather_object([best])[0] if accelerator.num_processes > 1 else best
+
+
+def best_so_far(run: Run) -> BestEvaluation | None:
+    """Of the evaluations in metrics.jsonl, which has none after the present step, and whose checkpoint is there. Collective."""
+    best = None
+    if run.accelerator.is_main_process and run.job.recipe.checkpoint.best:
+        for record in filter(is_evaluation, read_metrics(run.folder.path)):
+            if step_folder(run.folder.checkpoints, record["step"]).exists():
+                best = BestEvaluation.after(record, best)
+    return agreed(run.accelerator, best)
 
 
 def was_evaluated(run: Run) -> bool:
@@ -43,10 +76,13 @@ def was_evaluated(run: Run) -> bool:
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
+def held_out_loss(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> dict[str, float]:
     """Over `batches`, this rank's share of the held-out packs, of which every rank must pass equally many: `held_out_loss`, the
-    mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`.
+    mean in nats over the `held_out_tokens` valid labels of all ranks, and `held_out_perplexity`; where the loss has a penalty,
+    `held_out_penalty`, which is no part of the two.
     """
+    head = model.hf.get_output_embeddings()
+    head.take_parts()  # of what was forwarded before
     total = torch.zeros(2, dtype=torch.float32 if accelerator.device.type == "mps" else torch.float64, device=accelerator.device)
     with ExitStack() as restored:
         restored.callback(model.train, model.training)
@@ -57,17 +93,40 @@ def held_out_loss(model: nn.Module, batches: Iterable[Microbatch], accelerator: 
     loss_sum, tokens = accelerator.reduce(total, reduction="sum").tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow
-    return {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
+    figures = {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
+    parts = model.mean_parts(accelerator, int(tokens))
+    return figures if parts is None else figures | {"held_out_penalty": parts[1].item()}
+
+
+def seed_of_prompt(seed: int, number: int) -> int:
+    """Each prompt has its own, so that one text does not begin like the other; the same at every evaluation."""
+    return step_seed(seed, number, 0)
 
 
 @torch.no_grad()
-def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
-    """How the model continues `prompt`, by at most `tokens` tokens at temperature 0.8.
+def sample(
+    hf: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    *,
+    tokens: int,
+    seed: int,
+    temperature: float = 0.8,
+    top_p: float = 0.95,
+) -> str:
+    """How the model continues `prompt`, by at most `tokens` tokens and as many as it has positions for.
+
+    Drawn from the likeliest tokens that have probability `top_p` together, after all were raised to 1 / `temperature`; at a
+    temperature of 0, or near it, always the likeliest one. InputError where the prompt leaves no position free.
 
     Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Every training
     step seeds its own random numbers, so seeding here does not change them.
     """
-    encoded = encoded_prompt(tokenizer, prompt).to(hf.device)
+    encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
+    positions = positions_of(hf.config)
+    tokens = min(tokens, positions - encoded["input_ids"].shape[1]) if positions else tokens
+    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     with ExitStack() as restored, torch.compiler.set_stance("force_eager"):
         restored.callback(hf.train, hf.training)
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
@@ -77,9 +136,7 @@ def sample(hf: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str,
         output = hf.generate(
             **encoded,
             max_new_tokens=tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
+            **(drawn if temperature > COLDEST else likeliest),
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         )
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -9,22 +9,28 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
+from pretrain.compare.figures import plot_losses
+from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import open_data
 from pretrain.plan.tokenizer import load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
-from pretrain.run.assembly import Run
+from pretrain.run.assembly import BestEvaluation, Run
+from pretrain.run.card import CARD, PICTURE, edited, model_card, until
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
@@ -34,15 +40,36 @@ def main(arguments: Sequence[str]) -> int:
         prog="python -m pretrain export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    parser.add_argument("out", type=Path, metavar="OUT", nargs="?", help="the folder to make; with --best by default RUN/best")
+    parser.add_argument("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")
     parser.add_argument(
         "--dtype",
         choices=["bf16", "fp32"],
         help="of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder",
     )
     asked = parser.parse_args(arguments)
-    print(export_checkpoint(asked.source, asked.out, asked.dtype))
+    if asked.out is None and not asked.best:
+        raise InputError("python -m pretrain export RUN_OR_CHECKPOINT OUT: name OUT, the folder to make")
+    source = best_checkpoint(asked.source) if asked.best else asked.source
+    print(export_checkpoint(source, asked.out or asked.source / "best", asked.dtype))
     return 0
+
+
+def best_checkpoint(run_dir: Path) -> Path:
+    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
+    evaluated = None
+    for record in filter(is_evaluation, read_metrics(run_dir)):
+        evaluated = BestEvaluation.after(record, evaluated)
+    if evaluated is None:
+        raise InputError(f"{run_dir}: has evaluated no step of its own, so none is the best; leave --best out")
+    folder = step_folder(run_dir / "checkpoints", evaluated.step)
+    if not folder.is_dir():
+        there = ", ".join(path.name for path in step_folders(folder.parent)) or "none"
+        raise InputError(
+            f"{run_dir}: step {evaluated.step} has the lowest held-out loss and is not kept; set `checkpoint.best: true` in the "
+            f"next run. Of this one there are: {there}"
+        )
+    return folder
 
 
 def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
@@ -52,18 +79,40 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """
     if out.exists() or out.is_symlink():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    weights, run_dir = _intact(source, dtype)
-    recipe = load_recipe(run_dir / "config.yaml")
-    to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
-    hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
-    expected = model.named_tensors(hf).keys()
-    if strange := sorted(expected ^ set(weights.names())):
-        raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
-    tokenizer, without = _tokenizer(recipe)
+    saved = SavedModel.open(source, dtype)
+    tokenizer, without = tokenizer_of(saved.recipe)
     out.parent.mkdir(parents=True, exist_ok=True)
-    model.export(hf, _reader(weights, hf, to), tokenizer, out)
-    joined = ", each joined with its remainder" if weights.remainders and to == "fp32" else ""
-    return f"{weights.folder} is exported to {out}: weights in {to}{joined}{without}"
+    model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+    joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
+    return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A checkpoint of a run, and the model that it is of, without memory for its weights, as one that is stored in mode `to`."""
+
+    weights: SavedWeights
+    run_dir: Path
+    recipe: Recipe
+    hf: PreTrainedModel
+    to: Weights
+
+    @classmethod
+    def open(cls, source: Path, dtype: Weights | None = None) -> SavedModel:
+        """Of a run folder, whose newest intact checkpoint it is, or of a checkpoint in one; None: as its weights are stored, of
+        exact ones the BF16. InputError where it is damaged, or of another model than its run's config.yaml describes."""
+        weights, run_dir = _intact(source, dtype)
+        recipe = load_recipe(run_dir / "config.yaml")
+        to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
+        hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
+        if strange := sorted(model.named_tensors(hf).keys() ^ set(weights.names())):
+            raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
+        return cls(weights, run_dir, recipe, hf, to)
+
+    @cached_property
+    def read(self) -> Callable[[str], Tensor]:
+        """Reads a tensor of `hf` by name."""
+        return _reader(self.weights, self.hf, self.to)
 
 
 def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
@@ -85,7 +134,7 @@ def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
             problems.append(str(error))
             continue
         for problem in problems:
-            print(f"{problem}. It is not exported; the one before it is")
+            print(f"{problem}. It is not used; the one before it is")
         return weights, run_dir
     raise InputError(problems[0])
 
@@ -95,13 +144,13 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
     config = model.load_config(recipe.model)
     hf = model.build_on_meta(config, recipe.model.trust_remote_code)
     model.round_weights(hf, dtype)
-    if recipe.model.source is not None and hf.can_generate():
+    if recipe.model.weights_source is not None and hf.can_generate():
         with suppress(OSError):  # it has none of its own
-            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.source, revision=recipe.model.revision)
+            hf.generation_config = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
     return hf
 
 
-def _tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
+def tokenizer_of(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The run's tokenizer; or None, and why in words for the user."""
     try:
         packs = recipe.data.model_copy(update={"source": None})  # opened, never prepared
@@ -112,8 +161,22 @@ def _tokenizer(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     return tokenizer, "" if tokenizer is not None else f"; without a tokenizer: none lies with {recipe.data.packs}"
 
 
-def export_trained(run: Run) -> None:
-    """Write `final/` of a run whose last step is saved. All ranks call it.
+def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
+    """The card of the model as it was at the checkpoint, and its picture; nothing where the run's records are gone."""
+    try:
+        run = until(read_run(saved.run_dir), step_of(saved.weights.folder))
+    except (InputError, ValueError):  # a folder that was renamed has no step
+        return {}
+    if not any(is_step(record) for record in run.metrics):
+        return {}
+    with TemporaryDirectory() as folder:
+        plot_losses([run], Path(folder) / PICTURE)
+        return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: (Path(folder) / PICTURE).read_bytes()}
+
+
+def export_trained(run: Run, record: RunRecord | None) -> None:
+    """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already.
+    All ranks call it; only the main process has a record.
 
     From the checkpoint, so that no process holds the model whole; but gathered where machines share no disk.
     """
@@ -123,7 +186,10 @@ def export_trained(run: Run) -> None:
     if not run.accelerator.is_main_process:
         return
     read = weights.__getitem__ if weights else _reader(SavedWeights(run.checkpoints.current), hf, run.job.recipe.weights)
-    model.export(hf, read, run.job.tokenizer, run.folder.final)
+    tokenizer, final = run.job.tokenizer, run.folder.final
+    card = model_card(record, hf, tokenizer=tokenizer is not None).encode()
+    beside = {CARD: card, PICTURE: run.folder.loss_plot.read_bytes()}
+    model.export(hf, read, tokenizer, final, beside, keep_previous=edited(final))
 
 
 def _reader(weights: SavedWeights, hf: PreTrainedModel, to: Weights) -> Callable[[str], Tensor]:

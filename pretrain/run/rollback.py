@@ -12,6 +12,7 @@ from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.run.assembly import Run
+from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume import ResumePoint, restore
 from pretrain.settings import config
 
@@ -54,6 +55,7 @@ def roll_back(run: Run, reason: str) -> None:
         run.trackers = resolve(run.job.recipe.log, run_dir=run.folder.path, resumed_step=run.state.step)
         run.trackers.start(config.resolved(run.job.recipe))
         run.trackers.note(event)
+    run.best = best_so_far(run)
     passed, limit = judged.step - run.state.step, run.health.settings.max_rollbacks
     run.console.warning(
         f"step {judged.step}: {reason}. Rollback {rollbacks} of {limit} at most: {notes[0]}; the packs of "
@@ -69,7 +71,7 @@ def halted(run: Run, decision: StepDecision) -> TrainingHalted:
         reason += f". {failure.rstrip('.')}"
     if names := tensors_not_finite(run):
         reason += f". The weights themselves hold infinity or NaN, in {some_of(names)}"
-        source, untrained = run.job.recipe.model.source, run.state.step - run.state.skipped_steps <= 1
+        source, untrained = run.job.recipe.model.weights_source, run.state.step - run.state.skipped_steps <= 1
         if source is not None and untrained:
             remedy = f"They came so with `model.source: {source}`: fetch it again, or name other weights"
         else:

@@ -26,7 +26,8 @@ _ALTERNATIVES = (
 )
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "loss.", "parity", "batch.microbatch"),
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "batch.microbatch"),
+    *("loss.kind", "loss.chunk"),
     *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("train.max_hours", "train.rank_timeout"),
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
@@ -36,6 +37,10 @@ _NOT_IDENTITY = (
     *("data.packing", "data.positions", "data.add_", "data.shuffle", "data.seed", "data.held_out"),
     *("data.on_bad_line", "data.processes"),
 )
+
+
+# Settings that are newer than checkpoints, which say nothing of them and mean this.
+_MEANT_BEFORE = {"model.from_scratch": False}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -103,7 +108,8 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     flat = flatten(resolved(recipe))
     quantized = recipe.precision is not None and PRECISIONS[recipe.precision].quantized
     idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
-    return {key: value for key, value in flat.items() if not key.startswith(idle)} | {"data.fingerprint": data_fingerprint}
+    kept = {key: value for key, value in flat.items() if not key.startswith(idle) and _MEANT_BEFORE.get(key) != value}
+    return kept | {"data.fingerprint": data_fingerprint}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,6 +28,7 @@ class EveryNthLayer(Settings):
 
 class ModelSettings(Settings):
     source: PathText | None = None  # hub name or folder; null: from scratch, by `config`
+    from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
     # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
@@ -53,8 +54,18 @@ class ModelSettings(Settings):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
         return config
 
+    @property
+    def weights_source(self) -> str | None:
+        """Where the weights come from; None: they are drawn."""
+        return None if self.from_scratch else self.source
+
     @model_validator(mode="after")
     def _has_an_origin(self) -> ModelSettings:
+        if self.from_scratch and self.source is None:
+            raise ValueError(
+                "`from_scratch: true` is for the architecture of a `source`, and none is set; without it, `config` alone is from "
+                "scratch anyway"
+            )
         if self.source is None and "model_type" not in (self.config or {}):
             raise ValueError(
                 "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"
@@ -118,22 +129,49 @@ class TrainSettings(Settings):
         return self
 
 
+PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"]
+
+
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
     chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
+    # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
+    # largest p. Held-out loss is cross-entropy alone.
+    penalty: PenaltyKind | None = None
+    penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)  # lambda, by which the penalty is multiplied
+    top_k: PositiveCount | None = None  # penalty top_k_mass: how many probabilities, fewer than the vocabulary has words
+
+    @model_validator(mode="after")
+    def _a_penalty_is_whole(self) -> LossSettings:
+        if self.penalty is None and self.penalty_weight is not None:
+            kinds = ", ".join(get_args(PenaltyKind))
+            raise ValueError(f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out")
+        if self.penalty is not None and self.penalty_weight is None:
+            raise ValueError(f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty")
+        if self.penalty == "top_k_mass" and self.top_k is None:
+            raise ValueError("`penalty: top_k_mass` needs `top_k`, how many of the largest probabilities; 5 is usual")
+        if self.penalty != "top_k_mass" and self.top_k is not None:
+            raise ValueError("`top_k` is for `penalty: top_k_mass`; leave it out, or set that penalty")
+        if self.penalty is not None and self.kind == "cce":
+            raise ValueError("`kind: cce` keeps its logits to itself, so it has no `penalty`; set `kind: chunked`")
+        return self
 
 
 class EvaluateSettings(Settings):
     every: PositiveCount | None = None  # steps; null: at the end only
+    at_start: bool = False  # before the first step, too: what the model knew before
     packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
-    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation
+    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, each with a seed of its own
     sample_tokens: PositiveCount = 64  # the most tokens of a continuation
+    temperature: float = Field(0.8, ge=0, le=100)  # of samples; 0: always the likeliest token
+    top_p: float = Field(0.95, gt=0, le=1)  # samples are drawn from the likeliest tokens that have this probability together
 
 
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
     keep: PositiveCount = 3  # the newest so many; older ones are deleted
+    best: bool = False  # save at each evaluation with the lowest held-out loss so far, and keep that one, however old it becomes
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
 

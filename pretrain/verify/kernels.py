@@ -354,7 +354,7 @@ def _layer(run: Situation) -> Compared:
 
 
 def _computes_loss_by_kernel(run: Situation) -> bool:
-    return run.device.type == "cuda" and run.loss.kind in ("chunked", "cce")
+    return run.device.type == "cuda" and run.loss.kind in ("chunked", "cce") and not run.loss.penalty
 
 
 def _loss(run: Situation) -> Compared:

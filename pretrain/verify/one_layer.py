@@ -107,7 +107,7 @@ def one_layer(
     model.round_weights(hf, torch.float32 if in_fp32 else getattr(torch, WEIGHT_DTYPES[run.weights]))
     low_precision = make_backend(active, run.device) if active.precision.quantized else None
     context = PrecisionContext(low_precision, dtype)
-    loss = run.loss.model_copy(update={"chunk": 2 * VOCABULARY}) if run.loss.kind == "chunked" else LossSettings(kind="reference")
+    loss = LossSettings(chunk=2 * VOCABULARY) if run.loss.kind == "chunked" else LossSettings(kind="reference")
     packed = PackedLanguageModel(hf, backend, loss, context).train()
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if low_precision else {}

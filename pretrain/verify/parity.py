@@ -324,11 +324,12 @@ class _Check:
 
         What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger."""
         plain, half = reference_model(self.hf, self.accelerator.device), -(-len(documents) // 2)
-        first = reference_pass(plain, documents[:half], valid_tokens)
+        loss = self.hf.get_output_embeddings().settings
+        first = reference_pass(plain, documents[:half], valid_tokens, loss)
         of_first = self._over_ranks(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
-        rest = reference_pass(plain, documents[half:], valid_tokens)  # adds to the gradients of the first
+        rest = reference_pass(plain, documents[half:], valid_tokens, loss)  # adds to the gradients of the first
         reference = self._over_ranks(Pass(first.loss + rest.loss, rest.gradients))
-        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:half], valid_tokens))
+        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:half], valid_tokens, loss))
         release(plain)
         squares = (rounded.token_losses - of_first.token_losses).double().square().sum().item()
         loss_noise = math.sqrt(self._summed(squares) / max(self._summed(of_first.token_losses.numel()), 1))

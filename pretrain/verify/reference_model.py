@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from packing.arrow import Pack
 from packing.batch import IGNORE, Microbatch
 from pretrain.model.huggingface import decoder_layers, named_tensors
+from pretrain.settings.recipe import LossSettings
 
 RECOMPUTED_FROM = 1024  # tokens of a document: eager attention keeps heads x length^2 scores a layer, several times over
 
@@ -158,8 +159,11 @@ def release(plain: PreTrainedModel) -> None:
         parameter.grad, parameter.data = None, parameter.data.new_empty(0)
 
 
-def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], valid_tokens: int) -> Pass:
-    """Forward and backward of each document alone. The sum of losses is divided by `valid_tokens`, of a whole step if need be.
+def reference_pass(
+    plain: PreTrainedModel, documents: Iterable[Document], valid_tokens: int, loss: LossSettings | None = None
+) -> Pass:
+    """Forward and backward of each document alone. The sum of losses, with the penalty that `loss` asks for, is divided by
+    `valid_tokens`, of a whole step if need be.
 
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
@@ -178,6 +182,8 @@ def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], valid_
         positions = torch.arange(document.first_position, document.first_position + len(ids), device=device)
         logits = plain(input_ids=ids[None], position_ids=positions[None], use_cache=False).logits[0].float()
         token_losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
+        if loss and loss.penalty:
+            token_losses = token_losses + loss.penalty_weight * _penalties(logits, loss).where(labels != IGNORE, 0.0)
         (token_losses.sum() / valid_tokens).backward()
         losses.append(token_losses.detach()[labels != IGNORE])
     for hook in hooks:
@@ -186,6 +192,17 @@ def reference_pass(plain: PreTrainedModel, documents: Iterable[Document], valid_
     gradients = {name: sums.get(name, p.grad) for name, p in trained.items()}
     gradients = {name: torch.zeros_like(trained[name]) if g is None else g for name, g in gradients.items()}
     return Pass(token_losses.double().sum().item() / valid_tokens, gradients, token_losses)
+
+
+def _penalties(logits: Tensor, loss: LossSettings) -> Tensor:
+    """By the words of the recipe, and not by the formulas that training takes its gradient from."""
+    p = torch.softmax(logits, dim=-1)
+    if loss.penalty == "neg_entropy":
+        return torch.distributions.Categorical(logits=logits).entropy()
+    if loss.penalty == "top_k_mass":
+        return 1 - p.sort(dim=-1, descending=True).values[:, : loss.top_k].sum(dim=-1)
+    largest = p.max(dim=-1).values
+    return -largest if loss.penalty == "neg_max_prob" else 1 - largest
 
 
 def _add_up(sums: dict[str, Tensor], name: str, parameter: nn.Parameter) -> None:

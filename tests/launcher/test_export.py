@@ -8,11 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from packing.arrow import Pack, PackWriter
 from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folder
 from pretrain.model import huggingface
@@ -56,6 +58,8 @@ def test_an_interrupted_run_is_exported_as_it_stores_its_weights(exact: Path, tm
     found, saved = loaded(tmp_path / "out"), tensors(exact, "model")
     assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
     assert all(weight.dtype == torch.bfloat16 for weight in found.values())
+    assert "trained on 1.02k tokens in 4 steps" in (tmp_path / "out" / "README.md").read_text()
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 1000
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -67,11 +71,23 @@ def test_fp32_of_exact_weights_joins_each_with_its_remainder(exact: Path, tmp_pa
     assert any((weight != weight.bfloat16()).any() for weight in found.values())
 
 
-def test_shards_of_two_processes_are_exported_whole_and_final_holds_the_same(
-    train_as_ranks: Callable, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+def test_shards_of_two_processes_sample_and_are_exported_whole_and_final_holds_the_same(
+    train_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    run = train_as_ranks("train.steps=4", launch=FSDP2)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(tmp_path / "words")
+    rng = np.random.default_rng(0)
+    with PackWriter(tmp_path / "packs", 32) as writer:  # nothing held out, whose evaluation would leave some parameters gathered
+        for _ in range(16):
+            writer.add("train", Pack(rng.integers(61, size=32).astype(np.uint32), np.array([32], dtype=np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    data = {"packs": str(tmp_path / "packs"), "length": 32, "tokenizer": str(tmp_path / "words")}
+    recipe = small_recipe | {"data": data, "evaluate": {"samples": ["w1 w2", ""], "sample_tokens": 8}}
+    recipe["model"]["config"]["tie_word_embeddings"] = False  # then no other group holds the embedding
+    run = train_as_ranks("train.steps=4", recipe=recipe, launch=FSDP2)
     assert run.status == 0, run.output
+    assert run.output.count("sample after") == 2
     monkeypatch.setattr(huggingface, "EXPORTED_BYTES", 20_000)  # several files, with an index
     assert export(capsys, run.run_dir, tmp_path / "out")[0] == 0
     assert len(list((tmp_path / "out").glob("model-0000?-of-0000?.safetensors"))) > 1

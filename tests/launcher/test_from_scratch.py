@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,9 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from pretrain.__main__ import main
+from pretrain.run.card import edited
 
 PAD, EOS = "<|pad|>", "<|end|>"  # ids 0 and 1: not what any architecture has by default
 TEXTS = ["one two three", "four five six", "seven eight nine"]
@@ -113,3 +118,125 @@ def test_another_tokenizer_than_that_of_the_packs_is_refused(trained, start_here
     data = {"packs": recipe["data"]["packs"], "length": 32, "tokenizer": str(other)}
     said = start_here(recipe | {"data": data}, tmp_path, "--plan").refusal
     assert "`data.tokenizer`" in said and "is not the tokenizer of" in said
+
+
+# What is exported says what it is, and continues a text by a command
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
+    status = main([*map(str, arguments)])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints/step-00000060", "final"])
+def test_a_run_a_checkpoint_and_an_exported_folder_continue_a_text_alike(where: str, trained, capsys):
+    status, said, _ = command(capsys, "sample", trained.run_dir / where, "one two", "four five", "--temperature", 0)
+    assert status == 0, said
+    assert said == "  sample after one two\n  │  three\n  sample after four five\n  │  six\n"
+    heat = ("--temperature=9", "--tokens=8", "--seed")
+    hot = [command(capsys, "sample", trained.run_dir / where, "", "", *heat, seed)[1] for seed in (1, 1, 2)]
+    assert hot[0] == hot[1] != hot[2], "the seed decides"
+    first, second = hot[0].split("  sample after ")[1:]
+    assert first != second, "each prompt has a seed of its own"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere", "one"], "nowhere: is no run folder, no checkpoint, and no folder of a model with a config.json; name one"),
+        (["RUN", "one", "--temperature=-1"], "--temperature -1.0: should be 0 to 100"),
+        (["RUN", "one", "--top-p=0"], "--top-p 0.0: should be above 0 and at most 1"),
+        (["RUN", "one", "--tokens=0"], "--tokens 0: should be 1 or more"),
+        (["RUN", "one " * 70], "a prompt has 140 tokens and the model 64 positions; shorten 'one one"),
+        (["BARE", "one"], "holds a model without a tokenizer, so prompts cannot be read"),
+    ],
+)
+def test_what_cannot_be_sampled_is_one_message(arguments: list[str], says: str, trained, tmp_path, capsys):
+    bare = shutil.copytree(trained.run_dir / "final", tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
+    places = {"RUN": trained.run_dir, "BARE": bare}
+    status, out, error = command(capsys, "sample", *(places.get(each, each) for each in arguments))
+    assert status == 2 and out == "" and error.count("error: ") == 1 and says in error
+
+
+def test_the_model_card_says_what_the_runs_records_say(trained, recipe):
+    final, summary = trained.run_dir / "final", json.loads((trained.run_dir / "summary.json").read_text())
+    card = (final / "README.md").read_text()
+    _, front, body = card.split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "model_name": "scratch",
+    }
+    rows = dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", body, re.MULTILINE))
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert rows["model"].startswith("LlamaForCausalLM") and "2 layers of 32, vocabulary 384" in rows["model"]
+    assert f"{sum(p.numel() for p in model.parameters()) / 1e3:.1f}".split(".")[0] in rows["model"]
+    assert rows["started from"] == "random weights, seed 42" and rows["data"] == recipe["data"]["source"]
+    assert rows["tokens"].startswith("15,360, padding included") and rows["precision"].startswith("fp32: FP32 products")
+    assert rows["loss"].startswith(f"{summary['loss_last_50']:.4f}, mean of the last 50") and "held-out loss" not in rows
+    assert yaml.safe_load(body.split("```yaml\n")[1].split("```")[0]) == yaml.safe_load(
+        (trained.run_dir / "config.yaml").read_text()
+    )
+    assert (final / "loss.png").read_bytes() == (trained.run_dir / "loss.png").read_bytes()
+
+
+def test_the_cards_own_code_loads_the_model_and_continues_a_text(trained, monkeypatch, capsys):
+    monkeypatch.chdir(trained.run_dir / "final")
+    code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
+    exec(compile(code, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("Once upon a time")
+
+
+def test_a_card_that_somebody_has_edited_is_kept(trained, start_here, recipe, tmp_path):
+    run = shutil.copytree(trained.run_dir, tmp_path / "run")
+    (run / "final" / "README.md").write_text((run / "final" / "README.md").read_text().replace("# scratch", "# My model"))
+    again = start_here(recipe | {"run_dir": str(run)}, tmp_path)
+    assert again.status == 0, again.output
+    assert "# My model" in (run / "final.replaced-1" / "README.md").read_text()
+    assert not edited(run / "final"), "the run's own is written over the next time"
+
+
+# Of a model, the architecture and the tokenizer only
+
+
+def test_from_scratch_in_the_shape_of_a_source_is_what_its_configuration_alone_trains(trained, start_here, recipe, tmp_path):
+    shape = {"source": str(trained.run_dir / "final"), "from_scratch": True}
+    again = start_here(recipe | {"model": shape, "run_dir": str(tmp_path / "run")}, tmp_path)
+    assert again.status == 0, again.output
+    assert again.losses() == trained.losses(), "the same weights drawn, and none of those that were trained"
+    card = (tmp_path / "run" / "final" / "README.md").read_text()
+    assert f"random weights, seed 42, in the shape of {trained.run_dir / 'final'}" in card and "base_model" not in card
+
+
+def test_from_scratch_with_another_tokenizer_has_that_ones_vocabulary(trained, start_here, recipe, made_here, tmp_path):
+    small = Tokenizer(models.WordLevel({"<pad>": 0, "<s>": 1, "<end>": 2, "one": 3, "two": 4}, unk_token="<pad>"))
+    small.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=small, eos_token="<end>", bos_token="<s>").save_pretrained(tmp_path / "small")
+    data = recipe["data"] | {"tokenizer": str(tmp_path / "small"), "packs": str(tmp_path / "packs")}
+    changed = {"data": data, "run_dir": str(tmp_path / "run"), "train": {"steps": 2}}
+    source = {"source": str(trained.run_dir / "final")}
+    refused = start_here(recipe | changed | {"model": source}, tmp_path).refusal
+    assert "is not the tokenizer of `model.source`" in refused, "whose weights mean other ids"
+    run = start_here(recipe | changed | {"model": source | {"from_scratch": True}}, tmp_path)
+    assert run.status == 0, run.output
+    config = json.loads((run.run_dir / "final" / "config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"], config["bos_token_id"]) == (128, 2, 1)
+    assert AutoTokenizer.from_pretrained(run.run_dir / "final")("one two").input_ids == [3, 4]
+
+
+def test_gpt2_as_published_trains_with_a_notice_of_the_dropout_that_is_left_out(trained, start_here, recipe, tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    changed = {"model": {"config": config}, "train": {"steps": 2}, "run_dir": str(tmp_path / "run")}
+    run = start_here(recipe | changed, tmp_path)
+    assert run.status == 0, run.output
+    notice = next(line for line in run.out.splitlines() if "attn_pdrop" in line)
+    assert notice == (
+        "model: GPT2Config has attn_pdrop 0.1, and packed attention computes no dropout: it is 0 in this run, as with "
+        "model.config.attn_pdrop=0; resid_pdrop 0.1, embd_pdrop 0.1 stay as published"
+    )
+    final = json.loads((run.run_dir / "final" / "config.json").read_text())
+    assert (final["attn_pdrop"], final["resid_pdrop"], final["embd_pdrop"]) == (0.0, 0.1, 0.1)
+    changed = {"model": {"config": config | {"attn_pdrop": 0}}, "run_dir": str(tmp_path / "other")}
+    quiet = start_here(recipe | changed, tmp_path, "--plan")
+    assert quiet.status == 0 and "attn_pdrop" not in quiet.out

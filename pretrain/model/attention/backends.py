@@ -36,6 +36,7 @@ except ImportError:  # an extra of requirements-cuda.txt
 
 Kind = Literal["cudnn", "varlen", "flash_attn", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = ("cudnn", "varlen", "flash_attn", "sdpa")
+DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
 MIN_CUDNN_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
 MAX_FLASH_HEAD_DIM = 256
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
@@ -110,9 +111,9 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
     if getattr(config, "kv_lora_rank", None):
         raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
-    for key in ("attn_logit_softcapping", "attention_dropout", "attn_pdrop"):
+    for key in ("attn_logit_softcapping", *DROPOUTS):
         if value := getattr(config, key, None):
-            remedy = "set it to 0" if model._supports_sdpa else "name another model"
+            remedy = f"set `model.config.{key}: 0`" if model._supports_sdpa else "name another model"
             raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
     if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
         raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")

@@ -36,8 +36,8 @@ class HeadGradients:
         return self if self.hidden is None else replace(self, hidden=self.hidden[rows])
 
 
-# (hidden [n, hidden], labels [n], gradients, *, first) -> losses [n] FP32, and its part of `gradients`. `first` of the forward
-# overwrites the weight's sum, which holds nothing yet.
+# (hidden [n, hidden], labels [n], gradients, *, first) -> losses [n] FP32, or [2, n] with penalties under them, and its part of
+# `gradients`. `first` of the forward overwrites the weight's sum, which holds nothing yet.
 ChunkLoss = Callable[..., Tensor]
 
 

@@ -3,6 +3,8 @@
 Every loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over
 all microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict.
 
+A penalty on distributions that are not sharp (pretrain.model.loss.penalty) is added in training, where one is set.
+
 * `chunked`: ours, any device. Softmax in FP32; the head's weight gradient is summed over chunks in FP32.
 * `cce`: the cut-cross-entropy package, CUDA only. Less memory still; it may skip gradient blocks too small to count.
 * `reference`: torch's cross_entropy on all logits in FP32. For comparison.
@@ -23,7 +25,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -35,9 +37,11 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
+from pretrain.model.loss.penalty import Penalty
 from pretrain.precision.linear import LinearProduct, PrecisionContext, summing_where
 from pretrain.settings.recipe import LossSettings
 
+LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head. Only the head is replaced, so their loss would be another model's.
@@ -58,6 +62,11 @@ def check(config: PretrainedConfig, settings: LossSettings, device_type: str) ->
             raise InputError(
                 f"model: {config.model_type} changes its logits ({key}: {getattr(config, key)}), which no loss here does"
             )
+    if settings.top_k is not None and settings.top_k >= (vocabulary := config.get_text_config().vocab_size):
+        raise InputError(
+            f"`loss.top_k: {settings.top_k}`: the probabilities of all {vocabulary} words of the vocabulary sum to 1, whatever "
+            f"is trained; set it to {vocabulary - 1} at most"
+        )
     if settings.kind != "cce":
         return
     remedy = "set loss.kind: chunked"
@@ -73,6 +82,7 @@ class LossHead(nn.Linear):
 
     settings: LossSettings
     low_precision: LowPrecisionHead | None = None  # set where the precision's scope has the head
+    _parts: Tensor | None = None  # FP32 [2], see `take_parts`
 
     @classmethod
     def replacing(cls, linear: nn.Linear, settings: LossSettings) -> LossHead:
@@ -84,7 +94,8 @@ class LossHead(nn.Linear):
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32."""
+        """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32: in
+        training of what is trained, in evaluation of the cross-entropies."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         # Evaluation, outside of a low-precision forward, multiplies as every other head does.
@@ -93,23 +104,38 @@ class LossHead(nn.Linear):
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             hidden = hidden.to(torch.get_autocast_dtype(device))
+        penalty = Penalty.of(self.settings)
         with torch.autocast(device, enabled=False):
-            if self.settings.kind == "chunked":
-                return chunked_cross_entropy(hidden, self.weight, self.bias, labels, self.settings.chunk, low_precision)
             if self.settings.kind == "cce":
                 return cut_cross_entropy(hidden, self.weight, labels)
-            return reference_cross_entropy(hidden, self.weight, self.bias, labels, low_precision)
+            head = (hidden, self.weight, self.bias, labels)
+            if self.settings.kind == "chunked":
+                trained, parts = chunked_loss(*head, self.settings.chunk, low_precision, penalty)
+            else:
+                trained, parts = reference_loss(*head, low_precision, penalty)
+        if penalty is None:
+            return trained
+        self._parts = parts if self._parts is None else self._parts + parts
+        return trained if self.training else parts[0]
+
+    def take_parts(self) -> Tensor | None:
+        """The sums of cross-entropies and of penalties (not multiplied by their weight) since this was last called, FP32 [2].
+        None where there was no forward, or there is no penalty."""
+        parts, self._parts = self._parts, None
+        return parts
 
     def describe(self) -> dict[str, Any]:
         """What computes the loss, for the audit."""
         if self.settings.kind == "cce":
             skipped_below = inspect.signature(_cce()).parameters["filter_eps"].default
             return {"kind": "cce", "options": cut_cross_entropy_options(), "gradient_filter": skipped_below}
+        penalty = Penalty.of(self.settings)
+        penalised = {"penalty": asdict(penalty)} if penalty else {}
         if self.settings.kind == "reference":
-            return {"kind": "reference", "softmax": "fp32", "logits": "all at once"}
-        softmax = "Triton kernel" if self.weight.is_cuda else "torch"
+            return {"kind": "reference", "softmax": "fp32", "logits": "all at once", **penalised}
+        softmax = "Triton kernel" if self.weight.is_cuda and not penalty else "torch"
         summed = "each chunk's product added"
-        if self.low_precision is not None and self.low_precision.supports_fused_loss:
+        if self.low_precision is not None and self.low_precision.supports_fused_loss and not penalty:
             softmax, summed = "Triton kernels that write the gradient as fp8 operands", "summed by the fp8 products"
         elif self.low_precision is None and self.weight.is_cuda and products_sum_in_fp32():
             summed = "summed by the products"
@@ -118,15 +144,26 @@ class LossHead(nn.Linear):
             "chunk": self.settings.chunk,
             "softmax": f"fp32, {softmax}",
             "weight_gradient": f"fp32, {summed}",
+            **penalised,
         }
 
 
-def reference_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, low_precision: LowPrecisionHead | None = None
-) -> Tensor:
+def reference_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    low_precision: LowPrecisionHead | None = None,
+    penalty: Penalty | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `chunked_loss`, by autograd."""
     multiply = low_precision.multiply if low_precision else F.linear
-    logits = multiply(hidden, *in_dtype(hidden.dtype, weight, bias))
-    return F.cross_entropy(logits.float(), labels, ignore_index=IGNORE, reduction="sum")
+    logits = multiply(hidden, *in_dtype(hidden.dtype, weight, bias)).float()
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
+    if penalty is None:
+        return loss, loss.detach()[None]
+    penalties = penalty.of_logits(logits).masked_fill(labels == IGNORE, 0).sum()
+    return loss + penalty.weight * penalties, torch.stack([loss.detach(), penalties.detach()])
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -185,29 +222,32 @@ class LowPrecisionHead:
 # ── The loss in chunks ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def chunked_cross_entropy(
+def chunked_loss(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
     chunk: int,
     low_precision: LowPrecisionHead | None = None,
-) -> Tensor:
-    """Hidden states [T, hidden], weight [vocabulary, hidden], labels [T] -> the sum of losses, FP32.
+    penalty: Penalty | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Hidden states [T, hidden], weight [vocabulary, hidden], labels [T] -> the sum that is trained, FP32, and without a gradient
+    what it is made of, FP32 [1 or 2]: the sum of cross-entropies and, where there are any, of penalties without their weight.
 
     Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none.
     """
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
-        return ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk, low_precision)
-    losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
+        return ChunkedLoss.apply(hidden, weight, bias, labels, chunk, low_precision, penalty)
+    losses = _losses_of(labels, penalty)
     multiply = low_precision.multiply if low_precision else lambda *operands: F.linear(*operands[:-1])
     working = in_dtype(hidden.dtype, weight, bias)
+    of_logits = penalty.losses if penalty else token_losses
     for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
-        losses[rows] = token_losses(multiply(hidden[rows], *working, rows.start > 0), labels[rows])
-    return _sum(losses)
+        losses[:, rows] = of_logits(multiply(hidden[rows], *working, rows.start > 0), labels[rows])
+    return _sums(losses, penalty)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
+class ChunkedLoss(torch.autograd.Function):
     """The loss and, with it, its gradients; backward only scales them."""
 
     @staticmethod
@@ -219,19 +259,22 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunk: int,
         low_precision: LowPrecisionHead | None,
-    ) -> Tensor:
+        penalty: Penalty | None,
+    ) -> tuple[Tensor, Tensor]:
         gradients = HeadGradients.allocate(hidden, weight, bias, ctx.needs_input_grad[:3])
-        losses = torch.empty(labels.shape, dtype=torch.float32, device=labels.device)
-        with _chunk_loss(hidden.dtype, weight, bias, low_precision) as chunk_loss:
+        losses = _losses_of(labels, penalty)
+        with _chunk_loss(hidden.dtype, weight, bias, low_precision, penalty) as chunk_loss:
             for rows in chunks(len(hidden), chunk, low_precision=low_precision is not None):
-                losses[rows] = chunk_loss(hidden[rows], labels[rows], gradients.of(rows), first=rows.start == 0)
+                losses[:, rows] = chunk_loss(hidden[rows], labels[rows], gradients.of(rows), first=rows.start == 0)
         ctx.gradients, ctx.weight = gradients, weight
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return _sum(losses)
+        trained, parts = _sums(losses, penalty)
+        ctx.mark_non_differentiable(parts)
+        return trained, parts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise RuntimeError("the chunked loss was differentiated twice, but the first backward scales its gradients in place")
         gradients, ctx.gradients = ctx.gradients, None
@@ -241,23 +284,35 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             gradients.weight = None
         found = (gradients.hidden, gradients.weight, gradients.bias)
         scaled = (None if g is None else _scale(g, scale, dtype) for g, dtype in zip(found, ctx.dtypes, strict=True))
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 def _chunk_loss(
-    dtype: torch.dtype, weight: Tensor, bias: Tensor | None, low_precision: LowPrecisionHead | None
+    dtype: torch.dtype,
+    weight: Tensor,
+    bias: Tensor | None,
+    low_precision: LowPrecisionHead | None,
+    penalty: Penalty | None,
 ) -> AbstractContextManager[ChunkLoss]:
-    if low_precision and low_precision.supports_fused_loss:
+    if low_precision and low_precision.supports_fused_loss and not penalty:
         return low_precision.fused_loss(weight)
+    gradient_ = penalty.gradient_ if penalty else softmax_gradient_
     computes = functools.partial(_differentiated_chunk, low_precision.multiply) if low_precision else _torch_chunk
-    return nullcontext(functools.partial(computes, *in_dtype(dtype, weight, bias)))
+    return nullcontext(functools.partial(computes, gradient_, *in_dtype(dtype, weight, bias)))
 
 
 def _torch_chunk(
-    weight: Tensor, bias: Tensor | None, hidden: Tensor, labels: Tensor, gradients: HeadGradients, *, first: bool
+    gradient_: LogitGradient,
+    weight: Tensor,
+    bias: Tensor | None,
+    hidden: Tensor,
+    labels: Tensor,
+    gradients: HeadGradients,
+    *,
+    first: bool,
 ) -> Tensor:
     logits = F.linear(hidden, weight, bias)
-    losses = softmax_gradient_(logits, labels)
+    losses = gradient_(logits, labels)
     if gradients.hidden is not None:
         torch.mm(logits, weight, out=gradients.hidden)
     if gradients.weight is not None:
@@ -269,6 +324,7 @@ def _torch_chunk(
 
 def _differentiated_chunk(
     multiply: Callable[..., Tensor],
+    gradient_: LogitGradient,
     weight: Tensor,
     bias: Tensor | None,
     hidden: Tensor,
@@ -285,7 +341,7 @@ def _differentiated_chunk(
         leaves[1].main_grad = gradients.weight.zero_() if first else gradients.weight
     with torch.enable_grad():
         logits = multiply(*leaves, not first)
-    losses = softmax_gradient_(logits.data, labels)
+    losses = gradient_(logits.data, labels)
     found = torch.autograd.grad(logits, [leaf for leaf in leaves if leaf is not None], logits.data, allow_unused=True)
     if gradients.hidden is not None:
         gradients.hidden.copy_(found[0])
@@ -345,6 +401,14 @@ def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, scale.reshape(1), out=out)
 
 
-def _sum(losses: Tensor) -> Tensor:
-    """In FP64: a hundred thousand FP32 losses are summed in no time, and their order no longer shows."""
-    return losses.sum(dtype=torch.float64).float()
+def _losses_of(labels: Tensor, penalty: Penalty | None) -> Tensor:
+    """Room for the cross-entropy of each token and, below it, its penalty."""
+    return torch.empty(2 if penalty else 1, len(labels), dtype=torch.float32, device=labels.device)
+
+
+def _sums(losses: Tensor, penalty: Penalty | None) -> tuple[Tensor, Tensor]:
+    """What is trained, and its parts. In FP64: a hundred thousand FP32 losses are summed in no time, and their order no longer
+    shows."""
+    parts = losses.sum(dim=1, dtype=torch.float64)
+    trained = parts[0] + penalty.weight * parts[1] if penalty else parts[0]
+    return trained.float(), parts.float()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
-from pretrain.settings.config import load_recipe, resolved
+from pretrain.settings.config import identity_of, load_recipe, resolved
 
 ROOT = Path(__file__).parents[3]
 CPU = str(ROOT / "accelerate_configs" / "cpu.yaml")
@@ -52,6 +52,13 @@ def test_cells_are_the_product_of_the_axes_less_those_left_out_and_then_those_li
         ("fp32", "fp32"),  # what the recipe says where the cell says nothing
     ]
     assert found.baseline is found.runs[0]
+
+
+def test_the_weight_of_a_penalty_is_an_axis_whose_cells_are_trainings_of_their_own(matrix):
+    found = matrix(overrides={"loss.penalty": "neg_entropy"}, axes={"loss.penalty_weight": [0, 0.01]})
+    assert [run.recipe.loss.penalty_weight for run in found.runs] == [0, 0.01] and len(set(names(found))) == 2
+    first, second = (identity_of(run.recipe, "") for run in found.runs)
+    assert [key for key in first if first[key] != second[key]] == ["loss.penalty_weight"]
 
 
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):

@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from pretrain.model.loss import fp8_head as te_head
-from pretrain.model.loss.head import IGNORE, LowPrecisionHead, chunked_cross_entropy, softmax_gradient_
+from pretrain.model.loss.head import IGNORE, LowPrecisionHead, chunked_loss, softmax_gradient_
 from pretrain.model.loss.softmax_kernel import QuantizedGradient
 from pretrain.precision.linear import PrecisionContext
 
@@ -157,7 +157,7 @@ class Head:
         monkeypatch.setitem(sys.modules, MODULE, module)
         monkeypatch.setattr(te_head, "quantized_softmax_gradient", quantized_softmax_gradient)
         calls.clear()
-        return chunked_cross_entropy(hidden, weight, None, labels, CHUNK, self.low_precision)
+        return chunked_loss(hidden, weight, None, labels, CHUNK, self.low_precision)[0]
 
 
 @pytest.fixture

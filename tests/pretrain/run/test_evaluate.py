@@ -12,10 +12,12 @@ from accelerate import Accelerator
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from foundation.errors import InputError
 from packing.arrow import Pack, Packs
 from packing.batch import evaluation_batches
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.run.assembly import BestEvaluation
 from pretrain.run.evaluate import held_out_loss, sample
 
 
@@ -116,12 +118,12 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
     kind: str, tokenizer: PreTrainedTokenizerFast, build_model: Callable, plain_copy: Callable
 ) -> None:
     packed = build_model(kind)
-    ours = sample(packed.hf, tokenizer, "w3 w4 w5", 12, seed=5)
+    ours = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, temperature=0.7, top_p=0.9)
     plain = plain_copy(packed)
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        ids = plain.generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.8, top_k=50, pad_token_id=60)
+        ids = plain.generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.7, top_p=0.9, top_k=0, pad_token_id=60)
     assert ours == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
@@ -137,7 +139,7 @@ def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
 ) -> None:
     packed = build_model(kind, cast_to=cast_to).train()
     before = evaluate(packed, held_out, accelerator, 5)
-    first, again, other = (sample(packed.hf, tokenizer, "w1 w2", 16, seed) for seed in (1, 1, 2))
+    first, again, other = (sample(packed.hf, tokenizer, "w1 w2", tokens=16, seed=seed) for seed in (1, 1, 2))
     assert first == again != other
     assert packed.hf.config._attn_implementation == "packed_sdpa"
     assert all(module.training for module in packed.modules())
@@ -146,12 +148,42 @@ def test_samples_depend_on_the_seed_alone_and_leave_the_model_as_it_was(
 
 
 def test_an_empty_prompt_samples_a_text_from_its_beginning(tokenizer: PreTrainedTokenizerFast, build_model: Callable) -> None:
-    assert sample(build_model().hf, tokenizer, "", 8, seed=0)
+    assert sample(build_model().hf, tokenizer, "", tokens=8, seed=0)
 
 
 def test_sampling_warns_of_nothing(
     tokenizer: PreTrainedTokenizerFast, build_model: Callable, recwarn: pytest.WarningsRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sample(build_model().hf, tokenizer, "w1 w2", 4, seed=0)
+    for temperature in (0.0, 0.8):
+        sample(build_model().hf, tokenizer, "w1 w2", tokens=4, seed=0, temperature=temperature)
     assert [str(each.message) for each in recwarn] == []
     assert caplog.messages == []
+
+
+def test_a_temperature_of_zero_takes_the_likeliest_token_whatever_the_seed(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable
+) -> None:
+    hf = build_model().hf
+    cold = [sample(hf, tokenizer, "w1 w2", tokens=8, seed=seed, temperature=heat) for seed, heat in ((1, 0.0), (2, 1e-6))]
+    assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=8, seed=3, temperature=1.0, top_p=1e-6)
+
+
+def test_a_continuation_ends_with_the_models_positions_and_a_prompt_without_room_is_refused(
+    tokenizer: PreTrainedTokenizerFast, build_model: Callable
+) -> None:
+    hf = build_model("gpt2", n_positions=8).hf
+    assert len(sample(hf, tokenizer, "w1 w2 w3", tokens=60, seed=0).split()) <= 5
+    with pytest.raises(InputError, match=r"a prompt has 8 tokens and the model 8 positions; shorten 'w1 "):
+        sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0)
+
+
+def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() -> None:
+    def best(*records: tuple[int, float | None, int]) -> int | None:
+        found = None
+        for step, loss, tokens in records:
+            found = BestEvaluation.after({"step": step, "held_out_loss": loss, "held_out_tokens": tokens}, found)
+        return found and found.step
+
+    assert best() is None and best((0, 1.0, 9)) is None
+    assert best((0, 1.0, 9), (5, 3.0, 9), (10, 2.0, 9), (15, 2.0, 9), (20, None, 9), (25, 2.5, 9)) == 10
+    assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, "other held-out packs begin anew"

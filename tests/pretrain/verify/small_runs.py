@@ -110,6 +110,7 @@ def build_run(
     packs_a_microbatch: int = 2,
     weights: torch.dtype = torch.float32,
     seed: int = 1,
+    loss: LossSettings | None = None,
     **fp8_config: Any,
 ) -> SmallRun:
     """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
@@ -126,7 +127,7 @@ def build_run(
     hf = model.build(settings, model.load_config(settings), weights=weights, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
     context = PrecisionContext(make_backend(active, device) if wanted.quantized else None, compute)
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=256), context)
+    packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
     if fused:

@@ -21,9 +21,11 @@ from packing.batch import IGNORE, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model import huggingface as model
 from pretrain.model.gradients import attach_main_gradients, was_reached
+from pretrain.model.loss.penalty import Penalty
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import LowPrecisionNorm
+from pretrain.settings.recipe import LossSettings
 from pretrain.verify.comparison import NEGLIGIBLE, Distance, distances, total_norm, typical_error
 from pretrain.verify.parity import (
     DOCUMENTS,
@@ -355,3 +357,22 @@ def test_negligible_gradients_do_not_count_for_the_typical_error() -> None:
 )
 def test_a_products_error_must_be_of_the_formats_size_and_direction(error: float, likeness: float, is_right: bool) -> None:
     assert (ProductParity("q_proj", "forward", error, 0.03, 0.03, likeness).excess <= 1) == is_right
+
+
+# A penalty on the head's distributions
+
+
+@pytest.mark.parametrize(("kind", "precision"), [("neg_entropy", "current"), ("top_k_mass", "fp32")])
+def test_what_is_compared_is_the_loss_with_its_penalty(kind: str, precision: str, small: Callable) -> None:
+    loss = LossSettings(chunk=256, penalty=kind, penalty_weight=2.0, top_k=5 if kind == "top_k_mass" else None)
+    run = small(precision, loss=loss, **({"scope": "linear+head"} if precision == "current" else {}))
+    found = run.parity()
+    assert found.failures == [] and found.plain.reference_loss > 6, "cross-entropy alone is about 5"
+
+
+@pytest.mark.parametrize("wrong", [{"weight": 1.8}, {"kind": "neg_max_prob"}, {"top_k": 4}])
+def test_another_penalty_than_the_recipes_is_found(wrong: dict, small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small("fp32", loss=LossSettings(chunk=256, penalty="top_k_mass", penalty_weight=2.0, top_k=5))
+    right = Penalty.of(run.packed.hf.get_output_embeddings().settings)
+    monkeypatch.setattr(Penalty, "of", lambda settings: replace(right, **wrong))
+    assert any("loss" in line for line in run.parity().failures)

@@ -1,0 +1,145 @@
+"""README.md of an exported model: what it is, what it was trained on, how well it predicts. From the records of its run alone."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers import PreTrainedModel
+
+from foundation.units import count, duration
+from packing.settings import HUB_NAME
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, summary
+
+CARD, PICTURE = "README.md", "loss.png"
+_SEAL = re.compile(r"\n<!-- made by the run that trained this model; text above: ([0-9a-f]{16}) -->\n\Z")
+
+
+def until(run: RunRecord, step: int) -> RunRecord:
+    """The record as it was after `step`."""
+    metrics = [record for record in run.metrics if record["step"] <= step]
+    kept = {key: run.summary[key] for key in ("seed", "tokens_per_step", "data_fingerprint") if key in run.summary}
+    return replace(run, metrics=metrics, summary=kept | summary(metrics))
+
+
+def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
+    """Markdown with the front matter of the hub. `hf` gives the sizes, on any device; PICTURE stands beside it."""
+    recipe, figures = run.config, run.summary
+    source, name = recipe["model"].get("source"), recipe["name"]
+    parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "model_name": name}
+    if source and not Path(source).exists() and HUB_NAME.fullmatch(source):
+        front["base_model"] = source
+    if found := [each for each in _sources(recipe["data"]) if HUB_NAME.fullmatch(each) and not Path(each).exists()]:
+        front["datasets"] = found
+    rows = {"model": _model(hf, parameters), "started from": _origin(recipe)} | _rows(run)
+    held_out = f" Its held-out loss is {figures['held_out_loss']:.4f} nats a token." if "held_out_loss" in figures else ""
+    parts = [
+        "---\n" + yaml.safe_dump(front, sort_keys=False, allow_unicode=True) + "---",
+        f"# {name}",
+        f"A `{hf.config.model_type}` language model of {parameters} parameters, trained on {count(figures['tokens'])} tokens in "
+        f"{figures['steps']:,} steps.{held_out}",
+        "## How to load it",
+        _loading(tokenizer),
+        "## How it was trained",
+        "\n".join(["| | |", "| --- | --- |", *(f"| {key} | {_cell(text)} |" for key, text in rows.items() if text)]),
+        f"![Loss by step: training and, where packs were held out, held-out loss]({PICTURE})",
+        "## The recipe",
+        "Every setting of the run:",
+        "```yaml\n" + yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=120) + "```",
+    ]
+    text = "\n\n".join(parts) + "\n"
+    return f"{text}\n<!-- made by the run that trained this model; text above: {_digest(text)} -->\n"
+
+
+def edited(folder: Path) -> bool:
+    """Whether a README.md lies in `folder` that is not as a run has made it: somebody's own, which nothing may write over."""
+    if not (folder / CARD).exists():
+        return False
+    text = (folder / CARD).read_bytes().decode("utf-8", "replace")
+    seal = _SEAL.search(text)
+    return seal is None or seal[1] != _digest(text[: seal.start()])
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _sources(data: Mapping[str, Any]) -> list[str]:
+    listed = [each.get("source") for each in data.get("sources") or ()]
+    return [str(each) for each in (data.get("source"), *listed) if each]
+
+
+def _model(hf: PreTrainedModel, parameters: str) -> str:
+    config = hf.config.get_text_config()
+    dtype = str(next(hf.parameters()).dtype).removeprefix("torch.")
+    return (
+        f"{type(hf).__name__}, {parameters} parameters in {dtype}, {config.num_hidden_layers} layers of {config.hidden_size}, "
+        f"vocabulary {config.vocab_size:,}"
+    )
+
+
+def _origin(recipe: Mapping[str, Any]) -> str:
+    model = recipe["model"]
+    if model.get("source") and not model.get("from_scratch"):
+        return f"the weights of {model['source']}" + (f", revision {model['revision']}" if model.get("revision") else "")
+    shape = f", in the shape of {model['source']}" if model.get("source") else ""
+    return f"random weights, seed {recipe['seed']}{shape}"
+
+
+def _rows(run: RunRecord) -> dict[str, str]:
+    recipe, figures, audit, made_by = run.config, run.summary, run.audit, run.environment
+    data, optimizer, schedule = recipe["data"], recipe["optimizer"], recipe["schedule"]
+    clip = f", gradients clipped at {optimizer['clip']:g}" if optimizer.get("clip") else ""
+    warmup = f"{schedule['warmup_tokens']:,} tokens" if schedule.get("warmup_tokens") else f"{schedule['warmup']:,} steps"
+    loss = recipe.get("loss") or {}
+    penalty = f"{loss['penalty_weight']:g} x {loss['penalty']}" if loss.get("penalty") else ""
+    last = f"{figures[f'loss_last_{LAST_STEPS}']:.4f}, mean of the last {min(LAST_STEPS, figures['steps'])} steps"
+    held_out = ""
+    if "held_out_loss" in figures:
+        held_out = f"{figures['held_out_loss']:.4f} nats a token, perplexity {figures['held_out_perplexity']:.4g}"
+    accelerate = made_by.get("accelerate") or {}
+    device = next(iter(made_by.get("gpus") or ()), None) or accelerate.get("device", "")
+    packages = made_by.get("packages") or {}
+    named = [each for each in ("torch", "transformers", "transformer-engine") if each in packages]
+    versions = ", ".join(f"{each} {packages[each]}" for each in named)
+    commit = (made_by.get("git") or {}).get("commit")
+    return {
+        "data": ", ".join(_sources(data)) or f"packs in {data['packs']}",
+        "data fingerprint": (run.data_fingerprint or "")[:16],
+        "packs": f"{data['length']:,} tokens; documents do not see each other",
+        "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",
+        "precision": f"{run.precision}: {audit.get('computes', '')}" + ("; emulated in software" if run.emulated else ""),
+        "weights": f"{recipe['weights']} in training",
+        "loss": last,
+        "penalty": f"{penalty}, added to the loss" if penalty else "",
+        "held-out loss": held_out,
+        "optimizer": f"AdamW, rate {optimizer['learning_rate']:g}, betas {tuple(optimizer['betas'])}, weight decay "
+        f"{optimizer['weight_decay']:g}{clip}",
+        "schedule": f"{schedule['kind']}, warmup {warmup}",
+        "seed": str(recipe["seed"]),
+        "computed on": f"{accelerate.get('processes', 1)} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
+        "software": versions + (f", launcher commit {commit[:12]}" if commit else ""),
+    }
+
+
+def _loading(tokenizer: bool) -> str:
+    lines = ["from transformers import AutoModelForCausalLM" + (", AutoTokenizer" if tokenizer else ""), ""]
+    lines += ['folder = "."  # where this file lies', 'model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")']
+    if tokenizer:
+        lines += [
+            "tokenizer = AutoTokenizer.from_pretrained(folder)",
+            'prompt = tokenizer("Once upon a time", return_tensors="pt", return_token_type_ids=False)',
+            "print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=True)[0]))",
+        ]
+    note = "" if tokenizer else "\n\nNo tokenizer lies beside it: the run knew only token ids."
+    return "```python\n" + "\n".join(lines) + "\n```" + note
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

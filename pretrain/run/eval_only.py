@@ -1,0 +1,68 @@
+"""`--eval-only`: the held-out loss of a checkpoint, or of the model that a run would begin with. Nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+
+import torch
+from accelerate import Accelerator
+
+from foundation.errors import InputError
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.disks import look_at_disks
+from pretrain.metrics.console import Console
+from pretrain.plan.preflight import Job
+from pretrain.precision.linear import holding
+from pretrain.run.assembly import Assembly, assemble
+from pretrain.run.evaluate import held_out_figures
+from pretrain.run.resume import find_resume_point, load_weights, scales_to_load
+
+
+def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
+    """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
+
+    Nothing is written. `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the
+    model as it would be before the first step where there is none. InputError where no packs are held out.
+    """
+    if job.data.held_out is None:
+        raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")
+    job = job.with_microbatch(job.plan.expected_microbatch)
+    disks = look_at_disks(job.run_dir)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
+    source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
+    assembly = assemble(job, accelerator)
+    if source is None:
+        origin = job.recipe.model.weights_source
+        what = f"{origin}, untrained by this run" if origin else f"a model from scratch, seed {job.recipe.seed}"
+    else:
+        scales, _ = scales_to_load(source.path, assembly.precision.state())
+        for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):
+            console.notice(note)
+        what = str(source.path)
+
+    console.notice(f"held-out loss of {what}")
+    for name, evaluating in _precisions(job, assembly, accelerator):
+        with evaluating:
+            figures = held_out_figures(job, assembly.model, accelerator)
+        penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
+        console.notice(
+            f"  {name:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
+            f"over {figures['held_out_tokens']:,} tokens"
+        )
+
+
+def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> Iterator[tuple[str, AbstractContextManager[object]]]:
+    """The recipe's and BF16, with what to evaluate in."""
+    context, name = assembly.precision, job.precision.name
+    if job.precision.quantized:
+        low = ExitStack()
+        low.enter_context(context.preserving_state())
+        low.enter_context(holding(context, evaluates_low=True))
+        yield name, low
+        yield "bf16", holding(context, evaluates_low=False)
+    elif job.compute_dtype == torch.float32:
+        yield name, nullcontext()
+        yield "bf16", torch.autocast(accelerator.device.type, torch.bfloat16)
+    else:
+        yield name, nullcontext()

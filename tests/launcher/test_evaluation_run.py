@@ -1,0 +1,124 @@
+"""Evaluations of a run: before its first step, of its best checkpoint, alone, and the samples that it records."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from packing.arrow import Pack, PackWriter
+from pretrain.__main__ import main
+from pretrain.checkpoint.folders import step_folders, step_of
+from tests.bad_input.conftest import contents
+
+BEST = ("checkpoint.best=true", "checkpoint.keep=2", "checkpoint.every=1")
+
+
+def kept(run_dir: Path) -> list[int]:
+    return sorted(step_of(folder) for folder in step_folders(run_dir / "checkpoints"))
+
+
+def evaluations(finished: Any) -> dict[int, float]:
+    return {r["step"]: r["held_out_loss"] for r in finished.records() if r.get("event") == "evaluation"}
+
+
+@pytest.fixture
+def worsening(small_recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe whose held-out loss is lowest after step 6 of 8: the rate is far too high."""
+    changed = {"optimizer": {"learning_rate": 0.6}, "schedule": {"kind": "constant"}, "train": {"steps": 8}}
+    return small_recipe | changed | {"evaluate": {"every": 2}}
+
+
+def test_the_best_checkpoint_is_kept_found_again_after_a_kill_and_exported(
+    train_here: Callable, worsening: dict[str, Any], tmp_path: Path, capsys: Any
+):
+    alone = train_here(*BEST, "evaluate.at_start=true", f"run_dir={tmp_path / 'alone'}", recipe=worsening)
+    assert alone.status == 0, alone.output
+    losses = evaluations(alone)
+    assert list(losses) == [0, 2, 4, 6, 8] and min(list(losses)[1:], key=losses.get) == 6
+    assert kept(alone.run_dir) == [6, 7, 8]
+
+    shutil.rmtree(alone.run_dir / "final")  # as after a kill between steps 7 and 8: the best is none of the newest two any more
+    shutil.rmtree(alone.run_dir / "checkpoints" / "step-00000008")
+    resumed = train_here(*BEST, "evaluate.at_start=true", f"run_dir={tmp_path / 'alone'}", recipe=worsening)
+    assert resumed.status == 0 and "at step 7" in resumed.out
+    assert evaluations(resumed) == losses and kept(resumed.run_dir) == [6, 7, 8]
+
+    assert main(["export", str(alone.run_dir), str(tmp_path / "out"), "--best"]) == 0
+    assert "step-00000006 is exported" in capsys.readouterr().out
+    before = contents(alone.run_dir)
+    source = (f"model.source={tmp_path / 'out'}", "model.config=null", f"run_dir={tmp_path / 'none'}")
+    said = train_here("--eval-only", *source, recipe=worsening)
+    assert said.status == 0 and not (tmp_path / "none").exists() and contents(alone.run_dir) == before
+    found = said_of(said)
+    assert list(found) == ["fp32", "bf16"] and found["fp32"] == pytest.approx(losses[6], abs=1e-5)
+    assert 0 < abs(found["bf16"] - found["fp32"]) < 0.05
+
+    shutil.rmtree(alone.run_dir / "checkpoints" / "step-00000006")
+    assert main(["export", str(alone.run_dir), str(tmp_path / "again"), "--best"]) == 2
+    refused = "step 6 has the lowest held-out loss and is not kept; set `checkpoint.best: true`.*: step-00000008, step-00000007$"
+    assert re.search(refused, capsys.readouterr().err.strip())
+    assert main(["export", str(alone.run_dir)]) == 2 and "name OUT" in capsys.readouterr().err
+
+
+def said_of(finished: Any) -> dict[str, float]:
+    """The held-out losses that --eval-only says, by precision."""
+    return {name: float(loss) for name, loss in re.findall(r"^  (\w+) +(\d\.\d+)   perplexity", finished.out, re.MULTILINE)}
+
+
+def test_eval_only_says_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
+    train_here: Callable, low_precision_recipe: dict[str, Any]
+):
+    recipe = low_precision_recipe | {"train": {"steps": 2}, "parity": "off"}
+    recipe |= {"fp8_config": recipe["fp8_config"] | {"use_autocast_during_eval": True}}
+    run = train_here(recipe=recipe)
+    assert run.status == 0, run.output
+    before = contents(run.run_dir)
+    said = train_here("--eval-only", recipe=recipe)
+    assert said.status == 0 and contents(run.run_dir) == before, said.output
+    assert "held-out loss of" in said.out and "step-00000002" in said.out
+    found = said_of(said)
+    assert list(found) == ["current", "bf16"] and found["current"] == pytest.approx(evaluations(run)[2], abs=1e-6)
+    assert 0 < abs(found["bf16"] - found["current"]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("--eval-only", "`--eval-only` needs held-out packs and there are none; set `data.held_out`"),
+        ("evaluate.at_start=true", "`evaluate.at_start: true` needs held-out packs and there are none; set `data.held_out`"),
+        ("checkpoint.best=true", "`checkpoint.best: true` goes by the held-out loss of evaluations; set `evaluate.every`, and"),
+    ],
+)
+def test_what_goes_by_held_out_loss_is_refused_without_held_out_packs(
+    asked: str, says: str, train_here: Callable, tmp_path: Path
+):
+    with PackWriter(tmp_path / "packs", 32) as writer:
+        writer.add("train", Pack(np.zeros(32, dtype=np.uint32), np.array([32], dtype=np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    assert says in train_here(asked, f"data.packs={tmp_path / 'packs'}", "evaluate.every=null").refusal
+
+
+def test_samples_are_recorded_with_a_seed_a_prompt_and_shown_by_tensorboard(train_here: Callable, tmp_path: Path):
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60").save_pretrained(tmp_path / "words")
+    wanted = ("evaluate.samples=[w1 w2, w1 w2]", "evaluate.sample_tokens=12", "evaluate.temperature=0.7", "evaluate.top_p=0.9")
+    tracked = ("log.trackers=[tensorboard]", f"data.tokenizer={tmp_path / 'words'}", "train.steps=6")
+    run = train_here(*wanted, *tracked)
+    assert run.status == 0, run.output
+    found = [record for record in run.records() if record.get("event") == "samples"]
+    assert [record["step"] for record in found] == [5, 6]
+    assert (found[0]["temperature"], found[0]["top_p"], found[0]["tokens"]) == (0.7, 0.9, 12)
+    one, other = found[1]["samples"]
+    assert one["prompt"] == other["prompt"] == "w1 w2" and one["seed"] != other["seed"] and one["text"] != other["text"]
+    assert [each["seed"] for each in found[0]["samples"]] == [one["seed"], other["seed"]], "to compare over steps"
+    logged = b"".join(path.read_bytes() for path in run.run_dir.rglob("events.out.tfevents*"))
+    assert b"samples/0" in logged and one["text"][:20].encode() in logged

@@ -1,0 +1,196 @@
+"""Penalties inside the chunked loss against their definitions on all logits in FP64."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from foundation.errors import InputError
+from pretrain.model.loss import head as loss
+from pretrain.model.loss.head import IGNORE, LossHead, LowPrecisionHead
+from pretrain.model.loss.penalty import Penalty
+from pretrain.precision.emulation import EmulatedProduct
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import make_backend
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings, PenaltyKind
+from tests.pretrain.model.test_loss import LargestResult, problem, relative_error
+
+KINDS = get_args(PenaltyKind)
+
+
+def settings_of(penalty: str, weight: float, top_k: int = 3, **others: object) -> LossSettings:
+    return LossSettings(penalty=penalty, penalty_weight=weight, top_k=top_k if penalty == "top_k_mass" else None, **others)
+
+
+def defined(kind: str, top_k: int, logits: Tensor) -> Tensor:
+    """The penalty of each token [n], of FP64 logits [n, vocabulary]."""
+    p = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
+    if kind == "neg_entropy":
+        return -(p * p.log()).sum(dim=-1)
+    largest = p.sort(dim=-1, descending=True).values
+    return {
+        "non_max_sum": largest[:, 1:].sum(dim=-1),
+        "neg_max_prob": -largest[:, 0],
+        "top_k_mass": largest[:, top_k:].sum(dim=-1),
+    }[kind]
+
+
+def exact(kind: str, weight: float, top_k: int, *operands: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """(cross-entropy, penalty) and the gradients of cross-entropy + weight x penalty with respect to states, weight and bias."""
+    states, *head, labels = operands
+    inputs = [t.detach().double().requires_grad_() for t in (states, *head)]
+    logits, labels = F.linear(*inputs).flatten(0, -2), labels.flatten()
+    valid = labels != IGNORE
+    parts = torch.stack(
+        [
+            F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum"),
+            defined(kind, top_k, logits[valid]).sum(),
+        ]
+    )
+    return parts.detach(), list(torch.autograd.grad(parts[0] + weight * parts[1], inputs))
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    weight=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+    top_k=st.integers(1, 6),
+    tokens=st.integers(1, 70),
+    vocabulary=st.integers(7, 60),
+    ignored=st.sampled_from([0.0, 0.3, 1.0]),
+    chunk=st.integers(1, 80),
+    at_once=st.sampled_from([1, 100, 2**22]),
+    sharpness=st.sampled_from([0.1, 1.0, 8.0]),
+    bias=st.booleans(),
+    seed=st.integers(0, 9),
+)
+def test_losses_and_gradients_are_exact_to_fp32_rounding(
+    kind, weight, top_k, tokens, vocabulary, ignored, chunk, at_once, sharpness, bias, seed
+) -> None:
+    torch.manual_seed(seed)
+    states, linear, labels = problem(tokens, 16, vocabulary, ignored, bias=bias)
+    with torch.no_grad():
+        linear.weight *= sharpness
+    parts, gradients = exact(kind, weight, top_k, states, *linear.parameters(), labels)
+    head = LossHead.replacing(linear, settings_of(kind, weight, top_k, chunk=chunk))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pretrain.model.loss.penalty.LOGITS_AT_ONCE", at_once)
+        trained = head(states, labels)
+        trained.backward()
+        ours = head.take_parts()
+        with torch.no_grad():
+            assert head.eval()(states, labels).double() == pytest.approx(parts[0].item(), rel=1e-6, abs=1e-6)
+    torch.testing.assert_close(ours.double(), parts, rtol=1e-6, atol=1e-6 * tokens)
+    expected = parts[0] + weight * parts[1]
+    torch.testing.assert_close(trained.double(), expected, rtol=1e-6, atol=1e-6 * tokens * (1 + weight))
+    for tensor, gradient in zip((states, *linear.parameters()), gradients, strict=True):
+        size = max(gradient.abs().max().item(), 1.0)
+        torch.testing.assert_close(tensor.grad.double(), gradient, rtol=1e-5, atol=1e-6 * size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_loss_and_evaluation_say_the_same(kind: str) -> None:
+    torch.manual_seed(0)
+    states, linear, labels = problem(100, 32, 300, 0.1)
+    parts, gradients = exact(kind, 0.5, 3, states, linear.weight, labels)
+    for loss_kind in ("chunked", "reference"):
+        states.grad = linear.weight.grad = None
+        head = LossHead.replacing(linear, settings_of(kind, 0.5, kind=loss_kind, chunk=32))
+        head(states, labels).backward()
+        with torch.no_grad():
+            cross_entropy = head.eval()(states, labels)
+        assert relative_error(head.take_parts(), 2 * parts) < 1e-6, "of the two forwards"
+        assert relative_error(cross_entropy, parts[0]) < 1e-6
+        assert head.take_parts() is None
+        assert relative_error(states.grad, gradients[0]) < 1e-6 and relative_error(linear.weight.grad, gradients[1]) < 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_of_zero_trains_what_no_penalty_trains(kind: str) -> None:
+    states, linear, labels = problem(40, 8, 30, 0.1)
+    found = []
+    for chosen in (LossSettings(chunk=16), settings_of(kind, 0.0, chunk=16)):
+        states.grad = linear.weight.grad = None
+        value = LossHead.replacing(linear, chosen)(states, labels)
+        value.backward()
+        found.append((value, states.grad, linear.weight.grad))
+    for plain, penalised in zip(*found, strict=True):
+        torch.testing.assert_close(penalised, plain, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", ["current", "mxfp8"])
+def test_an_emulated_fp8_head_has_the_gradient_of_the_logits_that_it_gives(kind: str, precision: str) -> None:
+    """Its products are differentiated from our gradient of the logits, so from the exact one they give the same but for the codes
+    next to which the two fall."""
+    torch.manual_seed(0)
+    states, linear, labels = problem(128, 128, 256, 0.1)
+    wanted = PRECISIONS[precision]
+    active = ActivePrecision(precision, wanted, "emulation", LowPrecisionSettings(scope="linear+head").resolved(precision))
+    context = PrecisionContext(make_backend(active, torch.device("cpu")), torch.bfloat16)
+    product = context.backend.product("lm_head", 128, 256, bias=False)
+    assert isinstance(product, EmulatedProduct)
+    head = LossHead.replacing(linear, settings_of(kind, 0.5, chunk=64))
+    head.low_precision = LowPrecisionHead("lm_head", product, context)
+    states16 = states.detach()[0].bfloat16().requires_grad_()
+    with context.forward(training=True):
+        head(states16[None], labels).backward()
+    parts, ours = head.take_parts(), (states16.grad, linear.weight.grad)
+
+    weight = linear.weight.detach().clone().requires_grad_()
+    again = states16.detach().requires_grad_()
+    product = context.backend.product("again", 128, 256, bias=False)
+    with context.forward(training=True):
+        logits = context.multiply("again", product, again, weight, None)
+        valid = labels[0] != IGNORE
+        wide = logits.double()
+        expected = torch.stack(
+            [F.cross_entropy(wide[valid], labels[0][valid], reduction="sum"), defined(kind, 3, wide[valid]).sum()]
+        )
+        (expected[0] + 0.5 * expected[1]).backward()
+    assert relative_error(parts, expected.detach()) < 1e-6
+    for mine, exact_one in zip(ours, (again.grad, weight.grad), strict=True):
+        assert relative_error(mine, exact_one.double()) < 1e-2
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", ["neg_entropy", "top_k_mass"])
+def test_no_operation_ever_makes_more_than_one_chunk_of_logits(kind: str, grad: bool) -> None:
+    states, linear, labels = problem(512, 8, 1000, 0.1)
+    head = LossHead.replacing(linear, settings_of(kind, 0.1, chunk=32))
+    with LargestResult() as seen, torch.set_grad_enabled(grad):
+        value = head(states, labels)
+        if grad:
+            value.backward()
+    assert seen.elements == 32 * 1000
+
+
+def test_bf16_logits_get_the_gradient_rounded_once() -> None:
+    torch.manual_seed(0)
+    logits, labels = 4 * torch.randn(50, 80), torch.randint(80, (50,))
+    rounded = logits.bfloat16()
+    wide = rounded.float()
+    penalty = Penalty("neg_entropy", 0.3)
+    torch.testing.assert_close(penalty.gradient_(rounded, labels), penalty.gradient_(wide, labels))
+    assert torch.equal(rounded, wide.bfloat16())
+
+
+def test_as_many_as_the_vocabulary_has_words_are_refused() -> None:
+    config = AutoConfig.for_model("qwen3", vocab_size=61)
+    loss.check(config, settings_of("top_k_mass", 0.1, 60), "cpu")
+    with pytest.raises(InputError, match=r"`loss.top_k: 61`: .* of all 61 words .*; set it to 60 at most"):
+        loss.check(config, settings_of("top_k_mass", 0.1, 61), "cpu")
+
+
+def test_the_audit_names_the_penalty_and_what_computes_it() -> None:
+    said = LossHead.replacing(nn.Linear(4, 8, bias=False), settings_of("top_k_mass", 0.1, 5)).describe()
+    assert said["penalty"] == {"kind": "top_k_mass", "weight": 0.1, "top_k": 5} and said["softmax"] == "fp32, torch"
