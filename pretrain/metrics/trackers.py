@@ -135,15 +135,16 @@ class Trackers:
             if tracker.failed and not failed_before:
                 self._keep()  # now: a kill must not make it look complete
 
-    note = log_samples = log  # of events: each tracker takes what it can show
-
-    def picture(self, path: Path, step: int) -> None:
-        for tracker in self.others:
-            tracker.picture(path, step)
-
     @property
     def in_place(self) -> bool:
         return self.file is None or self.file.in_place
+
+    note = log_samples = log  # of events: each tracker takes what it can show
+
+    def picture(self, path: Path, step: int) -> None:
+        """Show the PNG at `path` in the trackers that can."""
+        for tracker in self.others:
+            tracker.picture(path, step)
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
