@@ -119,6 +119,8 @@ class RunComparison:
                 f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
                 f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
             )
+        if len(self.paired) == 1:
+            return f"{self.paired[0].look.label} against {name}: {described_gap(self.paired[0])}."
         said = f"{len(equal)} of {len(self.paired)} runs end within {within}"
         beyond = [each for each in self.paired if each not in equal]
         if beyond:
@@ -160,7 +162,7 @@ class RunComparison:
         what = "held-out loss" if all("held_out_loss" in each.run.summary for each in known) else "training loss"
         best = known[0]
         said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
-        if best is not self.baseline and best.gap is not None:
+        if best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
             said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
         elif known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
