@@ -316,6 +316,7 @@ class Checkpoints:
         if self.disks.leads:
             if not look_only:
                 finish_renames(self.folder)
+                remove(self.folder, [])  # now: the next save would wait for it, seconds where a large one was broken off
             found = [step for step in map(step_of, step_folders(self.folder)) if before is None or step < before]
         for step in sorted({step for steps in self._gather(found) for step in steps}, reverse=True):
             path = step_folder(self.folder, step)

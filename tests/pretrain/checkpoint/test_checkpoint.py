@@ -207,6 +207,14 @@ def test_pruning_keeps_the_newest_and_clears_what_dead_writers_left(tmp_path):
     assert names(tmp_path) == ["step-00000020", "step-00000030"]
 
 
+def test_a_resume_clears_what_dead_writers_left_before_it_trains(tmp_path):
+    kept = save(Checkpoints(tmp_path, keep=2), 1)
+    (tmp_path / ".partial-step-00000002").mkdir()
+    (tmp_path / ".partial-step-00000002" / "model-00000-of-00001.safetensors").write_bytes(b"half")
+    assert Checkpoints(tmp_path, keep=2).newest(look_only=True) == kept and len(names(tmp_path)) == 2
+    assert Checkpoints(tmp_path, keep=2).newest() == kept and names(tmp_path) == [kept.name]
+
+
 def test_going_back_to_an_earlier_step_sets_the_later_ones_aside_without_deleting_them(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
