@@ -91,7 +91,8 @@ const axis = (title, more = {}) => ({
 function layout(more) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, margin: { l: 8, r: 12, t: 8, b: 8 },
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink("--ink") }, hovermode: "closest", dragmode: "zoom",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink("--ink") }, hovermode: "closest",
+    dragmode: narrow() ? false : "zoom",  // on a phone a finger scrolls the page
     hoverlabel: { bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink"), size: 12 }, align: "left" }, ...more,
   };
 }
