@@ -150,10 +150,11 @@ def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: di
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    plainest = {"precision": "bf16", "weights": "fp32"}
-    if path.stem == "trades":
-        plainest = {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"}
-    assert load_matrix(path).baseline.values == plainest
+    plainest = {
+        "trades": {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"},
+        "demo": {"precision": "fp32"},
+    }
+    assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
 
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
