@@ -101,35 +101,38 @@ class RunComparison:
         return [each for each in self.paired if each.diverged or not each.gap.mean <= self.tolerance]
 
     def answer(self) -> str:
-        """The comparison in a sentence or two, from its figures alone."""
+        """The comparison in a sentence, from its figures alone; a second one where a run's loss ends as no number."""
         if len(self.standings) == 1:
             return answer_for_one(self.baseline)
+        lost = [each.look.label for each in self.standings if each.diverged]
+        said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
+        sound = [each for each in self.paired if not each.diverged]
         kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
-        if len(kinds) == 1 or not self.paired:
-            return self._lowest()
-        name, within = self.baseline.look.label, f"{self.tolerance:g} nats of {self.baseline.look.label}"
-        equal = [each for each in self.paired if each.gap.mean <= self.tolerance]
-        if any(each.speedup for each in self.paired):
+        return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
+
+    def _fastest_or_nearest(self, sound: Sequence[Standing]) -> str:
+        """Of `sound` runs, which are paired: the fastest that ends near the baseline; without speeds, how many end near it."""
+        name = self.baseline.look.label
+        equal = [each for each in sound if each.gap.mean <= self.tolerance]
+        if any(each.speedup for each in sound):
             faster = [each for each in equal if each.speedup and each.speedup > 1]
             if faster:
                 best = max(faster, key=lambda each: each.speedup)
                 return f"{best.look.label}: {best.speedup:.2f} × the speed of {name}, {described_gap(best)}."
-            fastest = max((each for each in self.paired if each.speedup), key=lambda each: each.speedup)
+            fastest = max((each for each in sound if each.speedup), key=lambda each: each.speedup)
             return (
                 f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
                 f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
             )
-        if len(self.paired) == 1:
-            return f"{self.paired[0].look.label} against {name}: {described_gap(self.paired[0])}."
-        said = f"{len(equal)} of {len(self.paired)} runs end within {within}"
-        beyond = [each for each in self.paired if each not in equal]
-        if beyond:
+        if len(sound) == 1:
+            return f"{sound[0].look.label} against {name}: {described_gap(sound[0])}."
+        said = f"{len(equal)} of {len(sound)} runs end within {self.tolerance:g} nats of {name}"
+        if beyond := [each for each in sound if each not in equal]:
             means = sorted(each.gap.mean for each in beyond)
             by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
             who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
             said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
-        steps = max(each.gap.steps for each in self.paired)
-        return f"{said} (means of the last {steps} steps)."
+        return f"{said} (means of the last {max(each.gap.steps for each in sound)} steps)."
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
         """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
