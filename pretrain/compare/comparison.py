@@ -34,11 +34,7 @@ class Standing:
     hours: float | None  # to the horizon that its recipe names, at its median speed
     hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
     on_front: bool  # no other run is both faster and lower
-
-    @property
-    def loss(self) -> float | None:
-        """Its last held-out loss or, where it has none, the mean of its last training losses."""
-        return self.run.summary.get("held_out_loss", self.run.summary.get(LOSS_KEY))
+    loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
     def diverged(self) -> bool:
@@ -62,14 +58,15 @@ class RunComparison:
         """`runs`: comparable, the baseline first."""
         looks, speeds = looks_of(runs), [own_speed(run) for run in runs]
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
-        held_out = all("held_out_loss" in run.summary for run in runs)
-        ends = [run.summary.get("held_out_loss" if held_out else LOSS_KEY) for run in runs]
+        by_held_out = all("held_out_loss" in run.summary for run in runs)
+        ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
         front = pareto_front(speeds, ends)
         standings = []
         for place, run in enumerate(runs):
             reason = why_not_paired(runs[0], run) if place else None
             differences = loss_differences(runs[0], run)[1] if place and not reason else None
-            both_held_out = place and held_out and same_held_out(runs[0], run)
+            held_out = [each.summary.get("held_out_loss") for each in (runs[0], run)]
+            both_held_out = place and None not in held_out and same_held_out(runs[0], run)
             standings.append(
                 Standing(
                     run=run,
@@ -78,15 +75,21 @@ class RunComparison:
                     gap=None if differences is None else Gap.of(differences),
                     end_gap=None if differences is None else float(last_fifth(differences).mean()),
                     not_paired=reason,
-                    held_out_gap=ends[place] - ends[0] if both_held_out else None,
+                    held_out_gap=held_out[1] - held_out[0] if both_held_out else None,
                     speed=speeds[place],
                     speedup=speeds[place] / speeds[0] if place and speeds[place] and speeds[0] else None,
                     hours=hours_to_horizon(run, speeds[place]),
                     hours_to_match=hours_to_match[place],
                     on_front=place in front,
+                    loss=ends[place],
                 )
             )
         return cls(standings, tolerance, matched)
+
+    @property
+    def by_held_out(self) -> bool:
+        """Whether every run has a held-out loss, so that this is what they are ranked by."""
+        return all("held_out_loss" in each.run.summary for each in self.standings)
 
     @property
     def baseline(self) -> Standing:
@@ -162,7 +165,7 @@ class RunComparison:
         known = sorted((each for each in self.standings if each.loss is not None), key=lambda each: each.loss)
         if not known:
             return "No run has a loss that is a number."
-        what = "held-out loss" if all("held_out_loss" in each.run.summary for each in known) else "training loss"
+        what = "held-out loss" if self.by_held_out else "training loss"
         best = known[0]
         said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
         if best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
