@@ -11,7 +11,7 @@ WORKERS ?= logical
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train (4 minutes, no GPU)"
+	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (5 minutes, no GPU)"
 	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
 	@echo "make lint    check style and formatting with ruff"
 	@echo "make docs    write docs/settings.md from the classes that check recipes"
@@ -34,7 +34,7 @@ docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
 
 clean:
-	rm -rf demo/work runs/smoke .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo/work runs/smoke runs/demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 # A stamp appears only after pip has succeeded, so an interrupted installation is taken up again.

@@ -3,9 +3,9 @@ r"""Train a causal language model on packed documents, in the precision that the
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
-The first argument is the recipe: what is trained. `key=value` arguments override it, with dots for nesting. `--plan` says what
-would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a step's time goes;
-`--eval-only` evaluates and trains nothing. A run that is started again goes on where it was.
+The first argument is the recipe: what is trained. `key=value` arguments, or `--key=value`, override it, with dots for nesting.
+`--plan` says what would happen and checks every setting; `--preview-schedule` draws the learning rate; `--profile` shows where a
+step's time goes; `--eval-only` evaluates and trains nothing. A run that is started again goes on where it was.
 """
 
 from __future__ import annotations
@@ -84,10 +84,9 @@ from pretrain.settings.launch_topology import put_right
 
 
 def main() -> int:
-    arguments = parse_arguments(__doc__)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        return launch(arguments)
+        return launch(parse_arguments(__doc__))
     except InputError as error:
         say_once(f"error: {error}")
         return leave_status(2)
@@ -202,7 +201,6 @@ def build(
         pack_length=recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
     )
-    logged = {"run_dir": folder.path, "project": recipe.log.project, "resumed_step": state.step}
     run = Run(
         job=job,
         assembly=assembly,
@@ -213,7 +211,7 @@ def build(
         health=health,
         checkpoints=checkpoints,
         recorder=recorder,
-        trackers=resolve(recipe.log.trackers, main_process=main_process, **logged),
+        trackers=resolve(recipe.log, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
         console=console,
@@ -226,7 +224,7 @@ def build(
         parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
     introduce(run, notes)
     run.best = best_so_far(run)
-    watch.note = run.trackers.note if main_process else None
+    watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
     every = recipe.checkpoint.every
     if every is not None and state.step // every * every + every < state.steps:
         checkpoints.prepare(assembly.tensors, assembly.state_tensors)
@@ -429,6 +427,7 @@ def finish(run: Run) -> None:
         finished = read_run(run.folder.path)
         run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
         plot_losses([finished], run.folder.loss_plot)
+        run.trackers.picture(run.folder.loss_plot, run.state.step)
     if run.job.recipe.checkpoint.at_end:
         with run.waited.on("saves", "writing final/", "tensors", total=len(run.assembly.tensors)):
             export_trained(run, finished)

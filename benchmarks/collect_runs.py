@@ -2,8 +2,7 @@
 
     python -m benchmarks.collect_runs runs/comparison/*/ --out benchmarks/results/h200_comparison.json
 
-Run folders hold far more and are not kept. Tables and pictures come from `python -m pretrain report`, and can be checked
-against this.
+Run folders hold far more and are not kept. `python -m pretrain report` reads such a file as it reads run folders.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ def main() -> None:
     shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
+        "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),
         "environment": json.loads((arguments.runs[0] / "environment.json").read_text()),
         "settings": shared,
         "runs": {

@@ -14,13 +14,15 @@ import yaml
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
-from pretrain.compare.figures import COLOURS, GREY, new_figure, save, style_panel
+from pretrain.compare.appearance import colour_of
+from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.compare.report import markdown, or_dash
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
+FEWEST_PLACES = 3  # for bars in a panel
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
@@ -148,9 +150,9 @@ def remarks_on(way: Way) -> list[str]:
 
 
 def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
-    """Bars of tokens/s, a panel a result: ours in colour, the others grey, wrong ones hatched, the machine's limits as lines."""
+    """Bars of tokens/s, a panel a result: ours in their precision's colour, others grey, wrong ones hatched, limits as lines."""
     ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
-    heights = [0.32 * max(len(each), 3) + 1.1 for each in ways]
+    heights = [0.32 * max(len(each), FEWEST_PLACES) + 1.1 for each in ways]
     figure = new_figure(10, sum(heights) + 0.4)
     panels = figure.subplots(len(results), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, result, each in zip(panels, results, ways, strict=True):
@@ -171,7 +173,7 @@ def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
     panel.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     for place, way in enumerate(ways):
         speed, wrong = way["tokens_per_second"], way["verdict"] == WRONG
-        colour = COLOURS[0] if way["ours"] else "#AAAAAA"
+        colour = colour_of(way["precision"]) if way["ours"] else "#AAAAAA"
         look = {"color": "white", "edgecolor": colour, "hatch": "////"} if wrong else {"color": colour}
         whiskers = [[speed["median"] - speed["min"]], [speed["max"] - speed["median"]]]
         panel.barh(place, speed["median"], height=0.7, xerr=whiskers, error_kw={"ecolor": "black", "elinewidth": 0.8}, **look)
@@ -180,9 +182,9 @@ def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the limits' lines
     names = [textwrap.fill(f"{way['label']}; {way['weights']} weights", 46) for way in ways]
     panel.set_yticks(range(len(ways)), names, fontsize="small")
-    panel.invert_yaxis()
     panel.xaxis.set_major_formatter("{x:,.0f}")
-    panel.margins(x=0.16, y=0.02)
+    panel.margins(x=0.16)
+    panel.set_ylim(max(len(ways), FEWEST_PLACES) - 0.4, -0.6)  # two bars are as thick as twenty
 
 
 def draw_limits(panel: Axes, result: Mapping[str, Any]) -> None:
@@ -193,9 +195,11 @@ def draw_limits(panel: Axes, result: Mapping[str, Any]) -> None:
             speed = load_settings(result)["tokens"] / seconds
             panel.axvline(speed, color=GREY, linestyle="--", linewidth=1)
             panel.annotate(
-                f"{name} limit ",
+                f"{name} limit",
                 (speed, 0),
+                xytext=(-4, 4),
                 xycoords=("data", "axes fraction"),
+                textcoords="offset points",
                 rotation=90,
                 ha="right",
                 va="bottom",

@@ -35,6 +35,7 @@ def _result(summary: Mapping[str, Any], vocab_size: int) -> str:
 
 def _places(demo: Demo) -> dict[str, str]:
     return {
+        "the report": f"{demo.report}  (a page: open it in a browser)",
         "loss curve": str(demo.run_dir / "loss.png"),
         "the model": f"{demo.model}  (a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it)",
         "every step": str(demo.run_dir / "metrics.jsonl"),
@@ -48,7 +49,7 @@ def _commands(demo: Demo) -> dict[str, str]:
     return {
         "another text": shown([PYTHON, "-m", "demo.sample", str(demo.model), "class "]),
         "read the packs": shown([PYTHON, "-m", "packing", "inspect", str(demo.packs)]),
-        "report": shown([PYTHON, "-m", "pretrain", "report", str(demo.run_dir)]),
+        "report": shown([PYTHON, "-m", "pretrain", "report", str(demo.run_dir), "--out", str(demo.run_dir / "report.html")]),
         "train longer": shown(train_command("cpu", RECIPE, *longer)),
         "": "key=value changes any setting. Ctrl-C saves a checkpoint, and the same command goes on from it.",
         "on a GPU": shown(train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4")),

@@ -1,4 +1,4 @@
-"""What the demo consists of: five parts, each with the product that says it is done.
+"""What the demo consists of: six parts, each with the product that says it is done.
 
 The parts that matter are the real commands, run as a user would type them; only the corpus and the check are the demo's own.
 Every path comes from the recipe, so the same commands work without the demo.
@@ -18,6 +18,7 @@ from pretrain.settings.config import run_dir_of
 from pretrain.settings.recipe import Recipe
 
 RECIPE = Path("recipes/smoke.yaml")
+MATRIX = Path("recipes/matrices/demo.yaml")
 PYTHON = script("python")
 
 
@@ -60,6 +61,11 @@ class Demo:
         """What the exported model wrote, for the last screen."""
         return self.run_dir / "sample.txt"
 
+    @property
+    def report(self) -> Path:
+        """Of the comparison; `matrix` writes it beside the runs."""
+        return Path("runs/demo/demo.html")
+
     def parts(self) -> list[Part]:
         library = f"the standard library of Python {platform.python_version()}"
         return [
@@ -68,6 +74,7 @@ class Demo:
             Part("Packs", str(self.packs), (self.packs / "packs.json").is_file, self.prepare_packs),
             Part("Training", str(self.run_dir), self.is_trained, self.train),
             Part("Check", f"{self.model}, loaded by transformers alone", self.is_checked, self.check),
+            Part("Comparison", f"{self.report}: FP32, and FP8 and FP4 emulated", self.is_compared, self.compare),
         ]
 
     def gather_text(self) -> None:
@@ -104,6 +111,12 @@ class Demo:
         texts = [sample(tokenizer, model, prompt, self.recipe.evaluate.sample_tokens) for prompt in self.recipe.evaluate.samples]
         self.sample.write_text("\n\n".join(texts) + "\n", encoding="utf-8")
         print(f"{model.num_parameters():,} parameters load with AutoModelForCausalLM, and continue a text:")
+
+    def is_compared(self) -> bool:
+        return self.report.is_file() and self.report.stat().st_mtime >= (self.run_dir / "summary.json").stat().st_mtime
+
+    def compare(self) -> None:
+        run([PYTHON, "-m", "pretrain", "matrix", str(MATRIX)], {"OMP_NUM_THREADS": threads()})
 
 
 def train_command(configuration: str, recipe: Path, *arguments: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""`python -m pretrain COMMAND`: what is done with runs. `train_accelerate.py` trains them."""
+"""`low-precision COMMAND`, which `pip install .` brings, or `python -m pretrain COMMAND`: what is done with runs and packs.
+
+`accelerate launch ... train_accelerate.py` trains; the commands of `python -m packing` are here too.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,34 @@ import difflib
 import importlib
 import os
 import sys
+from pathlib import Path
 
 from foundation.errors import InputError
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
-COMMANDS = {
+RUNS = {
+    "plan": ("pretrain.run.planner", "time, cost, microbatch and expected loss of a recipe on devices that are not here"),
     "report": ("pretrain.compare.report", "curves and tables of run folders, and how one run differs from another"),
     "doctor": ("pretrain.run.doctor", "which precision works on this machine, on what, and how fast"),
     "export": ("pretrain.run.export", "any checkpoint as a Hugging Face folder, on a machine without a GPU"),
     "sample": ("pretrain.run.sampling", "how a run, a checkpoint or an exported model continues a text"),
     "flops": ("pretrain.plan.flops_table", "what a token costs, by every definition in use"),
     "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
+    "phases": ("pretrain.compare.phases", "find a fast configuration in phases, each on the best before it"),
 }
+# Commands of a module that has several, and takes the name as the first of its arguments.
+PACKS = {
+    "prepare": ("packing.__main__", "text to packs"),
+    "inspect": ("packing.__main__", "what packs hold: counts, lengths, text"),
+    "import": ("packing.__main__", "MDS or token .bin packs to Arrow packs"),
+}
+COMMANDS = RUNS | PACKS
+SCRIPT = "low-precision"  # as pyproject.toml names it
+
+
+def console() -> int:
+    """The installed command."""
+    return main(sys.argv[1:])
 
 
 def main(arguments: list[str]) -> int:
@@ -25,7 +44,8 @@ def main(arguments: list[str]) -> int:
     Ctrl-C broke it off."""
     if arguments and arguments[0] in COMMANDS:
         try:
-            status = importlib.import_module(COMMANDS[arguments[0]][0]).main(arguments[1:])
+            module = importlib.import_module(COMMANDS[arguments[0]][0])
+            status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
             sys.stdout.flush()
             return status
         except InputError as error:
@@ -37,8 +57,13 @@ def main(arguments: list[str]) -> int:
         except BrokenPipeError:  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
             return 141
-    lines = "\n".join(f"  {name:<8} {what}" for name, (_, what) in COMMANDS.items())
-    usage = f"usage: python -m pretrain COMMAND ...\n\n{lines}\n\npython -m pretrain COMMAND --help says more"
+    started = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pretrain"
+    groups = {"of runs": RUNS, "of packs": PACKS}
+    lines = "\n".join(
+        "\n".join([f"{group}:", *(f"  {name:<8} {what}" for name, (_, what) in commands.items())])
+        for group, commands in groups.items()
+    )
+    usage = f"usage: {started} COMMAND ...\n\n{lines}\n\n{started} COMMAND --help says more"
     if arguments in (["-h"], ["--help"]):
         print(usage)
         return 0

@@ -1,14 +1,16 @@
 """Which runs may be compared, what they differ in, and by how much their losses differ.
 
-Comparable runs are the same training in all but how it was computed. They see the same text in the same step, so their losses'
-difference has little noise: in the reference's runs its standard deviation is 0.005, where that of the loss is 0.127.
+Comparable runs are the same training in all but how it was computed, and in what the user says is compared (`vary`). Runs that
+see the same text in the same step are paired: the difference of their losses has little noise. In the reference's runs its
+standard deviation is 0.005, where that of the loss is 0.127.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,9 @@ from pretrain.settings.recipe import Recipe
 COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
 LAST_SHARE = 0.2  # of the common steps: where runs have grown apart, and a difference predicts the end
 FEWEST_STEPS = 64  # for a standard error: eight batches of eight
+CONFIDENCE = 0.95  # of every interval
+# The keys that decide which tokens a step computes the loss of, and in which order: runs that differ in one cannot be paired.
+SAME_TEXT = ("data.", "batch.", "seed")
 # Keys of `fp8_config` that say where a precision is computed. The audit's `backend` answers that; they change no arithmetic.
 _WHERE = ("backend", "on_unsupported")
 
@@ -43,21 +48,61 @@ def training_of(run: RunRecord) -> dict[str, Any]:
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
 
 
-def describe_unfairness(first: RunRecord, second: RunRecord) -> str | None:
-    """The settings that make comparing the two unfair, with both values; None without any."""
+def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
+    """The keys in which the two are other trainings, with both values."""
     ours, theirs = training_of(first), training_of(second)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-    return "; ".join(f"`{key}`: {ours.get(key, 'not set')} and {theirs.get(key, 'not set')}" for key in keys) or None
+    return {key: (ours.get(key, "not set"), theirs.get(key, "not set")) for key in keys}
 
 
-def check_comparable(runs: Sequence[RunRecord]) -> None:
+def is_varied(key: str, vary: Sequence[str]) -> bool:
+    """Whether `vary` names `key`, or a section that it is in: `optimizer` names `optimizer.learning_rate`."""
+    return any(key == name or key.startswith(f"{name}.") for name in vary)
+
+
+def describe_unfairness(first: RunRecord, second: RunRecord, vary: Sequence[str] = ()) -> str | None:
+    """The settings that make comparing the two unfair, with both values; None without any. `vary`: what is compared."""
+    return in_words({key: both for key, both in differing(first, second).items() if not is_varied(key, vary)}) or None
+
+
+def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
+    return "; ".join(f"`{key}`: {ours} and {theirs}" for key, (ours, theirs) in differences.items())
+
+
+def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
     """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair."""
     for run in runs[1:]:
-        if differing := describe_unfairness(runs[0], run):
+        if differing_keys := describe_unfairness(runs[0], run, vary):
+            keys = [key for key in differing(runs[0], run) if not is_varied(key, vary)]
             raise InputError(
                 f"{runs[0].path} and {run.path} cannot be compared, as they differ in more than precision and weights: "
-                f"{differing}; report each alone, or train one of them again"
+                f"{differing_keys}; report each alone, or train one of them again; if this is what you compare, add "
+                f"{' '.join(f'--vary {key}' for key in keys)}"
             )
+
+
+def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """What some run is another training by than the first: the keys that a comparison of them is about, beside precision."""
+    return list(dict.fromkeys(key for run in runs[1:] for key in differing(runs[0], run)))
+
+
+def setting(run: RunRecord, key: str) -> Any:
+    """The run's value of a flat key of its recipe, or of `data.fingerprint`; None where it has none."""
+    return run.data_fingerprint if key == "data.fingerprint" else flatten(run.config).get(key)
+
+
+def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
+    """Why step n of one cannot be held against step n of the other; None where it can."""
+    other_text = {key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)}
+    if other_text:
+        return f"their steps see other text: {in_words(other_text)}"
+    return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
+
+
+def same_held_out(first: RunRecord, second: RunRecord) -> bool:
+    """Whether both were evaluated on the same packs."""
+    keys = ("data.fingerprint", "data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
+    return all(setting(first, key) == setting(second, key) for key in keys)
 
 
 def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
@@ -108,6 +153,41 @@ def batch_means_error(values: np.ndarray) -> float:
     size = math.isqrt(n)
     batches = values[n % size :].reshape(-1, size).mean(axis=1)
     return float(math.sqrt(batches.var(ddof=1) * size / n))
+
+
+@dataclass(frozen=True)
+class Gap:
+    """How far a run's loss ends from another's: the mean difference over the last common steps, in nats a token.
+
+    `half_width`: of its interval at CONFIDENCE; NaN where there are fewer than FEWEST_STEPS steps.
+    """
+
+    mean: float
+    half_width: float
+    steps: int
+
+    @classmethod
+    def of(cls, differences: np.ndarray) -> Gap:
+        """Of the last fifth of `differences`, or of the last FEWEST_STEPS where these are more: fewer have no interval."""
+        last = differences[-max(len(last_fifth(differences)), min(FEWEST_STEPS, len(differences))) :]
+        paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
+        wide = math.isnan(paired.standard_error)
+        return cls(paired.mean, math.nan if wide else t_quantile(batches - 1) * paired.standard_error, len(last))
+
+
+def t_quantile(freedom: int) -> float:
+    """Of Student's distribution with `freedom` degrees, 7 at least: what a mean stays within at CONFIDENCE, to 0.001.
+
+    The expansion around the normal quantile (Abramowitz and Stegun 26.7.5). Eight batches have 2.36 where a normal has 1.96.
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
 
 
 class Variants:

@@ -1,7 +1,7 @@
 """Runs as pictures: the loss of one run, or several comparable runs and what each differs by from the baseline.
 
-A few runs share one column of panels, a colour each. More runs than there are colours get a column for each kind of weights, a
-colour for each precision, and a line style for each variant of it (its scope, say).
+A run's colour is its precision's, as in every picture. A few runs share one column of panels and differ in their lines too; more
+get a column for each kind of weights, and a line style for each variant of a precision (its scope, say).
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import count, memory
-from pretrain.compare.fairness import Variants, last_fifth, loss_differences
+from pretrain.compare.appearance import DASHES, colour_of, looks_of
+from pretrain.compare.fairness import Variants, last_fifth, loss_differences, why_not_paired
+from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.registry import PRECISIONS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure, SubFigure
 
-# Okabe and Ito's colours, which readers of every kind of sight tell apart; their yellow is too light for a line.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 GREY = "#666666"
-SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean
 FALL_SHARE = 1 / 30  # of a run's steps, the first, whose steep fall does not set the scale
-STYLES = ("-", "--", ":", "-.")
+MOST_IN_A_COLUMN = 7  # runs, beyond which kinds of weights stand side by side
+MOST_BANDS = 3  # in a panel; more cover each other
+FROZEN_MATTERS = 1e-3  # a share of frozen updates below which there is nothing to see
 LABEL_GAP = 0.042  # of a panel's height, between two labels at its right edge
 BAR_INCHES = 0.2
 
@@ -69,21 +69,6 @@ def title(panel: Axes, text: str, subtitle: str) -> None:
     panel.text(0, 1.02, subtitle, transform=panel.transAxes, fontsize="small", color=GREY)
 
 
-def window_of(steps: int) -> int:
-    """How many of a run's steps go into each smoothed value: an odd number, so that as many lie before a step as after it."""
-    return round(steps * SMOOTHED_SHARE) // 2 * 2 + 1
-
-
-def moving_mean(values: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the finite `values` in the `window` (odd) centred on each; NaN where none is finite. At the ends it is cut off."""
-    if not len(values):
-        return values
-    finite = np.isfinite(values)
-    middle = slice(window // 2, window // 2 + len(values))
-    sums, counts = (np.convolve(each, np.ones(window))[middle] for each in (np.where(finite, values, 0.0), finite))
-    return np.where(counts > 0.5, sums / np.maximum(counts, 1), np.nan)
-
-
 def draw_smoothed(panel: Axes, steps: np.ndarray, values: np.ndarray, **style: Any) -> None:
     panel.plot(steps, moving_mean(values, window_of(len(steps))), **style)
 
@@ -108,31 +93,58 @@ def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
 
 
 def _figure_of_one(run: RunRecord) -> Figure:
-    figure = new_figure(9, 6.5)
-    panel, rates = figure.subplots(2, 1, sharex=True, height_ratios=[4, 0.9])
-    style_panel(panel)
-    style_panel(rates)
+    figure, colour = new_figure(9, 6.5), colour_of(run.precision)
+    panel, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.1, 0.8])
+    for each in (panel, norms, rates):
+        style_panel(each)
     (steps, losses), (_, held_out) = run.curve("loss"), run.held_out_curve()
     if (window := window_of(len(steps))) > 1:
-        panel.plot(steps, losses, color=COLOURS[0], alpha=0.22, linewidth=0.6)
+        panel.plot(steps, losses, color=colour, alpha=0.22, linewidth=0.6)
     label = f"training loss, mean of {window} steps" if window > 1 else "training loss"
-    draw_smoothed(panel, steps, losses, color=COLOURS[0], linewidth=1.6, label=label)
+    draw_smoothed(panel, steps, losses, color=colour, linewidth=1.6, label=label)
     if len(held_out):
-        draw_held_out(panel, run, COLOURS[1], label=f"held-out loss {held_out[-1]:.4f} at the end")
+        draw_held_out(panel, run, colour, label=f"held-out loss {held_out[-1]:.4f} at the end")
     scale_after_the_fall(panel, [losses], [held_out])
-    model = run.config.get("model", {})
-    name = model.get("source") or (model.get("config") or {}).get("model_type", "model")
+    precision = f"{run.precision}, weights {run.config.get('weights')}" + (" (emulated)" if run.emulated else "")
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} a step"
-    title(panel, str(run.config.get("name", run.name)), f"{name} · {tokens} · weights {run.config.get('weights')}")
+    title(panel, str(run.config.get("name", run.name)), f"{model_name(run)} · {precision} · {tokens}")
     panel.legend(frameon=False, loc="upper right")
     panel.set_ylabel("loss, nats per token")
-    rates.plot(*run.curve("learning_rate"), color=COLOURS[0], linewidth=1.2)
+    norm_steps, gradient_norms = run.curve("gradient_norm")
+    if np.any(gradient_norms > 0):
+        draw_smoothed(norms, norm_steps, gradient_norms, color=colour, linewidth=1.2)
+        norms.set_yscale("log")
+        for set_formatter in (norms.yaxis.set_major_formatter, norms.yaxis.set_minor_formatter):
+            set_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "125" else "")
+        norms.tick_params(axis="y", which="both", labelsize="small")
+    norms.set_ylabel("gradient\nnorm")
+    rates.plot(*run.curve("learning_rate"), color=colour, linewidth=1.2)
     rates.ticklabel_format(axis="y", style="sci", scilimits=(0, 0), useMathText=True)
     rates.set_ylim(bottom=0)
     rates.set_ylabel("learning\nrate")
     rates.set_xlabel("step")
-    figure.align_ylabels([panel, rates])
+    _tokens_along(rates, run)
+    figure.align_ylabels([panel, norms, rates])
     return figure
+
+
+def model_name(run: RunRecord) -> str:
+    """The hub's name of what was trained, or a folder's last one (a run's, where it is its `final`), or its architecture."""
+    model = run.config.get("model") or {}
+    if not model.get("source"):
+        return str((model.get("config") or {}).get("model_type", "model"))
+    source = Path(str(model["source"]))
+    local = source.is_absolute() or len(source.parts) > 2 or source.exists()
+    return (source.parent.name if source.name == "final" else source.name) if local else str(source)
+
+
+def _tokens_along(panel: Axes, run: RunRecord) -> None:
+    """Tokens under the steps: a second scale below the panel, where every step has as many."""
+    per_step = run.summary["tokens"] / run.summary["steps"]
+    if per_step > 0:
+        tokens = panel.secondary_xaxis(-0.72, functions=(lambda steps: steps * per_step, lambda tokens: tokens / per_step))
+        tokens.xaxis.set_major_formatter(lambda value, _: count(value) if value > 0 else "0")
+        tokens.set_xlabel("tokens")
 
 
 @dataclass(frozen=True)
@@ -146,40 +158,51 @@ class DrawnRun:
     differences: np.ndarray  # its losses minus the baseline's in these steps
 
 
+NO_DIFFERENCES = (np.array([], dtype=np.int64), np.array([]))
+
+
 def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
     baseline = runs[0]
     columns = _arrange(runs)
     lines = [line for column in columns.values() for line in column]
-    curves, bars = [3.6, 3.6, 1.2], 0.5 + BAR_INCHES * len(lines)
+    freezes = any(np.any(line.run.curve("frozen_updates")[1] >= FROZEN_MATTERS) for line in lines)
+    curves, bars = [3.6, 3.6] + [1.2] * freezes, 0.5 + BAR_INCHES * len(lines)
     margin = 0.065 * max(len(line.label) + 8 for line in lines)  # inches, for the names at the right of each column
     figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(curves) + bars)
     above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(curves), bars], hspace=0)
-    panels = above.subplots(3, len(columns), sharex=True, sharey="row", height_ratios=curves, squeeze=False)
+    panels = above.subplots(len(curves), len(columns), sharex=True, sharey="row", height_ratios=curves, squeeze=False)
     tokens = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
-    for (name, column), (losses, minus, frozen) in zip(columns.items(), panels.T, strict=True):
-        for panel in (losses, minus, frozen):
+    for (name, column), (losses, minus, *frozen) in zip(columns.items(), panels.T, strict=True):
+        for panel in (losses, minus, *frozen):
             style_panel(panel)
         _draw_losses(losses, column, legend=len(columns) == 1)
-        subtitle = tokens
+        subtitle = f"{tokens}; circles: held-out" if any(len(line.run.held_out_curve()[0]) for line in column) else tokens
         if not any(line.is_baseline for line in column):
             draw_smoothed(losses, *baseline.curve("loss"), color=GREY, linewidth=0.9)
             subtitle += f"; grey: {baseline.name}"
-        title(losses, f"weights {name}" if name else f"{len(runs)} runs over the same data in the same order", subtitle)
+        title(losses, f"weights {name}" if name else f"{len(runs)} runs", subtitle)
         _draw_differences(minus, column)
-        for line in column:
-            steps_and_shares = line.run.curve("frozen_updates")
-            draw_smoothed(frozen, *steps_and_shares, color=line.colour, linestyle=line.style, linewidth=1.2)
-        frozen.set_yscale("symlog", linthresh=1e-5)
-        frozen.set_ylim(0, 1.3)
-        frozen.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
-        frozen.set_xlabel("step")
+        for panel in frozen:
+            for line in column:
+                steps_and_shares = line.run.curve("frozen_updates")
+                draw_smoothed(panel, *steps_and_shares, color=line.colour, linestyle=line.style, linewidth=1.2)
+            panel.set_yscale("symlog", linthresh=1e-5)
+            panel.set_ylim(0, 1.3)
+            panel.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
     scale_after_the_fall(panels[0, 0], [run.curve("loss")[1] for run in runs], [run.held_out_curve()[1] for run in runs])
-    _scale_differences(panels[1, 0], [line.differences for line in lines])
+    threshold = _scale_differences(panels[1, 0], [line.differences for line in lines])
     for panel, column in zip(panels[1], columns.values(), strict=True):  # only now that the scale is known
         _label_differences(panel, column)
+        banded = any(not line.is_baseline for line in column) and len(column) <= MOST_BANDS
+        said = ["band: ± one sd of single steps"] * banded
+        said += [] if threshold is None else [f"linear up to ±{threshold:g}, logarithmic beyond"]
+        panel.text(0, 1.01, "; ".join(said), transform=panel.transAxes, fontsize="x-small", color=GREY)
     panels[0, 0].set_ylabel("loss, nats per token")
     panels[1, 0].set_ylabel(f"loss minus that of\n{baseline.name}")
-    panels[2, 0].set_ylabel("frozen\nupdates")
+    if freezes:
+        panels[2, 0].set_ylabel("frozen\nupdates")
+    for panel in panels[-1]:
+        panel.set_xlabel("step")
     above.align_ylabels(panels[:, 0])
     _draw_bars(below, lines)
     return figure
@@ -187,19 +210,16 @@ def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
 
 def _arrange(runs: Sequence[RunRecord]) -> dict[str, list[DrawnRun]]:
     """The picture's columns by the weights of their runs, or one column without a name."""
-    variants, by_precision = Variants(runs), len(runs) > len(COLOURS)
-    known = all(run.precision in PRECISIONS for run in runs)
-    precisions = sorted({run.precision or "" for run in runs}, key=[*PRECISIONS].index if known else None)
+    variants, in_columns, looks = Variants(runs), len(runs) > MOST_IN_A_COLUMN, looks_of(runs)
     columns: dict[str, list[DrawnRun]] = {}
-    for index, run in enumerate(runs):
-        label, colour, style, column = run.name, COLOURS[index % len(COLOURS)], STYLES[0], ""
-        if by_precision:
+    for run, look in zip(runs, looks, strict=True):
+        label, style, column = look.label, look.line, ""
+        if in_columns:
             label = " ".join(filter(None, [run.precision, variants.name(run, keys=False)])) or run.name
-            colour = COLOURS[precisions.index(run.precision or "") % len(COLOURS)]
-            style = STYLES[(variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0) % len(STYLES)]
-            column = str(run.config.get("weights"))
-        drawn = DrawnRun(run, label, colour, style, run.path == runs[0].path, *loss_differences(runs[0], run))
-        columns.setdefault(column, []).append(drawn)
+            variant = variants.names.index(variants.name(run)) if variants.is_quantized(run) else 0
+            style, column = DASHES[variant % len(DASHES)][1], str(run.config.get("weights"))
+        paired = loss_differences(runs[0], run) if run is runs[0] or not why_not_paired(runs[0], run) else NO_DIFFERENCES
+        columns.setdefault(column, []).append(DrawnRun(run, label, look.colour, style, run is runs[0], *paired))
     return columns
 
 
@@ -215,25 +235,26 @@ def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> No
 
 
 def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
-    """The moving mean of each, in a band of one standard deviation of single steps to either side."""
+    """The moving mean of each and, of a few, a band of one standard deviation of single steps to either side."""
     panel.axhline(0, color=GREY, linewidth=0.8)
     for line in column:
-        if line.is_baseline:
+        if line.is_baseline or not len(line.steps):
             continue
         steps, values = line.steps, line.differences
         window = window_of(len(steps))
         mean = moving_mean(values, window)
         wide = max(window, 11)  # a spread takes a few values to tell
         spread = np.sqrt(np.maximum(moving_mean(values**2, wide) - moving_mean(values, wide) ** 2, 0.0))
-        panel.fill_between(steps, mean - spread, mean + spread, color=line.colour, alpha=0.13, linewidth=0)
+        if len(column) <= MOST_BANDS:
+            panel.fill_between(steps, mean - spread, mean + spread, color=line.colour, alpha=0.13, linewidth=0)
         panel.plot(steps, mean, color=line.colour, linestyle=line.style, linewidth=1.4)
 
 
-def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
-    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do."""
+def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> float | None:
+    """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do: from where."""
     ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
     if not ends:
-        return
+        return None
     means, noise = np.abs([end.mean() for end in ends]), min(end.std() for end in ends)
     lowest, highest = np.quantile(np.concatenate([values[len(values) // 10 :] for values in differences]), [0.005, 0.995])
     if means.max() > 20 * means.min() and noise > 0:
@@ -241,9 +262,10 @@ def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> None:
         panel.set_yscale("symlog", linthresh=threshold)
         panel.yaxis.set_major_formatter(lambda value, _: f"{value:+g}" if value else "0")
         panel.set_ylim(min(1.3 * lowest, -threshold), max(1.3 * highest, threshold))
-    else:
-        margin = 0.08 * (max(highest, 0) - min(lowest, 0)) or 0.01
-        panel.set_ylim(min(lowest, 0) - margin, max(highest, 0) + margin)
+        return float(threshold)
+    margin = 0.08 * (max(highest, 0) - min(lowest, 0)) or 0.01
+    panel.set_ylim(min(lowest, 0) - margin, max(highest, 0) + margin)
+    return None
 
 
 def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:

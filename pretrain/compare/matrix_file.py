@@ -24,6 +24,7 @@ from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
+_FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = ("precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
 
 
@@ -39,8 +40,13 @@ class MatrixSettings(Settings):
     cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
     baseline: Values | None = None  # the cell that the report compares the others to; none: the first
     run_dir: PathText = "runs/{matrix}/{cell}"
-    at_once: PositiveCount = 1  # runs side by side. Runs that share a device are for losses, never for speeds
-    gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one GPU a run; none: each sees all
+    # Runs side by side; none: one for each group of `gpus`, else one. Runs that share a device are for losses, never for speeds.
+    at_once: PositiveCount | None = None
+    gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
+    processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
+    # Hours after which what is running saves and stops, and nothing else is started; the same command goes on. None: no limit.
+    # `train.max_hours` among the overrides bounds each cell.
+    max_hours: float | None = Field(None, gt=0)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,10 @@ class MatrixRun:
     recipe: Recipe
     run_dir: Path
 
+    def value(self, key: str) -> str:
+        """What the run has for `key`, set by its cell or not, as a command line gives it."""
+        return _text(key, self.values[key] if key in self.values else flatten(resolved(self.recipe)).get(key))
+
     @property
     def log(self) -> Path:
         """The launcher's output, of every time the run was started."""
@@ -61,7 +71,8 @@ class MatrixRun:
     def is_finished(self) -> bool:
         """Whether the run folder holds this very training, and it has reached its end.
 
-        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since.
+        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since. What the recipe leaves open
+        of a model's vocabulary, its launcher took from the tokenizer.
         """
         config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
         if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
@@ -70,7 +81,17 @@ class MatrixRun:
             found = parse(Recipe, load_yaml(config), str(config))
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
             return False
-        return identity_of(found, "") == identity_of(self.recipe, "")
+        ours, theirs = identity_of(self.recipe, ""), identity_of(found, "")
+        return ours == {key: value for key, value in theirs.items() if key in ours or not _FROM_TOKENIZER.fullmatch(key)}
+
+
+@dataclass(frozen=True)
+class LaunchFile:
+    """What the accelerate file says of how a run is started."""
+
+    environment: Mapping[str, str]  # through which `accelerate launch` passes the file's precision on
+    processes: int  # of each run, the matrix's own number before the file's
+    on_cpu: bool
 
 
 @dataclass(frozen=True)
@@ -81,6 +102,22 @@ class Matrix:
     settings: MatrixSettings
     runs: tuple[MatrixRun, ...]
     baseline: MatrixRun
+    launch: LaunchFile
+
+    @property
+    def slots(self) -> int | None:
+        """Groups of GPUs, one for each run at a time; None where runs are not spread over GPUs."""
+        return self.settings.gpus // self.launch.processes if self.settings.gpus else None
+
+    @property
+    def at_once(self) -> int:
+        return self.settings.at_once or self.slots or 1
+
+    @property
+    def varied(self) -> list[str]:
+        """The keys in which cells differ, in the order in which the file names them."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.values)
+        return [key for key in keys if len({run.value(key) for run in self.runs}) > 1]
 
     @property
     def folder(self) -> Path:
@@ -103,20 +140,21 @@ class Matrix:
         return chosen
 
 
-def load_matrix(path: str | Path, overrides: Sequence[str] = ()) -> Matrix:
-    """Read the matrix at `path`, with `overrides` of the command line over its own, and work out its runs.
+def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
+    """Read the matrix at `path`, with `overrides` of the command line over its own and `changes` in place of its keys, and work
+    out its runs.
 
     Raises InputError naming the file and the key or cell.
     """
-    settings = parse(MatrixSettings, load_yaml(path), str(path))
-    environment = _launch_environment(settings.accelerate)
+    settings = parse(MatrixSettings, load_yaml(path) | changes, lambda key: "command line" if key in changes else str(path))
+    launch = _launch_file(path, settings)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
     _check_common(path, settings, common)
-    runs = [_make_run(path, settings, values, common, environment) for values in _combinations(path, settings)]
+    runs = [_make_run(path, settings, values, common, launch.environment) for values in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
-    return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs))
+    return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
 
 
 def _combinations(path: str | Path, settings: MatrixSettings) -> list[Values]:
@@ -153,14 +191,22 @@ def _make_run(
     return MatrixRun(name, values, overrides, recipe, Path(run_dir))
 
 
-def _launch_environment(accelerate: Path) -> dict[str, str]:
-    """The variables through which `accelerate launch` passes the file's precision on, as far as the file sets them."""
+def _launch_file(path: str | Path, settings: MatrixSettings) -> LaunchFile:
+    accelerate, gpus = settings.accelerate, settings.gpus
     file = load_yaml(accelerate)
     environment = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}
     fp8_config = file.get("fp8_config") or {}
     if not isinstance(fp8_config, dict):
         raise InputError(f"{accelerate}: `fp8_config` is {shown(fp8_config, repr)}; a mapping of keys to values is wanted")
-    return environment | {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()}
+    environment |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()}
+    several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")  # a bare NO is false in YAML
+    named = file.get("num_processes")
+    processes = settings.processes or (named if several and isinstance(named, int) else 1)
+    if processes > 1 and not several:
+        raise InputError(f"{path}: `processes: {processes}`, but {accelerate} starts one; name a file for several, as ddp.yaml")
+    if gpus is not None and gpus < processes:
+        raise InputError(f"{path}: `gpus: {gpus}` are fewer than the {processes} processes of a run; lower `processes`")
+    return LaunchFile(environment, processes, on_cpu=bool(file.get("use_cpu")))
 
 
 def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Curves and tables from what runs left behind: `python -m pretrain report RUN [RUN ...] [--baseline RUN] [--out PNG]`.
+"""Curves and tables from what runs left behind: `python -m pretrain report RUN [RUN ...] [--out report.html] [--vary KEY]`.
 
 Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
 """
@@ -14,7 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from foundation.errors import InputError
 from foundation.units import count, memory, percent
+from pretrain.compare.appearance import as_text
+from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -24,8 +27,15 @@ from pretrain.compare.fairness import (
     describe_unfairness,
     last_fifth,
     loss_differences,
+    setting,
+    varied_keys,
+    why_not_paired,
 )
 from pretrain.compare.figures import plot_losses, save_file
+from pretrain.compare.kept_runs import read_kept
+from pretrain.compare.page import render
+from pretrain.compare.published import read_published
+from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
@@ -69,6 +79,7 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         "weights": lambda run: or_dash(run.config.get("weights")),
         **{key: lambda run, key=key: or_dash(variants.value(run, key)) for key in variants.options},
         **{key: lambda run, key=key: or_dash(variants.dtype(run, key)) for key in variants.dtypes},
+        **{key: lambda run, key=key: or_dash(setting(run, key), as_text) for key in (varied_keys(runs) if runs[1:] else ())},
         "backend": lambda run: or_dash(run.backend),
     }
     columns = settings | {
@@ -115,57 +126,179 @@ def grid_tables(runs: Sequence[RunRecord]) -> list[str]:
     return grids
 
 
+def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRecord]:
+    """The runs of these folders, and of files that `benchmarks.collect_runs` made; the baseline first, by default the first.
+
+    `baseline`: one of the folders, another one, or the name of a run among these.
+    """
+    found = [run for path in dict.fromkeys(paths) for run in (read_kept(path) if path.is_file() else [read_run(path)])]
+    if baseline is None:
+        return found
+    same = [run for run in found if run.path == baseline or (not baseline.is_dir() and run.name == str(baseline))]
+    if len(same) > 1:
+        raise InputError(f"--baseline {baseline}: several runs are called that; give the path of one")
+    first = same[0] if same else read_run(baseline)
+    return [first, *(run for run in found if run is not first)]
+
+
 def write(
     paths: Sequence[Path],
     *,
     baseline: Path | None = None,
     out: Path | None = None,
     page: Path | None = None,
+    html: Path | None = None,
+    vary: Sequence[str] = (),
     leave_out_unfair: bool = False,
 ) -> str:
     """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `page`, and return what to print.
 
+    `html`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared.
+
     Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
     first), unless `leave_out_unfair` leaves it out, saying so.
     """
-    runs = [read_run(path) for path in dict.fromkeys([*([baseline] if baseline else []), *paths])]
-    out = out or (paths[0] / "loss.png" if len(runs) == 1 else paths[0].parent / "comparison.png")
+    runs = read_runs(paths, baseline)
+    beside = paths[0].with_suffix(".png") if paths[0].is_file() else paths[0].parent / "comparison.png"
+    out = out or (paths[0] / "loss.png" if len(runs) == 1 and paths[0].is_dir() else beside)
     left_out: list[str] = []
     if leave_out_unfair:
-        found = {run.path: describe_unfairness(runs[0], run) for run in runs[1:]}
+        found = {run.path: describe_unfairness(runs[0], run, vary) for run in runs[1:]}
         left_out = [f"{path.name} is left out: it differs from {runs[0].name} in {why}" for path, why in found.items() if why]
         runs = [run for run in runs if not found.get(run.path)]
-    check_comparable(runs)
+    check_comparable(runs, vary)
+    parts = [*tables(runs), *left_out]
     plot_losses(runs, out)
-    parts = [summary_table(runs)]
-    if len(runs) > 1:
-        parts.append(comparison_table(runs))
-    if len({run.config.get("weights") for run in runs}) > 1 and len({run.precision for run in runs}) > 1:
-        heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
-        parts += [heading, *grid_tables(runs)]
-    notes = {ERRORS: len(runs) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
-    notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
-    notes |= {
-        f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))
-    }
-    parts += filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due), "\n".join(left_out)])
     if page is not None:
         drawn = f"![curves]({os.path.relpath(out, page.parent)})"
         save_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
-    return "\n\n".join([*parts, f"Curves: {out}" + (f"\nTables: {page}" if page else "")])
+    if html is not None:
+        save_file(html, render(RunComparison.over(runs)))
+    places = {"Curves": out, "Tables": page, "Everything": html}
+    return "\n\n".join([*parts, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
+
+
+def tables(runs: Sequence[RunRecord]) -> list[str]:
+    """Markdown: the summary, the paired differences, and what is to be said of them."""
+    parts = [summary_table(runs)]
+    reasons = {run.name: why_not_paired(runs[0], run) for run in runs[1:]}
+    paired = [runs[0], *(run for run in runs[1:] if not reasons[run.name])]
+    if len(paired) > 1:
+        parts.append(comparison_table(paired))
+    if len({run.config.get("weights") for run in paired}) > 1 and len({run.precision for run in paired}) > 1:
+        heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
+        parts += [heading, *grid_tables(paired)]
+    notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
+    notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    notes |= {f"{name} is not paired with {runs[0].name}: {why}.": True for name, why in reasons.items() if why}
+    notes |= {
+        f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))
+    }
+    return [*parts, *filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due)])]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
-    parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Loss curves and tables of run folders.")
+    parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
     default = "loss.png in the run folder, or comparison.png beside several"
-    parser.add_argument("--out", type=Path, metavar="PNG", help=f"where to draw the curves (default: {default})")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"a page with everything (.html), the curves (.png) or tables and curves (.md) (default: {default})",
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there too")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="a key, or section, that may differ: what is compared; repeatable",
+    )
+    parser.add_argument(
+        "--gate", type=float, metavar="NATS", help="exit with 1 if a run's loss ends further than this above the baseline's"
+    )
+    parser.add_argument(
+        "--watch",
+        nargs="?",
+        type=float,
+        const=10.0,
+        metavar="SECONDS",
+        help="follow running runs: write the page again and again",
+    )
+    parser.add_argument("--published", type=Path, metavar="CSV", help="results of others, to stand beside in the page")
     options = parser.parse_intermixed_args(arguments)
-    print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown))
-    return 0
+    page = options.out if options.out and options.out.suffix == ".html" else None
+    _check(options, page)
+    if options.out and options.out.suffix == ".md":
+        options.out, options.markdown = options.out.with_suffix(".png"), options.markdown or options.out
+    published = read_published(options.published) if options.published else None
+    tolerance = TOLERANCE if options.gate is None else options.gate
+
+    def make(every: float | None = None) -> RunComparison:
+        runs = read_runs(options.runs, options.baseline)
+        check_comparable(runs, options.vary)
+        comparison = RunComparison.over(runs, tolerance)
+        save_file(page, render(comparison, gate=options.gate is not None, every=every, published=published))
+        return comparison
+
+    if options.watch is not None:
+        follow(options.runs, page, make, options.watch)
+    elif page:
+        comparison = make()
+        said = tables([each.run for each in comparison.standings])
+        print("\n\n".join([f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said, f"Page: {page}"]))
+        if options.markdown:
+            save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
+    else:
+        print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown, vary=options.vary))
+    if options.gate is None:
+        return 0
+    return _judge(RunComparison.over(read_runs(options.runs, options.baseline), tolerance))
+
+
+def _check(options: argparse.Namespace, page: Path | None) -> None:
+    """InputError for options that do not go together, before anything is read or written."""
+    if options.out and options.out.suffix not in (".html", ".png", ".md"):
+        raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
+    if options.watch is not None and not page:
+        raise InputError("--watch writes a page again and again: add --out report.html")
+    if options.watch is not None and not options.watch >= 1:
+        raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least")
+    if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
+        raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
+    if options.published and not page:
+        raise InputError("--published stands in the page alone: add --out report.html")
+    if options.gate is not None and not options.gate >= 0:
+        raise InputError(f"--gate {options.gate:g}: nats a token are wanted, 0 or more")
+    if options.gate is not None and len(options.runs) + bool(options.baseline) < 2 and not options.runs[0].is_file():
+        raise InputError("--gate compares runs: name a baseline and at least one other")
+
+
+def _judge(comparison: RunComparison) -> int:
+    """Say whether the gate is passed, and by how much it is not; the exit status. InputError where a run cannot be paired."""
+    base = comparison.baseline.look.label
+    for each in comparison.standings:
+        if each.not_paired:
+            raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
+    failed = comparison.over_the_gate()
+    for each in failed:
+        gap = each.gap
+        if each.diverged:
+            print(f"gate: the loss of {each.look.label} ends as no number")
+            continue
+        sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
+        print(
+            f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {base}, over the last "
+            f"{gap.steps} steps; {comparison.tolerance:g} are allowed"
+        )
+    print(
+        f"gate of {comparison.tolerance:g} nats: "
+        + (f"failed by {len(failed)} of {len(comparison.paired)} runs" if failed else "passed")
+    )
+    return 1 if failed else 0
 
 
 def _figure(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:

@@ -22,7 +22,10 @@ from foundation.settings import load_yaml
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
-_WRITTEN_WHOLE = ("config.yaml", "environment.json", "audit.json", "metrics.jsonl", "summary.json", "loss.png", MATRIX_FILE)
+TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
+_WRITTEN_WHOLE = (
+    *("config.yaml", "environment.json", "audit.json", "metrics.jsonl", "summary.json", "loss.png", MATRIX_FILE, TRACKERS_FILE),
+)
 _FOLDERS = ("checkpoints", "final")
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))})\.\d+{re.escape(PARTIAL)}")
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml

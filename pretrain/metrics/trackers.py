@@ -1,39 +1,29 @@
 """Where a step's figures go: `metrics.jsonl` and any of accelerate's trackers, by name.
 
-After a resume `metrics.jsonl` and TensorBoard are cut back to the checkpoint, so they hold every step exactly once. The hosted
-services cannot remove a point; there each resume is a new segment, grouped under the run folder's name where groups exist.
+After a resume `metrics.jsonl` is cut back to the checkpoint, so it holds every step exactly once. The other trackers go on with
+the run that they had, which `trackers.json` in the run folder names.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import importlib.util
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
-from urllib.error import HTTPError
-from urllib.request import urlopen
-
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.reading import parse_json, read_regular, reason_of
-from pretrain.settings.config import flatten
+from foundation.reading import load_object, parse_json, read_regular, reason_of
+from pretrain.metrics.run_folder import TRACKERS_FILE
+from pretrain.metrics.services import check_installed, errors_of
+from pretrain.metrics.tracked_run import CONTINUED, TrackedRun, does_not_start, kind_of
+from pretrain.settings.recipe import LogSettings
 
 METRICS_FILE = "metrics.jsonl"
-REACHED_WITHIN = 5  # seconds in which a hosted service must answer at the start
-
-# For trackers whose name is not that of their module and package: the modules, of which one is enough, and the package.
-_PACKAGES = {
-    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboard"),
-    "comet_ml": (("comet_ml",), "comet-ml"),
-}
 
 
 class JsonlTracker:
@@ -93,111 +83,117 @@ class JsonlTracker:
 
 @dataclass(frozen=True)
 class Trackers:
-    """The trackers of one run; other processes than the main one have none, and there every call does nothing."""
+    """What is told of one run: its `metrics.jsonl`, and trackers of accelerate's.
 
-    trackers: Sequence[GeneralTracker | JsonlTracker]
+    Other processes than the main one have neither, and there every call does nothing.
+    """
+
+    file: JsonlTracker | None = None
+    others: Sequence[TrackedRun] = ()
+    kept_in: Path = Path(TRACKERS_FILE)
+    kept: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # of all that this run has ever had, as of its start
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open all of them, and hand over the run's whole configuration as flat `section.key` pairs of scalars.
+        """Open all of them, and hand over the run's whole configuration. What a tracker does not have yet, it gets now.
 
-        Accelerate's trackers want its state to exist: make the Accelerator first.
+        Accelerate's trackers want its state to exist: make the Accelerator first. InputError where one does not start.
         """
-        scalars = {k: v if isinstance(v, (int, float, str)) else json.dumps(v, default=str) for k, v in flatten(config).items()}
-        for tracker in self.trackers:
-            with _refusals_of(tracker):
-                tracker.start()
-            if not isinstance(tracker, JsonlTracker):
-                tracker.store_init_configuration(dict(scalars))
+        if self.file is None:
+            return
+        self.file.start()
+        for tracker in self.others:
+            try:
+                tracker.start(config)
+            except errors_of(tracker.name) as error:
+                raise does_not_start(tracker.name, error, self.kept_in) from None
+        missed = [tracker for tracker in self.others if tracker.name in CONTINUED]
+        for line in read_regular(self.file.path).splitlines() if missed else ():
+            for tracker in missed:
+                tracker.log(parse_json(line))
+        self._keep()
+
+    def _keep(self) -> None:
+        """Write down which run each tracker goes on with, and what it has; those that are not named any more fall behind."""
+        entries = {name: entry | {"complete": False} for name, entry in self.kept.items()}
+        entries |= {tracker.name: tracker.kept for tracker in self.others if tracker.name in CONTINUED}
+        try:
+            if entries:
+                replace_file(self.kept_in, json.dumps(entries, indent=2).encode() + b"\n")
+        except OSError as error:
+            raise InputError(
+                f"{self.kept_in}: cannot be written: {reason_of(error)}; free space there, then start again"
+            ) from None
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Give `record`, a step's or an evaluation's object, to every tracker: whole to the file, its numbers to the others."""
-        numbers = {key: value for key, value in record.items() if type(value) in (int, float) and key != "step"}
-        for tracker in self.trackers:
-            if isinstance(tracker, JsonlTracker):
-                tracker.log(record)
-            else:
-                tracker.log(dict(numbers), step=record["step"])
+        """Give `record`, a line of `metrics.jsonl`, to the file whole, and to the others what they can show of it."""
+        if self.file is None:
+            return
+        self.file.log(record)
+        for tracker in self.others:
+            failed_before = tracker.failed
+            tracker.log(record)
+            if tracker.failed and not failed_before:
+                self._keep()  # now: a kill must not make it look complete
 
     @property
     def in_place(self) -> bool:
-        return all(tracker.in_place for tracker in self.trackers if isinstance(tracker, JsonlTracker))
+        return self.file is None or self.file.in_place
 
-    def note(self, event: Mapping[str, Any]) -> None:
-        """Give `event`, which is neither a step nor an evaluation, to the file alone: the others draw curves."""
-        for tracker in self.trackers:
-            if isinstance(tracker, JsonlTracker):
-                tracker.log(event)
+    note = log_samples = log  # of events: each tracker takes what it can show
 
-    def log_samples(self, record: Mapping[str, Any]) -> None:
-        """Give `record`, of an evaluation's samples, to the file, and each text to the trackers that show texts."""
-        self.note(record)
-        texts = {f"samples/{number}": each["prompt"] + each["text"] for number, each in enumerate(record["samples"])}
-        for tracker in self.trackers:
-            if tracker.name in ("tensorboard", "wandb"):
-                tracker.log(dict(texts), step=record["step"])
+    def picture(self, path: Path, step: int) -> None:
+        """Show the PNG at `path` in the trackers that can."""
+        for tracker in self.others:
+            tracker.picture(path, step)
 
     def sync(self) -> None:
         """Call this before saving a checkpoint: after a resume from it, nothing repeats the steps before it."""
-        for tracker in self.trackers:
-            if isinstance(tracker, JsonlTracker):
-                tracker.sync()
+        if self.file:
+            self.file.sync()
 
     def finish(self) -> None:
-        for tracker in self.trackers:
+        if self.file is None:
+            return
+        self.file.finish()
+        for tracker in self.others:
             tracker.finish()
+        self._keep()
 
 
-def resolve(names: Sequence[str], *, run_dir: Path, project: str, resumed_step: int = 0, main_process: bool = True) -> Trackers:
-    """The trackers called `names`, not yet started; on every process InputError for a name unknown or a package not installed."""
-    for name in names:
-        _check(name)
+def resolve(log: LogSettings, *, run_dir: Path, resumed_step: int = 0, main_process: bool = True) -> Trackers:
+    """The trackers that `log` names, not yet started. On every process InputError for an unknown name, or a missing package."""
+    for name in log.trackers:
+        check_installed(name)
     if not main_process:
-        return Trackers(())
-    return Trackers(tuple(_build(name, run_dir, project, resumed_step) for name in dict.fromkeys(names)))
+        return Trackers()
+    kept_in, file = run_dir / TRACKERS_FILE, run_dir / METRICS_FILE
+    kept = read_kept(kept_in) if file.exists() else {}  # without its metrics, what trains there begins anew
+    written = last_steps(file) if kept else {}
+    for entry in kept.values():
+        if entry["complete"]:  # it was given all that the file has had, before this start cuts it back
+            entry["seen"] = {kind: max(entry["seen"].get(kind, 0), written.get(kind, 0)) for kind in entry["seen"] | written}
+    names = (name for name in log.trackers if name != "jsonl")
+    others = tuple(TrackedRun(name, run_dir, log, resumed_step, kept.get(name, {})) for name in names)
+    return Trackers(JsonlTracker(file, resumed_step), others, kept_in, kept)
 
 
-def check_services(names: Sequence[str]) -> None:
-    """InputError where W&B is wanted and has no key here, or cannot be reached: before the model is built, and without asking.
-
-    wandb itself tries to reach its server for half a minute, and then raises.
-    """
-    if "wandb" not in names:
-        return
-    import wandb
-
-    settings = wandb.setup().settings
-    if settings.mode not in ("online", "shared"):
-        return
-    offline = "WANDB_MODE=offline writes the run into its folder, for `wandb sync` later; or take wandb out of `log.trackers`"
-    try:  # first: with a key, wandb's own check waits for the server
-        with contextlib.suppress(HTTPError):  # an answer all the same
-            urlopen(settings.base_url, timeout=REACHED_WITHIN).close()
-    except OSError as error:
-        what = f"cannot be reached within {REACHED_WITHIN} s ({getattr(error, 'reason', error)})"
-        raise InputError(f"`log.trackers`: wandb's server {settings.base_url} {what}. {offline}") from None
-    try:
-        known = wandb.login(prompt=False)
-    except wandb.Error as error:
-        raise InputError(f"`log.trackers`: wandb does not take the key that it finds: {error}; `wandb login` again") from None
-    if not known:
-        raise InputError(
-            f"`log.trackers`: wandb has no key for {settings.base_url}; run `wandb login` or set WANDB_API_KEY. {offline}"
-        )
+def read_kept(path: Path) -> dict[str, dict[str, Any]]:
+    """What `_keep` has written: of each tracker its run's `id`, what it has `seen`, and whether that is all that was logged."""
+    kept = load_object(path, "remove it, and trackers begin another run") if path.exists() else {}
+    for entry in kept.values():
+        seen = entry.get("seen") if isinstance(entry, dict) else None
+        if not isinstance(seen, dict) or not all(type(step) is int for step in seen.values()) or "complete" not in entry:
+            raise InputError(f"{path}: is not what a run writes there; remove it, and trackers begin another run")
+    return kept
 
 
-@contextlib.contextmanager
-def _refusals_of(tracker: GeneralTracker | JsonlTracker) -> Iterator[None]:
-    """One message for what W&B refuses after all: a key that it does not know, a project that is not the user's."""
-    if tracker.name != "wandb":
-        yield
-        return
-    import wandb
-
-    try:
-        yield
-    except wandb.Error as error:
-        what = " ".join(str(error).split())
-        raise InputError(f"`log.trackers`: wandb does not start: {what}; `wandb login` again, or WANDB_MODE=offline") from None
+def last_steps(path: Path) -> dict[str, int]:
+    """Of each kind of record in the metrics file at `path`, its last step."""
+    last: dict[str, int] = {}
+    for line in read_regular(path).splitlines(keepends=True):
+        if math.isfinite(step := _step_of(line)):
+            last[kind_of(parse_json(line))] = int(step)
+    return last
 
 
 def cut_back(path: Path, last_step: int) -> None:
@@ -219,29 +215,3 @@ def _step_of(line: bytes) -> float:
     except ValueError:
         return math.inf
     return step if type(step) is int else math.inf
-
-
-def _check(name: str) -> None:
-    known = ["jsonl", *LOGGER_TYPE_TO_CLASS]
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known trackers: {', '.join(sorted(known))}"
-        raise InputError(f"`log.trackers`: there is no tracker {name!r}; {hint}")
-    modules, package = _PACKAGES.get(name, ((name,), name))
-    if name != "jsonl" and not any(importlib.util.find_spec(module) for module in modules):
-        raise InputError(
-            f"`log.trackers`: {name!r} needs a package that is not installed; `pip install {package}`, or take it out"
-        )
-
-
-def _build(name: str, run_dir: Path, project: str, resumed_step: int) -> GeneralTracker | JsonlTracker:
-    if name == "jsonl":
-        return JsonlTracker(run_dir / METRICS_FILE, resumed_step)
-    tracker = LOGGER_TYPE_TO_CLASS[name]
-    if name == "tensorboard":  # purge_step: TensorBoard's own way of taking back what a killed run logged beyond its checkpoint
-        return tracker("tensorboard", run_dir, purge_step=resumed_step + 1 if resumed_step else None)
-    if name == "wandb":
-        return tracker(project, dir=str(run_dir), name=run_dir.name, group=run_dir.name)
-    if name == "trackio":
-        return tracker(project, name=f"{run_dir.name}-{resumed_step}" if resumed_step else run_dir.name, group=run_dir.name)
-    return tracker(project, run_dir) if tracker.requires_logging_directory else tracker(project)

@@ -165,9 +165,11 @@ class Plan:
         """What is allowed, and is perhaps not what the user wants."""
         found, needed, available = [], self.memory.total(self.expected_microbatch), self.devices.memory
         if self.packs is None:
+            nothing = "" if self.recipe.data.source else ", and no `data.source` says from what: a run would refuse that"
+            held_out = "; whether there are held-out packs to evaluate on" if self.recipe.evaluate.every and nothing else ""
             found.append(
-                f"`data.packs`: {self.recipe.data.packs} is not prepared yet. How many epochs the steps are is not known; FLOPs "
-                "count each pack as one document, which is the most that they can be"
+                f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps "
+                f"are{held_out}. FLOPs count each pack as one document, which is the most that they can be"
             )
         elif self.packs < self.packs_per_step:
             found.append(

@@ -18,7 +18,8 @@ from packing.parts import prepared
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
-from pretrain.metrics.trackers import check_services, resolve
+from pretrain.metrics.services import check_services
+from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
@@ -37,6 +38,7 @@ from pretrain.plan.tokenizer import (
     known_tokenizer,
     load_tokenizer,
     with_tokens_of,
+    without_absent_tokenizer,
 )
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
 from pretrain.precision.scope import check_shapes
@@ -131,14 +133,18 @@ def prepare_job(
     # What settings say by themselves.
     run_dir = config.run_dir_of(recipe)
     check_ours(run_dir)
-    resolve(recipe.log.trackers, run_dir=run_dir, project=recipe.log.project)
+    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
     active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
-    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
-    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if not recipe.data.prepares else None
+    # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
+    # comes before them, and before a tokenizer that is still to be trained.
+    to_come = not may_prepare and not prepared(recipe.data)
+    recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
+    opened_now = not recipe.data.prepares and not to_come
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
 
     # The model's shapes, without memory for its weights.
     known, vocabulary = known_tokenizer(recipe.data, data), None
@@ -173,8 +179,9 @@ def prepare_job(
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared yet, and the plan counts its packs; "
-            "`python -m packing prepare RECIPE` prepares it, and so does starting the run"
+            f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
+            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
+            "the command line plans without it"
         )
 
     plan = Plan(
@@ -188,7 +195,7 @@ def prepare_job(
         packs=len(data.train) if data else None,
         trained_share=data.trained_share if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        vocabulary=vocabulary,
+        vocabulary=absent or vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
     )

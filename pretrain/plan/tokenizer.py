@@ -24,7 +24,7 @@ from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
 from pretrain.plan.data import Data
-from pretrain.settings.recipe import ModelSettings
+from pretrain.settings.recipe import ModelSettings, Recipe
 
 VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
@@ -45,6 +45,29 @@ def known_tokenizer(settings: DataSettings, data: Data | None) -> dict[str, Any]
             f"({data.tokenizer.get('name', 'unnamed')}, {made_with[:12]}); name that one, or leave `data.tokenizer` out"
         )
     return named
+
+
+def without_absent_tokenizer(recipe: Recipe) -> tuple[Recipe, str | None]:
+    """For a plan before packs exist: `recipe` without a tokenizer that is not there yet and without the prompts that it would
+    read, and a line to say so; else as it is.
+
+    InputError where nothing but that tokenizer could say how large the vocabulary of the model is.
+    """
+    data, model = recipe.data, recipe.model
+    no_prompts = {"evaluate": recipe.evaluate.model_copy(update={"samples": ()})}
+    if data.tokenizer is None:  # the packs may bring one
+        return recipe if model.source else recipe.model_copy(update=no_prompts), None
+    if Path(data.tokenizer).exists():
+        return recipe, None
+    try:
+        load_text_tokenizer(data.tokenizer)
+    except InputError as error:
+        if model.source is None and "vocab_size" not in (model.config or {}):
+            raise InputError(f"{error}; or plan without it, with model.config.vocab_size=N on the command line") from None
+        origin = "of `model.source`" if model.source else "set by the recipe"
+        said = f"vocabulary {origin}, not checked: `data.tokenizer: {data.tokenizer}` is not there yet, or out of reach"
+        return recipe.model_copy(update=no_prompts | {"data": data.model_copy(update={"tokenizer": None})}), said
+    return recipe, None
 
 
 def with_tokens_of(tokenizer: Mapping[str, Any], settings: ModelSettings) -> tuple[ModelSettings, str]:

@@ -8,13 +8,24 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
+
+from foundation.errors import InputError
+
+
+class LauncherParser(argparse.ArgumentParser):
+    """One whose mistakes are an InputError, of which every process of a launch makes one message."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"command line: {message}; a setting is key=value or --key=value, and --help lists the options")
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """`description`: what the launcher is, for --help."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """`description`: what the launcher is, for --help. Raises InputError for an option that there is not."""
+    parser = LauncherParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="over the recipe's settings: weights=bf16 train.steps=9"
@@ -29,7 +40,18 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
     parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
     parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
-    return parser.parse_intermixed_args()  # so that key=value may follow an option
+    return parser.parse_intermixed_args(without_dashes(sys.argv[1:], parser))  # so that key=value may follow an option
+
+
+def without_dashes(arguments: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """`arguments` with `--key=value`, as W&B's agents write a setting, as `key=value`; options of `parser` stay as they are."""
+    usage = parser.format_usage()
+
+    def is_setting(text: str) -> bool:
+        name, equals, _ = text.partition("=")
+        return bool(equals) and name.startswith("--") and f"[{name}" not in usage
+
+    return [text[2:] if is_setting(text) else text for text in arguments]
 
 
 def positive(text: str) -> float:

@@ -50,10 +50,9 @@ def roll_back(run: Run, reason: str) -> None:
             "left_out": run.state.left_out,
             "abandoned": [each for each in read_metrics(run.folder.path) if each["step"] > run.state.step],
         }
-        # To a tracker this is what a resume is: the file is cut back, and a hosted service begins another segment.
+        # To a tracker this is what a resume is: the file is cut back, and a hosted service keeps the abandoned steps.
         run.trackers.finish()
-        log = run.job.recipe.log
-        run.trackers = resolve(log.trackers, run_dir=run.folder.path, project=log.project, resumed_step=run.state.step)
+        run.trackers = resolve(run.job.recipe.log, run_dir=run.folder.path, resumed_step=run.state.step)
         run.trackers.start(config.resolved(run.job.recipe))
         run.trackers.note(event)
     run.best = best_so_far(run)

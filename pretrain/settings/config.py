@@ -7,6 +7,8 @@ others in the recipe (steps, tokens or epochs, say) replaces them when it stands
 from __future__ import annotations
 
 import copy
+import difflib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,19 +64,37 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def run_dir_of(recipe: Recipe) -> Path:
-    """The run folder, with {name}, {precision}, {weights} and {seed} filled in."""
-    fields = {"name": recipe.name, "precision": recipe.precision, "weights": recipe.weights, "seed": recipe.seed}
-    return Path(filled_in(recipe.run_dir, fields))
+    """The run folder, with the recipe's own values for its {keys}: {name}, {optimizer.learning_rate}, ..."""
+    return Path(filled_in(recipe.run_dir, {key: value for key, value in flatten(resolved(recipe)).items() if key != "run_dir"}))
 
 
-def filled_in(run_dir: str, fields: Mapping[str, object]) -> str:
-    """`run_dir` with its {fields}, which are words and nothing more. InputError for any other brace, and where it is empty."""
+def filled_in(run_dir: str, fields: Mapping[str, Any]) -> str:
+    """`run_dir` with its {fields}, each written as a part of a folder's name.
+
+    InputError for any other brace, where it is empty, and where a name in it is longer than file systems take.
+    """
     if not run_dir.strip():
         raise InputError("`run_dir` is empty; name a folder, which the run makes")
-    if [field for field in re.findall(r"{(.*?)}|[{}]", run_dir) if field not in fields]:
-        known = ", ".join(f"{{{field}}}" for field in fields)
-        raise InputError(f"`run_dir`: {shown(run_dir, repr)} cannot be filled in; known fields: {known}")
-    return run_dir.format(**fields)
+
+    def written(found: re.Match[str]) -> str:
+        if found[1] in fields:
+            return in_a_name(fields[found[1]])
+        near = difflib.get_close_matches(found[1] or "", fields, n=1, cutoff=0.7)
+        known = ", ".join(f"{{{field}}}" for field in list(fields)[:4])
+        others = ", and every other key of the recipe" if len(fields) > 4 else ""
+        hint = f"did you mean {{{near[0]}}}?" if near else f"known fields: {known}{others}"
+        raise InputError(f"`run_dir`: {shown(run_dir, repr)} cannot be filled in; {hint}")
+
+    filled = re.sub(r"{(.*?)}|[{}]", written, run_dir)
+    if longest := [part for part in filled.split("/") if len(part.encode()) > 255]:
+        raise InputError(f"`run_dir`: {shown(longest[0], repr)} is too long for a folder's name; name fewer keys")
+    return filled
+
+
+def in_a_name(value: Any) -> str:
+    """A setting's value as a part of a folder's name: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B."""
+    text = value if isinstance(value, str) else json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
+    return re.sub(r"^\.+|[^A-Za-z0-9._+=,-]+", "_", text)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:

@@ -179,7 +179,9 @@ class CheckpointSettings(Settings):
 class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
-    project: str = "pretrain"  # the project that a hosted tracker files the run under
+    project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
+    entity: str | None = None  # W&B's user or team that the project belongs to; null: the user's default
+    tags: tuple[str, ...] = ()  # words that W&B and MLflow find the run by
     audit: Literal["short", "full"] = "short"  # short: three lines of it on the screen; audit.json has all of it
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
     fp8_statistics: PositiveCount | None = 100  # steps between looks at what quantization loses; null: never
@@ -221,7 +223,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # {name}, {precision}, {weights} and {seed} are filled in
+    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
 
     @field_validator("parity", mode="before")
     @classmethod

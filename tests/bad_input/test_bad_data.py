@@ -169,6 +169,8 @@ def test_packs_serve_runs_of_every_seed_and_are_refused_to_another_seed_of_their
     source.write_text(f"{DOCUMENT}\n" * 20)
     assert "`python -m packing prepare RECIPE` prepares it" in refusal("--plan", "train={epochs: 2}")
     planned = launch("--plan")
+    for horizon, steps in (("train.tokens=1000", "4 steps = "), ("train.steps=7", "7 steps = ")):
+        assert steps in launch("--plan", horizon).out
     previewed = launch("--preview-schedule", str(source.parent / "rate.png"))
     assert previewed.status == 0 and "12 steps" in previewed.out and (source.parent / "rate.png").is_file()
     assert planned.status == 0 and "not prepared yet" in planned.out and not Path(small_recipe["data"]["packs"]).exists()
@@ -200,6 +202,21 @@ def test_packs_that_are_not_there_are_refused(refusal, tmp_path):
     assert re.search(rf"^/no/such: no such file or folder \(`data.packs`\); .*{remedy}", refusal("data.packs=/no/such"))
     (tmp_path / "empty").mkdir()
     assert re.search(rf"empty: an empty folder \(`data.packs`\); .*{remedy}", refusal(f"data.packs={tmp_path / 'empty'}"))
+
+
+def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch, refusal, small_recipe):
+    planned = launch("--plan", "data.packs=/no/such")
+    said = " ".join(planned.out.split())
+    assert planned.status == 0 and "12 steps" in said, planned
+    assert "/no/such is not prepared yet, and no `data.source` says from what: a run would refuse that" in said
+    assert "Not known: how many epochs the steps are; whether there are held-out packs to evaluate on" in said
+    assert launch("--plan", "data.packs=/no/such", "evaluate.samples=[one]").status == 0, "the packs may bring a tokenizer"
+    tokenizer = ("data.packs=/no/such", "data.tokenizer=/no/such/tokenizer", "evaluate.samples=[one]")
+    said = " ".join(launch("--plan", *tokenizer).out.split())
+    assert "vocabulary set by the recipe, not checked: `data.tokenizer: /no/such/tokenizer` is not there yet" in said
+    del small_recipe["model"]["config"]["vocab_size"]
+    assert "/no/such/tokenizer: no such file or folder" in (says := refusal("--plan", *tokenizer))
+    assert says.endswith("or plan without it, with model.config.vocab_size=N on the command line")
 
 
 def test_packs_of_another_tokenizer_or_vocabulary_than_the_models_are_refused(model_folder, refusal, small_recipe, tmp_path):

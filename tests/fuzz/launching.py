@@ -102,10 +102,7 @@ class Launches:
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
         ):
-            try:
-                status = train_accelerate.main()
-            except SystemExit as error:  # argparse's own, with the usage
-                status = error.code
+            status = train_accelerate.main()
         if status == 2 and "error: " in err.getvalue():
             raise InputError(err.getvalue().partition("error: ")[2])
         if status:

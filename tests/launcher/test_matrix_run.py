@@ -93,7 +93,7 @@ def test_a_failed_cell_does_not_stop_the_others_and_alone_is_run_again(matrix_fi
     with RunFolder(folder / "fp32"):  # somebody else is training there
         status, output = run(path)
     assert status == 1, output
-    assert "fp32: failed" in output and "exit status 1" in output and f"the last of {folder / 'fp32.log'}" in output
+    assert "fp32: failed" in output and "exit status 2" in output and f"the last of {folder / 'fp32.log'}" in output
     assert f"the run folder is in use by process {os.getpid()}" in output
     assert "bf16: finished" in output and "1 of 2 cells are not finished" in output
     assert last_step(folder / "bf16") == 12 and not (folder / "fp32" / "metrics.jsonl").exists()
@@ -102,6 +102,7 @@ def test_a_failed_cell_does_not_stop_the_others_and_alone_is_run_again(matrix_fi
     status, output = run(path)
     assert status == 0, output
     assert "1 of 2 cells are finished already" in output and last_step(folder / "fp32") == 12
+    assert output.index("Best first:") < output.index("| 1 |") < output.index("| 2 |")
     assert (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns == trained, "left alone"
     page = (folder / "precisions.md").read_text()
     assert "| run  | minus fp32, all |" in page and page.partition("\n\n![curves](precisions.png)")[0] in output

@@ -8,6 +8,7 @@ from pretrain.precision.formats.definition import Precision
 class Bf16(Precision):
     name = "bf16"
     order = 10
+    colour = "#1F77B4"
     description = "BF16 products with FP32 accumulation"
     peak = "bf16"
     accelerate_name = "bf16"

@@ -23,6 +23,7 @@ from pretrain.precision.formats.definition import (
 class Block(QuantizedPrecision):
     name = "block"
     order = 40
+    colour = "#009E73"
     description = "FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights"
     peak = "fp8"
     multiple_of = 128

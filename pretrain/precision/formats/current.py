@@ -23,6 +23,7 @@ from pretrain.precision.formats.definition import (
 class Current(QuantizedPrecision):
     name = "current"
     order = 30
+    colour = "#C99700"
     description = "FP8 products; a scale a tensor, from its own largest value"
     peak = "fp8"
     multiple_of = 16

@@ -21,6 +21,7 @@ from pretrain.precision.formats.definition import (
 class Delayed(Current):
     name = "delayed"
     order = 20
+    colour = "#D55E00"
     description = "FP8 products; a scale a tensor, from the largest values of past microbatches"
     accelerate_name = "fp8"
     fallback_rank = 0

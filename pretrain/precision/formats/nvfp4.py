@@ -22,6 +22,7 @@ from pretrain.precision.quantizers.grid import E2M1, E4M3, Grid
 class Nvfp4(QuantizedPrecision):
     name = "nvfp4"
     order = 60
+    colour = "#CC6FA8"
     description = "FP4 products; an E4M3 scale for every 16 values under a scale a tensor"
     peak = "fp4"
     multiple_of = 16

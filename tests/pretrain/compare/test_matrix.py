@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
@@ -14,8 +15,11 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from pretrain.compare.matrix import StartedRun, environment_on, least_busy, mark, write_report
+from foundation.signals import StopRequest
+from pretrain.compare.matrix import Hours, run_all, write_report
+from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
+from pretrain.compare.ranking import OTHER_TEXT, Ranking
 from pretrain.settings.config import resolved
 
 ROOT = Path(__file__).parents[3]
@@ -25,31 +29,44 @@ ROOT = Path(__file__).parents[3]
 def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
 
-    def load(axes: dict[str, list[Any]]) -> Matrix:
+    def load(axes: dict[str, list[Any]], **keys: Any) -> Matrix:
         values = {
             "name": "m",
             "recipe": str(tmp_path / "recipe.yaml"),
             "accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml"),
         }
-        values |= {"axes": axes, "run_dir": f"{tmp_path}/runs/{{cell}}"}
+        values |= {"axes": axes, "run_dir": f"{tmp_path}/runs/{{cell}}"} | keys
         (tmp_path / "m.yaml").write_text(yaml.safe_dump(values))
         return load_matrix(tmp_path / "m.yaml")
 
     return load
 
 
-def leave_behind(cell: MatrixRun, loss: float) -> None:
-    """The files of a run of `cell` that has come to its end."""
+def leave_behind(
+    cell: MatrixRun, loss: float | None, *, held_out: float | None = None, tokens: int = 320, done: bool = True
+) -> None:
+    """The files of a run of `cell` that has come to its end, or, not `done`, to its fifth step."""
     cell.run_dir.mkdir(parents=True)
-    lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": loss, "step_ms": 10.0} for step in range(1, 13)]
+    last = 12 if done else 5
+    lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": loss, "step_ms": 10.0} for step in range(1, last + 1)]
+    if held_out is not None:
+        evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7, "held_out_tokens": tokens}
+        lines.append({"step": last, "event": "evaluation"} | evaluated)
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
-    (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+    if done:
+        (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
 
 
-def started(cell: MatrixRun, script: str, *, gpu: int | None = None, log_begins: int = 0) -> StartedRun:
+def started(cell: MatrixRun, script: str, *, slot: int | None = None, log_begins: int = 0, **environment: str) -> StartedRun:
     """A cell whose processes are a shell script's."""
-    return StartedRun(cell, subprocess.Popen(["sh", "-c", script], start_new_session=True), gpu=gpu, log_begins=log_begins)
+    process = subprocess.Popen(["sh", "-c", script], start_new_session=True, env=os.environ | environment)
+    return StartedRun(cell, process.pid, process, slot=slot, log_begins=log_begins)
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a table in Markdown, without its header."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line.startswith("|")]
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -88,15 +105,115 @@ def test_the_last_words_of_a_cell_are_those_since_this_start(matrix):
 
 
 def test_cells_are_spread_over_the_gpus_that_we_see_one_gpu_a_cell(matrix, monkeypatch: pytest.MonkeyPatch):
-    [cell] = matrix({"weights": ["fp32"]}).runs
+    found = matrix({"weights": ["fp32"]}, gpus=3)
+    [cell] = found.runs
     running: list[StartedRun] = []
     for _ in range(5):
-        running.append(started(cell, "true", gpu=least_busy(2, running)))
-    assert [one.gpu for one in running] == [0, 1, 0, 1, 0] and least_busy(2, running[1:3]) == 0 and least_busy(None, []) is None
+        running.append(started(cell, "true", slot=least_busy(2, running)))
+    assert [one.slot for one in running] == [0, 1, 0, 1, 0] and least_busy(2, running[1:3]) == 0 and least_busy(None, []) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    assert [environment_on(gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (None, 0, 1)] == ["3,5", "3", "5"]
+    assert [environment_on(found, slot)["CUDA_VISIBLE_DEVICES"] for slot in (None, 0, 1)] == ["3,5", "3", "5"]
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES names 2, which is fewer; lower `gpus`"):
-        environment_on(2)
+        environment_on(found, 2)
+
+
+def test_cells_of_several_processes_get_as_many_gpus_each(matrix, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = matrix({"weights": ["fp32", "bf16"]}, accelerate=str(ROOT / "accelerate_configs" / "ddp.yaml"), gpus=8, processes=3)
+    assert (found.slots, found.at_once) == (2, 2), "two GPUs are left over"
+    assert [environment_on(found, slot)["CUDA_VISIBLE_DEVICES"] for slot in range(2)] == ["0,1,2", "3,4,5"]
+    command = command_of(found, found.runs[0])
+    assert command[command.index("--num_processes") + 1] == "3" and command.index("--num_processes") < command.index(
+        "weights=fp32"
+    )
+
+
+def test_cells_side_by_side_on_a_cpu_share_its_cores(matrix, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 12)
+    assert environment_on(matrix({"weights": ["fp32"]}, at_once=3), None)["OMP_NUM_THREADS"] == "4"
+    assert "OMP_NUM_THREADS" not in environment_on(matrix({"weights": ["fp32"]}), None), "as accelerate chooses"
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert environment_on(matrix({"weights": ["fp32"]}, at_once=3), None)["OMP_NUM_THREADS"] == "1", "the user's word"
+
+
+def test_what_a_killed_matrix_left_running_is_found_and_waited_for(matrix):
+    found = matrix({"weights": ["fp32", "bf16"]})
+    first, second = found.runs
+    left = started(first, "sleep 600", PRETRAIN_STATUS_FILE=str(status_file(first)))
+    again = StartedRun.found(found, first)
+    assert again.group == left.group and not again.has_ended() and StartedRun.found(found, second) is None
+    again.signal(signal.SIGTERM)
+    wait_until(lambda: left.process.poll() is not None and again.has_ended())
+    assert again.exit_status() is None and StartedRun.found(found, first) is None
+
+
+def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, capsys):
+    found = matrix({"seed": [1, 2, 3]}, at_once=2)
+    for cell in found.runs[1:]:
+        started(cell, "sleep 0.2", PRETRAIN_STATUS_FILE=str(status_file(cell)))
+    leave_behind(found.runs[0], 2.0)
+    with StopRequest(passed_on=True) as stop:
+        outcomes = run_all(found, found.runs, stop, Ranking(found))
+    assert [outcome.status for outcome in outcomes] == ["finished before", "failed", "failed"], "they trained nothing"
+    said = capsys.readouterr().out
+    assert said.count("is running still, started by a matrix that has ended") == 2 and "started; its output" not in said
+
+
+def test_when_the_hours_are_over_what_runs_is_told_and_nothing_else_is_started(matrix, capsys):
+    found = matrix({"seed": [1, 2, 3]}, at_once=1, max_hours=1e-9)
+    left = started(found.runs[1], "sleep 600", PRETRAIN_STATUS_FILE=str(status_file(found.runs[1])))
+    with StopRequest(passed_on=True) as stop:
+        outcomes = run_all(found, found.runs, stop, Ranking(found))
+    assert [outcome.status for outcome in outcomes] == ["not started", "stopped", "not started"]
+    assert left.process.wait() == -signal.SIGTERM and "`max_hours: 1e-09` are over" in capsys.readouterr().out
+
+
+def test_the_hours_of_a_matrix_are_over_once():
+    now = [0.0]
+    hours = Hours(0.5, clock=lambda: now[0])
+    assert not hours.over and not hours.just_over()
+    now[0] = 1800.0
+    assert hours.just_over() and not hours.just_over() and hours.over
+    assert not Hours(None).over
+
+
+# ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_cells_are_best_first_by_held_out_loss_with_every_key_that_was_varied(matrix):
+    found = matrix({"optimizer.learning_rate": [0.01, 0.02, 0.03], "weights": ["fp32", "bf16"], "seed": [1]})
+    ranking = Ranking(found)
+    assert ranking.table() == "No cell has trained a step yet."
+    for cell, held_out in zip(found.runs[:4], (2.5, 2.25, 2.75, None), strict=True):
+        leave_behind(cell, 2.0, held_out=held_out)
+    leave_behind(found.runs[4], 1.0, held_out=1.0, done=False)
+    table = ranking.table()
+    assert table.splitlines()[0].split()[1:6:2] == ["#", "optimizer.learning_rate", "weights"], "seed is the same in all"
+    assert [row[:6] for row in rows(table)] == [
+        ["1", "0.01", "bf16", "2.2500", "2.0000", "12"],
+        ["2", "0.01", "fp32", "2.5000", "2.0000", "12"],
+        ["3", "0.02", "fp32", "2.7500", "2.0000", "12"],
+        ["4", "0.02", "bf16", "–", "2.0000", "12"],
+        ["5", "0.03", "fp32", "1.0000", "1.0000", "5, not finished"],
+    ]
+    assert "1 of 6 cells have not begun" in table
+    assert len(rows(ranking.table(best=2))) == 2 and "3 more" in ranking.table(best=2)
+
+
+def test_a_cell_that_sets_no_value_for_a_varied_key_shows_its_recipes(matrix):
+    found = matrix({"seed": [1, 2]}, cells=[{"optimizer.learning_rate": 0.5}])
+    for cell in found.runs:
+        leave_behind(cell, 2.0, held_out=2.0 + found.runs.index(cell))
+    assert [row[1:3] for row in rows(Ranking(found).table())] == [["1", "0.01"], ["2", "0.01"], ["42", "0.5"]]
+
+
+def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix):
+    found = matrix({"seed": [1, 2, 3]})
+    for cell, loss, tokens in zip(found.runs, (None, 3.0, 2.0), (320, 320, 640), strict=True):
+        leave_behind(cell, loss, held_out=loss, tokens=tokens)
+    table = Ranking(found).table()
+    assert [row[1] for row in rows(table)] == ["3", "2", "1"] and OTHER_TEXT in table
 
 
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
@@ -109,11 +226,9 @@ def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
     assert {"m.md", "m.png"} <= {path.name for path in found.folder.iterdir()}
 
 
-def test_cells_that_were_trained_differently_are_left_out_of_the_report_by_name(matrix):
+def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
     found = matrix({"optimizer.learning_rate": [0.01, 0.02], "weights": ["fp32", "bf16"]})
     for cell in found.runs:
         leave_behind(cell, 2.0)
     said = write_report(found)
-    table = said.partition("\n\n")[0]
-    assert "learning_rate=0.01-bf16 " in table and "learning_rate=0.02" not in table
-    assert "learning_rate=0.02-fp32 is left out: it differs from learning_rate=0.01-fp32 in `optimizer.learning_rate`" in said
+    assert "left out" not in said and all(f"| {cell.name} " in said.partition("\n\n")[0] for cell in found.runs)

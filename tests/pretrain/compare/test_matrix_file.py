@@ -147,6 +147,9 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         ({"overrides": {"weights": "bf16"}}, r"`weights` is an axis, and an override too.*--only weights=VALUE"),
         ({"accelerate": "accelerate_configs/cpv.yaml"}, r"cpv\.yaml: no such file; did you mean accelerate_configs/cpu\.yaml"),
         ({"at_once": 0}, r"`at_once` is 0"),
+        ({"max_hours": 0}, r"`max_hours` is 0"),
+        ({"processes": 2}, r"`processes: 2`, but .*cpu\.yaml starts one; name a file for several"),
+        ({"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1}, r"`gpus: 1` are fewer than the 2 processes"),
     ],
 )
 def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: dict[str, Any], message: str):
@@ -157,10 +160,12 @@ def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: di
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
-    plainest = {"precision": "bf16", "weights": "fp32"}
-    if path.stem == "trades":
-        plainest = {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"}
-    assert load_matrix(path).baseline.values == plainest
+    plainest = {
+        "trades": {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"},
+        "learning_rate": {"optimizer.learning_rate": 0.004, "optimizer.weight_decay": 0.1},
+        "demo": {"precision": "fp32"},
+    }
+    assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
 
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
@@ -193,6 +198,18 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     assert cell.is_finished()
     leave_behind(cell, log={"every": 100}, checkpoint={"keep": 7})
     assert cell.is_finished(), "what it shows and keeps is no part of what it trains"
+
+
+def test_what_a_run_took_from_its_tokenizer_makes_it_no_other_training(matrix):
+    cell = matrix().runs[2]
+    model = resolved(cell.recipe)["model"]
+    for config, same in (
+        ({"bos_token_id": None, "pad_token_id": 3}, True),
+        ({"rope_theta": 1e6}, False),
+        ({"vocab_size": 128}, False),
+    ):
+        leave_behind(cell, model=model | {"config": model["config"] | config})
+        assert cell.is_finished() is same, config
 
 
 @pytest.mark.parametrize(

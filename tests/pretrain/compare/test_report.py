@@ -9,11 +9,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
@@ -21,53 +19,12 @@ from matplotlib.image import imread
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
-from pretrain.compare.figures import COLOURS, moving_mean, plot_losses, window_of
+from pretrain.compare.figures import plot_losses
 from pretrain.compare.report import comparison_table, grid_tables, summary_table, write
+from pretrain.compare.smoothing import moving_mean, window_of
 from pretrain.metrics.run_record import RunRecord, read_metrics, read_run
-from pretrain.settings.config import load_recipe, resolved
-
-RECIPE = {
-    "name": "trained",
-    "precision": "bf16",
-    "model": {"config": {"model_type": "qwen3", "hidden_size": 32}},
-    "data": {"packs": "packs"},
-    "batch": {"tokens": 4096},
-    "train": {"steps": 4},
-}
-
-
-def make_run(
-    path: Path,
-    losses: Sequence[float | None] = (4.0, 3.0, 2.5, 2.25),
-    *settings: str,
-    fingerprint: str | None = "ab12",
-    audit: dict[str, Any] | None = None,
-    held_out: bool = True,
-    side_by_side: bool = False,
-) -> Path:
-    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it."""
-    path.mkdir(parents=True)
-    records = [
-        {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
-        | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
-        | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
-        for step, loss in enumerate(losses, start=1)
-    ]
-    if held_out:
-        records.append({"step": len(losses), "event": "evaluation", "held_out_loss": 2.4, "held_out_perplexity": 11.02})
-    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    recipe = path.parent / "recipe.yaml"
-    recipe.write_text(yaml.safe_dump(RECIPE))
-    (path / "config.yaml").write_text(yaml.safe_dump(resolved(load_recipe(recipe, settings))))
-    (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
-    (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
-    if side_by_side:
-        (path / "matrix.json").write_text(json.dumps({"side_by_side": True}))
-    return path
-
-
-def trained(*arguments: Any, **keywords: Any) -> RunRecord:
-    return read_run(make_run(*arguments, **keywords))
+from pretrain.precision.registry import PRECISIONS
+from tests.pretrain.compare.made_runs import make_run, trained
 
 
 def cells(table: str) -> list[list[str]]:
@@ -343,8 +300,7 @@ def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
     assert imread(tmp_path / "both.png").std() > 0.05
 
 
-def test_many_runs_are_drawn_in_a_colour_for_each_precision(tmp_path):
-    """Nine runs are more than there are colours: by the registry's order bf16 takes the first and nvfp4 the second."""
+def test_runs_are_drawn_in_the_colour_of_their_precision(tmp_path):
     runs = grid_of_runs(tmp_path, ("linear", "linear+head", "linear+head+norm"))
     runs.append(trained(tmp_path / "last", [3.0] * 400, "weights=bf16", side_by_side=True))
     plot_losses(runs, tmp_path / "comparison.png")
@@ -354,7 +310,8 @@ def test_many_runs_are_drawn_in_a_colour_for_each_precision(tmp_path):
         wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
         return bool((np.abs(picture - wanted).max(axis=-1) < 0.02).any())
 
-    assert [drawn(colour) for colour in COLOURS[:4]] == [True, True, False, False]
+    colours = {name: precision.colour for name, precision in PRECISIONS.items() if name != "fp32"}  # grey, as letters' edges are
+    assert {name for name, colour in colours.items() if drawn(colour)} == {"bf16", "nvfp4"}
 
 
 # ── The command line ──────────────────────────────────────────────────────────────────────────────────────────────────────────

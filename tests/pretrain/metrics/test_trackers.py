@@ -9,16 +9,25 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from accelerate import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.metrics.trackers import JsonlTracker, cut_back, resolve
+from pretrain.metrics.services import check_services
+from pretrain.metrics.trackers import JsonlTracker, Trackers, cut_back
+from pretrain.metrics.trackers import resolve as resolve_settings
+from pretrain.settings.recipe import LogSettings
 
 CONFIG = {"name": "demo", "seed": 42, "optimizer": {"betas": [0.9, 0.95], "clip": None}, "data": {"mask_boundaries": True}}
+
+
+def resolve(names: list[str], *, project: str = "p", tags: tuple[str, ...] = (), **options) -> Trackers:
+    return resolve_settings(LogSettings(trackers=names, project=project, tags=tags), **options)
 
 
 def record(step: int, loss: float = 2.0) -> dict:
@@ -107,18 +116,18 @@ def test_a_disk_failure_while_cutting_back_leaves_the_old_file(tmp_path, monkeyp
 
 def test_an_unknown_tracker_is_refused_with_the_nearest_name(tmp_path):
     with pytest.raises(InputError, match=r"'tensorbord'.*did you mean 'tensorboard'"):
-        resolve(["jsonl", "tensorbord"], run_dir=tmp_path, project="p")
+        resolve(["jsonl", "tensorbord"], run_dir=tmp_path)
 
 
 def test_a_tracker_whose_package_is_missing_is_refused_on_every_process_and_the_package_named(tmp_path):
     for main_process in (True, False):
         with pytest.raises(InputError, match=r"'comet_ml'.*pip install comet-ml"):
-            resolve(["comet_ml"], run_dir=tmp_path, project="p", main_process=main_process)
+            resolve(["comet_ml"], run_dir=tmp_path, main_process=main_process)
 
 
 def test_resolving_writes_nothing_and_other_processes_have_no_trackers(tmp_path):
-    assert len(resolve(["jsonl", "tensorboard"], run_dir=tmp_path, project="p").trackers) == 2
-    others = resolve(["jsonl", "tensorboard"], run_dir=tmp_path, project="p", main_process=False)
+    assert [each.name for each in resolve(["jsonl", "tensorboard"], run_dir=tmp_path).others] == ["tensorboard"]
+    others = resolve(["jsonl", "tensorboard"], run_dir=tmp_path, main_process=False)
     others.start(CONFIG)
     others.log(record(1))
     others.finish()
@@ -136,7 +145,7 @@ def test_tensorboard_holds_every_scalar_once_after_a_resume(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     def run(steps, resumed_step, loss):
-        trackers = resolve(["tensorboard"], run_dir=tmp_path, project="p", resumed_step=resumed_step)
+        trackers = resolve(["tensorboard"], run_dir=tmp_path, resumed_step=resumed_step)
         trackers.start(CONFIG)
         for step in steps:
             trackers.log({**record(step, loss), "skipped": False, "mfu_bf16_peak": None})
@@ -147,42 +156,177 @@ def test_tensorboard_holds_every_scalar_once_after_a_resume(tmp_path):
     run(range(6, 11), 5, loss=2.0)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["held_out_loss", "held_out_perplexity", "loss", "tokens_per_second"]
+    names = ["held_out_loss", "held_out_perplexity", "loss", "throughput_per_sec", "tokens_per_second"]
+    assert sorted(events.Tags()["scalars"]) == names
     losses = {event.step: event.value for event in events.Scalars("loss")}
     assert len(events.Scalars("loss")) == 10 and losses == {step: 3.0 if step <= 5 else 2.0 for step in range(1, 11)}
     hparams = next((tmp_path / "tensorboard").rglob("hparams.yml")).read_text()
     assert "optimizer.betas: '[0.9, 0.95]'" in hparams and "seed: 42" in hparams
 
 
-# Trackers that start services and read their environment once run in a process of their own.
+# ── One run over all starts ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+# A start that is killed after step 3, and one that goes on from the checkpoint of step 2. Trackers that start services and read
+# their environment once run in a process of their own.
 PROGRAM = """
 import sys
 from pathlib import Path
+import matplotlib.image
+import numpy
 from accelerate import PartialState
 from pretrain.metrics.trackers import resolve
+from pretrain.settings.recipe import LogSettings
+
+def run(name, run_dir, resumed_step, steps, loss):
+    log = LogSettings(trackers=[name], project="pretraining-tests", tags=["small"])
+    trackers = resolve(log, run_dir=run_dir, resumed_step=resumed_step)
+    trackers.start({"optimizer": {"learning_rate": 0.125, "betas": [0.9, 0.95]}, "log": {"every": resumed_step}})
+    for step in steps:
+        trackers.log({"step": step, "loss": loss * step, "gradient_norm": 0.25, "tflops": None, "skipped": False})
+    sample = {"prompt": "Once upon", "text": " a time"}
+    trackers.log_samples({"step": steps[-1], "event": "samples", "samples": [sample]})
+    trackers.picture(run_dir.parent / "loss.png", steps[-1])
+    trackers.finish()
+
 PartialState(cpu=True)
-trackers = resolve([sys.argv[1]], run_dir=Path(sys.argv[2]), project="pretraining-tests")
-trackers.start({"optimizer": {"learning_rate": 0.125, "betas": [0.9, 0.95]}})
-for step in (1, 2, 3):
-    trackers.log({"step": step, "loss": 0.5 * step, "event": "none", "tflops": None})
-trackers.finish()
+if __name__ == "__main__":
+    name, run_dir = sys.argv[1], Path(sys.argv[2])
+    matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
+    run(name, run_dir, 0, (1, 2, 3), 0.5)
+    run(name, run_dir, 2, (3, 4), 1234.5)
 """
 
 
-def track_elsewhere(name: str, run_dir: Path, **environment: str) -> None:
-    subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(run_dir)], check=True, env={**os.environ, **environment}, timeout=100
+def track_elsewhere(name: str, run_dir: Path, **environment: str) -> dict:
+    """What trackers.json says of the tracker after both starts."""
+    command = [sys.executable, "-c", PROGRAM, name, str(run_dir)]
+    subprocess.run(command, check=True, env={**os.environ, **environment}, timeout=100)
+    return json.loads((run_dir / "trackers.json").read_text())[name]
+
+
+def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tmp_path):
+    kept = track_elsewhere("wandb", tmp_path / "run-1", WANDB_MODE="offline", WANDB_SILENT="true")
+    first, second = sorted(
+        (tmp_path / "run-1" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime_ns
     )
-
-
-def test_wandb_runs_offline_and_its_record_holds_config_and_history(tmp_path):
-    track_elsewhere("wandb", tmp_path, WANDB_MODE="offline", WANDB_SILENT="true")
-    (stored,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    content = stored.read_bytes()
-    for expected in (b"optimizer.learning_rate", b"0.125", b"pretraining-tests", b"loss", b"1.5"):
+    assert first.name == second.name == f"run-{kept['id']}.wandb" and kept["seen"] == {"step": 4, "samples": 4}
+    content = first.read_bytes()
+    for expected in (b"optimizer.learning_rate", b"0.125", b"pretraining-tests", b"grad_norm", b"1.5", b"small", b"table-file"):
         assert expected in content
     assert b"tflops" not in content
+    again = second.read_bytes()
+    assert b"4938" in again and b"3703.5" not in again, "step 3 is there already"
+    assert list((tmp_path / "run-1").rglob("media/images/loss_picture*.png")), "the picture"
 
+
+def test_trackio_has_config_history_and_samples_of_both_starts_in_one_run(tmp_path):
+    track_elsewhere("trackio", tmp_path / "run-1", TRACKIO_DIR=str(tmp_path))
+    with closing(sqlite3.connect(tmp_path / "pretraining-tests.db")) as database:
+        history = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+        configs = database.execute("select config from configs").fetchall()
+    records = [(name, step, json.loads(values)) for name, step, values in history]
+    assert {name for name, *_ in records} == {"run-1"}
+    losses = [(step, values["loss"], values["grad_norm"]) for _, step, values in records if "loss" in values]
+    assert losses == [(1, 0.5, 0.25), (2, 1.0, 0.25), (3, 1.5, 0.25), (4, 4938.0, 0.25)]
+    assert [step for _, step, values in records if "samples" in values] == [3, 4]
+    assert json.loads(configs[-1][0])["optimizer.learning_rate"] == 0.125
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_mlflow_has_one_run_with_each_step_once_samples_picture_and_tags(tmp_path, monkeypatch):
+    for name, value in {
+        "TRACKING_URI": f"file:{tmp_path}/store",
+        "ALLOW_FILE_STORE": "true",
+        "DISABLE_TELEMETRY": "true",
+    }.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    import mlflow
+
+    program: dict = {"__name__": "program"}
+    exec(PROGRAM, program)  # in this process: mlflow needs no service of its own
+    (tmp_path / "loss.png").write_bytes(b"picture")
+    for resumed_step, steps, loss in ((0, (1, 2, 3), 0.5), (2, (3, 4), 1234.5)):
+        program["run"]("mlflow", tmp_path / "run-1", resumed_step, steps, loss)
+    client = mlflow.MlflowClient()
+    (experiment,) = client.search_experiments(filter_string="name = 'pretraining-tests'")
+    (found,) = client.search_runs([experiment.experiment_id])
+    history = {(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, "loss")}
+    assert history == {(1, 0.5), (2, 1.0), (3, 1.5), (4, 4938.0)} and found.data.metrics["grad_norm"] == 0.25
+    assert (found.data.params["optimizer.learning_rate"], found.data.params["log.every"]) == ("0.125", "0"), "what was first"
+    assert found.data.tags["small"] == "true" and found.info.run_name == "run-1" and found.info.status == "FINISHED"
+    assert {each.path for each in client.list_artifacts(found.info.run_id)} == {"loss.png", "samples"}
+
+
+class FailingTracker:
+    """A service that is there at the start, and away at step 2 of its first start."""
+
+    requires_logging_directory = False
+    given: ClassVar[list[int]] = []
+    starts = 0
+
+    def __init__(self, project: str, **_: object) -> None: ...
+
+    def start(self) -> None:
+        type(self).starts += 1
+
+    def store_init_configuration(self, values: dict) -> None: ...
+
+    def log(self, values: dict, step: int) -> None:
+        if step == 2 and self.starts == 1:
+            raise ConnectionError("the server is away")
+        self.given.append(step)
+
+    def finish(self) -> None: ...
+
+
+def test_a_tracker_that_fails_costs_no_training_and_gets_what_it_missed_at_the_next_start(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", FailingTracker)
+    for resumed_step, steps in ((0, (1, 2, 3, 4)), (3, (4, 5))):
+        trackers = resolve(["trackio"], run_dir=tmp_path / "run", resumed_step=resumed_step)
+        trackers.start(CONFIG)
+        for step in steps:
+            trackers.log(record(step))
+        if resumed_step:
+            trackers.finish()  # the first start is killed
+    assert FailingTracker.given == [1, 2, 3, 4, 5]
+    assert caplog.text.count("trackio has failed and gets nothing more of this run: the server is away") == 1
+
+
+def test_a_tracker_that_is_named_later_gets_the_steps_before(tmp_path, monkeypatch):
+    class LaterTracker(FailingTracker):
+        given: ClassVar[list[int]] = []
+        starts = 1
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", LaterTracker)
+    for resumed_step, steps, names in ((0, (1, 2, 3), []), (2, (3, 4), ["trackio"]), (4, (5, 6), []), (6, (7,), ["trackio"])):
+        trackers = resolve(names, run_dir=tmp_path / "run", resumed_step=resumed_step)
+        trackers.start(CONFIG)
+        for step in steps:
+            trackers.log(record(step))
+        trackers.finish()
+    assert LaterTracker.given == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_tracker_that_does_not_start_and_a_damaged_trackers_file_are_one_message_each(tmp_path, monkeypatch):
+    def refuse(tracker: object) -> None:
+        raise ConnectionError("no such\n  project")
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "trackio", type("RefusingTracker", (FailingTracker,), {"start": refuse}))
+    with pytest.raises(InputError, match=r"`log.trackers`: trackio does not start: no such project; mend that, or take it out$"):
+        resolve(["trackio"], run_dir=tmp_path).start(CONFIG)
+    for damaged in (
+        '{"trackio": 3}',
+        '{"trackio": {"seen": {"step": "x"}, "complete": true}}',
+        '{"trackio": {"seen": {}}}',
+        "[]",
+        "{",
+    ):
+        (tmp_path / "trackers.json").write_text(damaged)
+        with pytest.raises(InputError, match=r"trackers.json: .*remove it, and trackers begin another run"):
+            resolve(["trackio"], run_dir=tmp_path)
+
+
+# ── Before any work ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 CHECKS = """
 import os, threading
@@ -191,7 +335,7 @@ server = HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)  # which answers e
 os.environ["WANDB_BASE_URL"] = f"http://127.0.0.1:{server.server_port}"
 threading.Thread(target=server.serve_forever, daemon=True).start()
 from foundation.errors import InputError
-from pretrain.metrics.trackers import check_services
+from pretrain.metrics.services import check_services
 for _ in range(2):
     try:
         check_services(["jsonl", "wandb"])
@@ -213,12 +357,12 @@ def test_wandb_without_a_key_or_a_server_is_one_message_each_before_any_work(tmp
     assert "WANDB_MODE=offline" in no_key and "WANDB_MODE=offline" in no_server
 
 
-def test_trackio_stores_config_and_history_in_its_local_database(tmp_path):
-    track_elsewhere("trackio", tmp_path / "run-1", TRACKIO_DIR=str(tmp_path))
-    with closing(sqlite3.connect(tmp_path / "pretraining-tests.db")) as database:
-        history = database.execute("select run_name, step, metrics from metrics order by step").fetchall()
-        ((config,),) = database.execute("select config from configs").fetchall()
-    assert [(name, step, json.loads(values)) for name, step, values in history] == [
-        ("run-1", step, {"loss": 0.5 * step}) for step in (1, 2, 3)
-    ]
-    assert json.loads(config)["optimizer.learning_rate"] == 0.125
+def test_mlflow_without_a_server_or_with_a_store_that_cannot_be_used_is_one_message_each(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(
+        InputError, match=r"mlflow's server http://127.0.0.1:9 cannot be reached within 5 s .*MLFLOW_TRACKING_URI"
+    ):
+        check_services(["mlflow"])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nonsense://x")
+    with pytest.raises(InputError, match=r"mlflow cannot use MLFLOW_TRACKING_URI nonsense://x: .*unsupported URI"):
+        check_services(["mlflow"])

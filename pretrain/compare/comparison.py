@@ -1,0 +1,267 @@
+"""What a comparison comes to: where each run stands beside the baseline, the Pareto front, and the answer in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from foundation.units import count
+from pretrain.compare.appearance import Look, looks_of
+from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.smoothing import moving_mean
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord
+
+TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
+LOSS_KEY = f"loss_last_{LAST_STEPS}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A run beside the baseline. None is what is not known, or does not compare."""
+
+    run: RunRecord
+    look: Look
+    is_baseline: bool
+    gap: Gap | None  # of the losses, paired by step; None of the baseline, and where `not_paired` says why
+    end_gap: float | None  # the mean difference of the last fifth alone
+    not_paired: str | None
+    held_out_gap: float | None  # one evaluation's, on the same packs
+    speed: float | None  # tokens/s that the hardware computed for this run alone; None where it was emulated or shared
+    speedup: float | None  # over the baseline's
+    hours: float | None  # to the horizon that its recipe names, at its median speed
+    hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
+    on_front: bool  # no other run is both faster and lower
+    loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
+
+    @property
+    def diverged(self) -> bool:
+        """Whether its last step's loss is no finite number."""
+        return not np.isfinite(self.run.curve("loss")[1][-1:]).all()
+
+    @property
+    def shown_speed(self) -> float | None:
+        """Tokens/s of an emulated run too, which is marked; None where it shared its machine."""
+        return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    standings: list[Standing]
+    tolerance: float
+    matched_loss: float | None  # nats a token, of the training loss, that every run with a speed of its own reached
+
+    @classmethod
+    def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
+        """`runs`: comparable, the baseline first."""
+        looks, speeds = looks_of(runs), [own_speed(run) for run in runs]
+        matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
+        by_held_out = all("held_out_loss" in run.summary for run in runs)
+        ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
+        front = pareto_front(speeds, ends)
+        standings = []
+        for place, run in enumerate(runs):
+            reason = why_not_paired(runs[0], run) if place else None
+            differences = loss_differences(runs[0], run)[1] if place and not reason else None
+            held_out = [each.summary.get("held_out_loss") for each in (runs[0], run)]
+            both_held_out = place and None not in held_out and same_held_out(runs[0], run)
+            standings.append(
+                Standing(
+                    run=run,
+                    look=looks[place],
+                    is_baseline=not place,
+                    gap=None if differences is None else Gap.of(differences),
+                    end_gap=None if differences is None else float(last_fifth(differences).mean()),
+                    not_paired=reason,
+                    held_out_gap=held_out[1] - held_out[0] if both_held_out else None,
+                    speed=speeds[place],
+                    speedup=speeds[place] / speeds[0] if place and speeds[place] and speeds[0] else None,
+                    hours=hours_to_horizon(run, speeds[place]),
+                    hours_to_match=hours_to_match[place],
+                    on_front=place in front,
+                    loss=ends[place],
+                )
+            )
+        return cls(standings, tolerance, matched)
+
+    @property
+    def by_held_out(self) -> bool:
+        """Whether every run has a held-out loss, so that this is what they are ranked by."""
+        return all("held_out_loss" in each.run.summary for each in self.standings)
+
+    @property
+    def baseline(self) -> Standing:
+        return self.standings[0]
+
+    @property
+    def paired(self) -> list[Standing]:
+        return [each for each in self.standings if each.gap is not None]
+
+    def over_the_gate(self) -> list[Standing]:
+        """Runs that end further above the baseline than is tolerated; one whose loss ends as no number is among them."""
+        return [each for each in self.paired if each.diverged or not each.gap.mean <= self.tolerance]
+
+    def answer(self) -> str:
+        """The comparison in a sentence, from its figures alone; a second one where a run's loss ends as no number."""
+        if len(self.standings) == 1:
+            return answer_for_one(self.baseline)
+        lost = [each.look.label for each in self.standings if each.diverged]
+        said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
+        sound = [each for each in self.paired if not each.diverged]
+        kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
+        return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
+
+    def _fastest_or_nearest(self, sound: Sequence[Standing]) -> str:
+        """Of `sound` runs, which are paired: the fastest that ends near the baseline; without speeds, how many end near it."""
+        name = self.baseline.look.label
+        equal = [each for each in sound if each.gap.mean <= self.tolerance]
+        if any(each.speedup for each in sound):
+            faster = [each for each in equal if each.speedup and each.speedup > 1]
+            if faster:
+                best = max(faster, key=lambda each: each.speedup)
+                return f"{best.look.label}: {best.speedup:.2f} × the speed of {name}, {described_gap(best)}."
+            fastest = max((each for each in sound if each.speedup), key=lambda each: each.speedup)
+            return (
+                f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
+                f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
+            )
+        if len(sound) == 1:
+            return f"{sound[0].look.label} against {name}: {described_gap(sound[0])}."
+        said = f"{len(equal)} of {len(sound)} runs end within {self.tolerance:g} nats of {name}"
+        if beyond := [each for each in sound if each not in equal]:
+            means = sorted(each.gap.mean for each in beyond)
+            by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
+            who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
+            said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
+        return f"{said} (means of the last {max(each.gap.steps for each in sound)} steps)."
+
+    def _what_they_share(self, some: Sequence[Standing]) -> str:
+        """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
+        others = [each for each in self.standings if each not in some]
+        for what, value_of in (
+            ("weights", lambda each: each.run.config.get("weights")),
+            ("precision", lambda each: each.run.precision),
+        ):
+            values = {value_of(each) for each in some}
+            if values.isdisjoint(map(value_of, others)):
+                number = f"{len(some)} " if len(some) > 1 else "one "
+                return f"the {number}with {what} {' or '.join(sorted(map(str, values)))}"
+        return ""
+
+    def why_no_speed(self) -> str:
+        """What to add where speeds are not compared; empty where they are."""
+        if len(self.standings) == 1 or any(each.speedup for each in self.standings):
+            return ""
+        if all(each.run.side_by_side for each in self.standings):
+            return "They shared their machine, so their speeds are not compared."
+        if any(each.run.emulated for each in self.standings):
+            return "What is emulated has no speed of the hardware, so no speeds are compared."
+        return ""
+
+    def _lowest(self) -> str:
+        """Of runs that are compared in other things than precision, or cannot be paired."""
+        known = sorted((each for each in self.standings if each.loss is not None), key=lambda each: each.loss)
+        if not known:
+            return "No run has a loss that is a number."
+        what = "held-out loss" if self.by_held_out else "training loss"
+        best = known[0]
+        said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
+        if best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
+            said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
+        elif known[1:]:
+            said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
+        unpaired = [each for each in self.standings if each.not_paired]
+        return f"{said}." + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
+
+
+def named(standing: Standing) -> str:
+    kind = standing.look.kind
+    return standing.look.label + (f" ({kind})" if kind and kind not in standing.look.label else "")
+
+
+def described_gap(standing: Standing, *, held_out: bool = True) -> str:
+    """As "loss +0.0004 ± 0.0002 nats, held out +0.0002"; ± is half of the interval."""
+    gap = standing.gap
+    sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else ""
+    said = f"loss {signed(gap.mean)} {sure}".rstrip() + " nats"
+    if not sure:
+        said += f" ({gap.steps} steps, too few for an interval)"
+    return said + (f", held out {signed(standing.held_out_gap)}" if held_out and standing.held_out_gap is not None else "")
+
+
+def signed(nats: float) -> str:
+    """+0.0004, with a minus as wide as a plus; five digits of what four would call nothing."""
+    return "0" if abs(nats) < NOTHING else f"{nats:+.{_digits(nats)}f}".replace("-", "−")
+
+
+def unsigned(nats: float) -> str:
+    return f"{nats:.{_digits(nats)}f}"
+
+
+NOTHING = 5e-6  # nats, which five digits call nothing too
+
+
+def _digits(nats: float) -> int:
+    return 5 if 0 < abs(nats) < 1e-4 else 4
+
+
+def answer_for_one(standing: Standing) -> str:
+    figures = standing.run.summary
+    parts = [f"{standing.look.label}: {figures['steps']:,} steps of {standing.run.precision}, {count(figures['tokens'])} tokens"]
+    if LOSS_KEY in figures:
+        parts.append(f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {min(LAST_STEPS, figures['steps'])} steps)")
+    if "held_out_loss" in figures:
+        parts.append(f"held-out loss {figures['held_out_loss']:.4f}")
+    if standing.shown_speed:
+        parts.append(f"{count(standing.shown_speed)} tokens/s" + (", emulated" if standing.run.emulated else ""))
+    return "; ".join(parts) + "."
+
+
+def own_speed(run: RunRecord) -> float | None:
+    return None if run.side_by_side or run.emulated else run.summary.get("tokens_per_second")
+
+
+def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
+    """What the whole of its recipe takes at `speed`: of `train.steps` or `train.tokens`, else of what it has trained."""
+    train = run.config.get("train") or {}
+    steps, tokens = train.get("steps"), train.get("tokens")
+    if steps and run.tokens_per_step:
+        tokens = steps * run.tokens_per_step
+    return (tokens or run.summary["tokens"]) / speed / 3600 if speed else None
+
+
+def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[float | None]]:
+    """(the lowest training loss that all reached, hours of steps until each was there first); None is left out.
+
+    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps.
+    """
+    curves = []
+    for run in runs:
+        steps = [record for record in run.metrics if "event" not in record] if run else []
+        if not steps or "step_ms" not in steps[0]:
+            curves.append(None)
+            continue
+        losses = run.curve("loss")[1]
+        losses = moving_mean(losses, min(LAST_STEPS, len(losses) // 5) | 1)
+        curves.append((losses, np.cumsum([record["step_ms"] or 0.0 for record in steps]) / 3.6e6))
+    known = [losses for losses, _ in filter(None, curves) if np.isfinite(losses).any()]
+    if len(known) < 2:
+        return None, [None] * len(runs)
+    target = max(float(np.nanmin(losses)) for losses in known)
+    reached: list[float | None] = []
+    for curve in curves:
+        arrived = np.flatnonzero(curve[0] <= target) if curve else ()
+        reached.append(float(curve[1][arrived[0]]) if len(arrived) else None)
+    return target, reached
+
+
+def pareto_front(speeds: Sequence[float | None], losses: Sequence[float | None]) -> set[int]:
+    """The places of those that no other beats in speed and loss at once."""
+    known = [(s, x, place) for place, (s, x) in enumerate(zip(speeds, losses, strict=True)) if s is not None and x is not None]
+    return {
+        place
+        for speed, loss, place in known
+        if not any(s >= speed and x <= loss and (s > speed or x < loss) for s, x, _ in known)
+    }

@@ -1,0 +1,58 @@
+"""Runs of which a result file is all that is left: what `python -m benchmarks.collect_runs` kept of each, read as a run's record.
+
+Such a file holds each run's settings, audit and summary, and of every step the loss, the gradient norm and the frozen updates.
+Times of single steps, learning rates and evaluations before the last are not in it, and nothing here makes them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.reading import load_object
+from pretrain.metrics.run_record import RunRecord
+
+STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
+
+
+def read_kept(path: Path) -> list[RunRecord]:
+    """The runs of a result file, each as if its folder were still called by its name. InputError for another file."""
+    content = load_object(path, "name run folders, or a file that `python -m benchmarks.collect_runs` has made")
+    runs = content.get("runs")
+    if not isinstance(runs, dict) or not runs or not all(isinstance(run, dict) and "losses" in run for run in runs.values()):
+        raise InputError(f"{path}: holds no runs with losses; name run folders, or a file made by `benchmarks.collect_runs`")
+    return [_record(path, name, run, content) for name, run in runs.items()]
+
+
+def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:
+    settings, summary = {"name": name, **content["settings"], **run["settings"]}, run["summary"]
+    tokens = summary["tokens_per_step"]
+    steps = [
+        {"step": step, "tokens": step * tokens} | {ours: run[kept][step - 1] for kept, ours in STEPS.items() if kept in run}
+        for step in range(1, len(run["losses"]) + 1)
+    ]
+    last = {"step": summary["steps"], "event": "evaluation"}
+    evaluations = [last | {"held_out_loss": summary["held_out_loss"]}] if "held_out_loss" in summary else []
+    return RunRecord(
+        path=path.with_suffix("") / name,
+        config=_nested(settings),
+        environment=content["environment"],
+        metrics=steps + evaluations,
+        summary=summary,
+        audit=run["audit"],
+        matrix={"side_by_side": bool(content.get("side_by_side", False))},
+    )
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """{"data.length": 1} -> {"data": {"length": 1}}."""
+    nested: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, last = key.split(".")
+        place = nested
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return nested

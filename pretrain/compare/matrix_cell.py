@@ -1,0 +1,170 @@
+"""One cell of a matrix as processes: started, found running, signalled, ended.
+
+A cell's processes are a session of their own, so that a terminal's Ctrl-C reaches them only through the matrix, once. They
+outlive a matrix that was killed. The next one finds them by the file in which each is to leave its exit status, and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from foundation.errors import InputError
+from foundation.files import replace_file
+from foundation.reading import load_object
+from foundation.units import duration
+from pretrain.compare.matrix_file import Matrix, MatrixRun
+from pretrain.metrics.run_record import MATRIX_FILE, is_step, read_metrics
+
+SHOWN_LOG_LINES = 12
+TIME_IS_UP = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over
+STATUS_FILE = "PRETRAIN_STATUS_FILE"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
+
+
+@dataclass
+class StartedRun:
+    """The processes of a run: the group `group`, on the GPUs of `slot`."""
+
+    run: MatrixRun
+    group: int
+    process: subprocess.Popen[bytes] | None  # None for what an earlier matrix has started
+    slot: int | None
+    log_begins: int  # bytes of the log before this start
+    started: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def start(cls, matrix: Matrix, run: MatrixRun, slot: int | None, *, side_by_side: bool) -> StartedRun:
+        """Mark the run's folder and start its launcher, which sees the GPUs of `slot`; InputError where that cannot be done."""
+        try:
+            mark(matrix, run, side_by_side=side_by_side)
+            with run.log.open("ab") as log:
+                streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                begins, command, environment = log.tell(), command_of(matrix, run), environment_on(matrix, slot)
+                environment[STATUS_FILE] = str(status_file(run))
+                process = subprocess.Popen(command, start_new_session=True, env=environment, **streams)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{run.run_dir}: cannot be used as its run folder: {error}") from None
+        return cls(run, process.pid, process, slot, begins)
+
+    @classmethod
+    def found(cls, matrix: Matrix, run: MatrixRun) -> StartedRun | None:
+        """The run as a matrix that was killed has left it running; None where nothing of it runs."""
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                if environment.get(STATUS_FILE) != str(status_file(run)) or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                group = os.getpgid(process.pid)
+            except (psutil.Error, OSError):  # somebody else's, or just gone
+                continue
+            slots = {devices_of(matrix, slot): slot for slot in range(matrix.slots or 0)}
+            log_begins = run.log.stat().st_size if run.log.exists() else 0
+            return cls(run, group, None, slots.get(environment.get(DEVICES)), log_begins)
+        return None
+
+    def signal(self, number: int) -> None:
+        """Signal the whole group: accelerate's launcher of a single process passes nothing on by itself."""
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            os.killpg(self.group, number)
+
+    def has_ended(self) -> bool:
+        """Whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to save."""
+        return (self.process is None or self.process.poll() is not None) and not any(members(self.group))
+
+    def exit_status(self) -> int | None:
+        """What the run has left, else its launcher's; None where neither is known."""
+        left = take_status(self.run)
+        return self.process.returncode if left is None and self.process else left
+
+    def end_of_log(self) -> list[str]:
+        """The last lines of its output since it was started this time."""
+        output = self.run.log.read_bytes()[self.log_begins :].decode(errors="replace") if self.run.log.exists() else ""
+        return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
+
+    def progress(self) -> str:
+        """How far it is, from the last line of its metrics."""
+        try:
+            steps = [record for record in read_metrics(self.run.run_dir) if is_step(record)]
+        except InputError:  # not there yet
+            steps = []
+        at = f"step {steps[-1]['step']}, loss {steps[-1]['loss'] or float('nan'):.4f}" if steps else "starting"
+        return f"{self.run.name}: {at}, {duration(round(time.monotonic() - self.started))}"
+
+
+def members(group: int) -> Iterator[psutil.Process]:
+    """The processes of a group that have not ended."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
+
+
+def command_of(matrix: Matrix, run: MatrixRun) -> list[str]:
+    """The command that one would type; `--quiet` leaves out accelerate's own traceback under a message of ours."""
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(matrix.settings.accelerate)]
+    if matrix.settings.processes is not None:
+        launch += ["--num_processes", str(matrix.launch.processes)]
+    return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *run.overrides]
+
+
+def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
+    """Our environment, in which only the GPUs of `slot` can be seen; None: all of them. On a CPU, runs share its cores."""
+    environment = dict(os.environ)
+    if slot is not None:
+        environment[DEVICES] = devices_of(matrix, slot)
+    elif matrix.launch.on_cpu and matrix.at_once > 1:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // matrix.at_once)))
+    return environment
+
+
+def devices_of(matrix: Matrix, slot: int) -> str:
+    """The GPUs of `slot`, of those that we see, as CUDA_VISIBLE_DEVICES names them; InputError where there are fewer."""
+    each = matrix.launch.processes
+    seen = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+    if seen and (slot + 1) * each > len(seen):
+        raise InputError(f"`gpus`: {DEVICES} names {len(seen)}, which is fewer; lower `gpus`")
+    return ",".join(seen[slot * each : (slot + 1) * each] or map(str, range(slot * each, (slot + 1) * each)))
+
+
+def least_busy(slots: int | None, running: Sequence[StartedRun]) -> int | None:
+    return None if slots is None else min(range(slots), key=[one.slot for one in running].count)
+
+
+def status_file(run: MatrixRun) -> Path:
+    """Where the run leaves its exit status, in place of which accelerate's launcher ends with its own."""
+    return run.log.with_suffix(".status").absolute()
+
+
+def take_status(run: MatrixRun) -> int | None:
+    """The exit status that the run has left, None where it was killed; asked for once."""
+    try:
+        return int(status_file(run).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    finally:
+        status_file(run).unlink(missing_ok=True)
+
+
+def mark(matrix: Matrix, run: MatrixRun, *, side_by_side: bool) -> None:
+    """Note in the run folder which matrix the run belongs to, and whether any part of it shared the machine with other runs.
+
+    The speed of such a run says nothing of its precision, and the report leaves it out.
+    """
+    path = run.run_dir / MATRIX_FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = load_object(path, "remove it to run the cell again") if path.exists() else {}
+    shared = side_by_side or before.get("side_by_side", False)
+    content = {"matrix": matrix.settings.name, "cell": run.values, "side_by_side": shared}
+    replace_file(path, json.dumps(content, indent=2).encode() + b"\n")

@@ -1,0 +1,116 @@
+"""The report as one page that needs no network: `page/page.html` filled in, its look and its script beside it.
+
+Text stands in the page as it is, so it can be read and searched where no script runs. Figures travel compressed beside the
+plotting library (plotly), which the page unpacks when it is opened.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from foundation.units import count
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.figures import model_name
+from pretrain.compare.page_data import as_json, page_data
+from pretrain.compare.page_differences import audits, differences
+from pretrain.compare.page_table import columns_of, rows_of
+from pretrain.compare.published import Published
+from pretrain.metrics.run_record import LAST_STEPS
+
+FOLDER = Path(__file__).with_name("page")
+FROZEN_MATTERS = 1e-3  # a share of frozen updates below which their curve shows nothing
+AXES = {
+    "steps": "",
+    "tokens": "not every run says its tokens",
+    "hours": "times of steps are not known of every run, or were shared with others",
+}
+MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}
+
+
+def render(
+    comparison: RunComparison, *, gate: bool = False, every: float | None = None, published: Published | None = None
+) -> bytes:
+    """The page. `gate`: whether the tolerance is one that was asked for; `every`: seconds until it is read again."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
+
+    data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
+    columns = columns_of(comparison)
+    template = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).get_template("page.html")
+    return template.render(
+        comparison=comparison,
+        runs=data["runs"],
+        about=about(comparison),
+        gate=gate and bool(comparison.paired),
+        every=every,
+        loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
+        speeds=any(run["speed"] is not None for run in data["runs"]),
+        gap_steps=max((each.gap.steps for each in comparison.paired), default=0),
+        without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
+        unpaired=[each for each in comparison.standings if each.not_paired],
+        columns=columns,
+        rows=rows_of(comparison, columns),
+        axes=[(axis, "" if data["axes"][axis] else why) for axis, why in AXES.items()],
+        window=max(run["window"] for run in data["runs"]),
+        curves=curves_drawn(comparison, data),
+        measures=MEASURES,
+        time_parts=any(run["time"] for run in data["runs"]),
+        profiled=any(run["time"] and run["time"]["source"] == "profile" for run in data["runs"]),
+        memories=any(run["memory"] for run in data["runs"]),
+        published=published,
+        audits=audits(comparison),
+        differences=differences(comparison),
+        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
+        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
+        library=library(),
+        data=packed(as_json(data)),
+    ).encode()
+
+
+@cache
+def library() -> str:
+    """plotly's script, a third of its size."""
+    from plotly.offline import get_plotlyjs  # only a page needs it
+
+    return packed(get_plotlyjs().encode())
+
+
+def packed(content: bytes) -> str:
+    """Compressed, in characters that a page may hold; the same every time."""
+    return base64.b64encode(gzip.compress(content, 9, mtime=0)).decode()
+
+
+def about(comparison: RunComparison) -> str:
+    """What was trained, on what, in one line."""
+    run = comparison.baseline.run
+    steps = {each.run.summary["steps"] for each in comparison.standings}
+    each = f"{run.summary['steps']:,} steps" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
+    batch = f" of {count(run.tokens_per_step)} tokens" if run.tokens_per_step else ""
+    gpus = run.environment.get("gpus") or []
+    device = f"{len(gpus)} × {gpus[0]}" if gpus else run.environment.get("system", "")
+    torch = (run.environment.get("packages") or {}).get("torch")
+    return " · ".join(filter(None, [model_name(run), each + batch, device, f"torch {torch}" if torch else ""]))
+
+
+def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str]:
+    """The panels that have something to show, by their ids in the page."""
+
+    def largest(key: str) -> float:
+        return max((value or 0.0 for run in data["runs"] for value in run["curves"].get(key, [])), default=0.0)
+
+    wanted = {
+        "loss": True,
+        "held-out": any(len(run["heldOut"]["at"]) > 1 for run in data["runs"]),
+        "minus": bool(comparison.paired),
+        "norm": largest("gradient_norm") > 0,
+        "rate": largest("learning_rate") > 0,
+        "frozen": largest("frozen_updates") >= FROZEN_MATTERS,
+    }
+    return [panel for panel, due in wanted.items() if due]

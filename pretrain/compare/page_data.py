@@ -1,0 +1,159 @@
+"""What the page's script draws of each run: curves, quantization statistics, where a step's time went; as plain values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foundation.reading import parse_json
+from pretrain.compare.comparison import RunComparison, Standing
+from pretrain.compare.fairness import loss_differences
+from pretrain.compare.smoothing import window_of
+from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
+
+STATISTICS_FILE = "fp8_statistics.jsonl"  # `pretrain.metrics.precision_health` writes it, and needs torch
+PROFILE_FILE = "profile.md"  # as `pretrain.metrics.profile` writes it
+CURVES = ("loss", "gradient_norm", "learning_rate", "frozen_updates")
+MEASURES = ("underflow", "saturation", "scale", "amax")
+_PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
+_OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
+
+
+def page_data(comparison: RunComparison) -> dict[str, Any]:
+    """Everything that is drawn, with null for what is not a number."""
+    baseline = comparison.baseline.run
+    runs = [{"index": index, **_run(each, baseline)} for index, each in enumerate(comparison.standings)]
+    axes = {"steps": True, "tokens": all(run["tokens"] is not None for run in runs)}
+    axes["hours"] = all(run["hours"] is not None for run in runs)
+    matched = comparison.matched_loss
+    return {
+        "runs": runs,
+        "axes": axes,
+        "baseline": comparison.baseline.look.label,
+        "tolerance": comparison.tolerance,
+        "matched": matched,
+    }
+
+
+def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
+    run, look = standing.run, standing.look
+    steps = [record for record in run.metrics if is_step(record)]
+    evaluations = [record for record in run.metrics if is_evaluation(record)]
+    numbers = [record["step"] for record in steps]
+    places = {step: place for place, step in enumerate(numbers)}
+    differing_steps, minus = loss_differences(baseline, run) if standing.gap else (np.array([]), np.array([]))
+    timed = bool(steps) and all(record.get("step_ms") is not None for record in steps) and not run.side_by_side
+    gap = standing.gap
+    return {
+        "name": look.label,
+        "kind": look.kind,
+        "precision": run.precision,
+        "colour": look.colour,
+        "dash": look.dash,
+        "symbol": look.symbol,
+        "place": look.place,
+        "baseline": standing.is_baseline,
+        "emulated": run.emulated,
+        "shared": run.side_by_side,
+        "front": standing.on_front,
+        "speed": standing.shown_speed,
+        "loss": number(standing.loss),
+        "gap": gap and number(gap.mean),
+        "half": gap and number(gap.half_width),
+        "gapSteps": gap and gap.steps,
+        "heldOutGap": standing.held_out_gap,
+        "memory": run.summary.get("memory_gib"),
+        "reserved": number(reserved(run)),
+        "steps": numbers,
+        "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
+        "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
+        "window": window_of(len(steps)),
+        "curves": {key: numbers_of(values) for key in CURVES if np.isfinite(values := run.curve(key)[1]).any()},
+        "heldOut": {
+            "at": [places.get(record["step"], len(steps) - 1) for record in evaluations],
+            "loss": [number(record["held_out_loss"]) for record in evaluations],
+        },
+        "minus": {"at": [places[int(step)] for step in differing_steps], "loss": numbers_of(minus)},
+        "heat": heat_maps(run.path / STATISTICS_FILE),
+        "time": step_time(run),
+    }
+
+
+def heat_maps(path: Path) -> dict[str, Any] | None:
+    """Of a run's quantization statistics: the layers, the steps, and of each measure and operand a row of values a layer.
+
+    Scales and largest values are given as their binary logarithm. None where the run quantizes nothing, or wrote none.
+    """
+    if not path.is_file():
+        return None
+    lines = []
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+        try:
+            lines.append(parse_json(line))
+        except ValueError:  # a run that was killed mends its files when it is resumed
+            continue
+    if not lines:
+        return None
+    steps = [line["step"] for line in lines]
+    layers = list(dict.fromkeys(record["layer"] for line in lines for record in line["operands"]))
+    operands = list(dict.fromkeys(record["operand"] for line in lines for record in line["operands"]))
+    values = {measure: {operand: np.full((len(layers), len(steps)), math.nan) for operand in operands} for measure in MEASURES}
+    rows = {layer: row for row, layer in enumerate(layers)}
+    for column, line in enumerate(lines):
+        for record in line["operands"]:
+            for measure in MEASURES:
+                value = record.get(measure)
+                if measure in ("scale", "amax"):
+                    value = math.log2(value) if value else None
+                values[measure][record["operand"]][rows[record["layer"]], column] = math.nan if value is None else value
+    return {
+        "steps": steps,
+        "layers": [short_name(layer) for layer in layers],
+        "operands": operands,
+        "values": {m: {o: [numbers_of(row) for row in table] for o, table in of.items()} for m, of in values.items()},
+    }
+
+
+def short_name(layer: str) -> str:
+    """`model.layers.3.self_attn.q_proj` as `3 q_proj`: the number of its layer and its last name."""
+    found = _OF_A_LAYER.search(layer)
+    return f"{found[1]} {found[2].rpartition('.')[-1]}" if found else layer.rpartition(".")[-1]
+
+
+def reserved(run: RunRecord) -> float | None:
+    """GiB: the most that torch had reserved from the driver; None where the metrics do not say."""
+    values = run.curve("memory_reserved_gib")[1]
+    return float(np.nanmax(values)) if np.isfinite(values).any() else None
+
+
+def step_time(run: RunRecord) -> dict[str, Any] | None:
+    """Milliseconds of a step by part: of the profiled one where `--profile` was on, else of a median one, waiting apart."""
+    profile = run.path / PROFILE_FILE
+    if profile.is_file():
+        parts = {name: float(ms) for name, ms in _PROFILE_ROW.findall(profile.read_text(encoding="utf-8"))}
+        if parts:
+            return {"source": "profile", "parts": parts}
+    step_ms, share = run.summary.get("step_ms"), run.summary.get("data_wait_share")
+    if step_ms is None or share is None or run.side_by_side:
+        return None
+    parts = {"computing": step_ms * (1 - share), "waiting for data": step_ms * share}
+    return {"source": "median", "parts": {name: number(ms) for name, ms in parts.items()}}
+
+
+def number(value: float | None) -> float | None:
+    """Seven significant digits, which a picture cannot show; None for what is not finite."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.7g}")
+
+
+def numbers_of(values: Iterable[float]) -> list[float | None]:
+    return [number(float(value)) for value in values]
+
+
+def as_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()

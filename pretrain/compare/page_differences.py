@@ -1,0 +1,106 @@
+"""What the page says of how runs were computed and what they differ in: their audits, settings, environment and code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.compare.appearance import as_text
+from pretrain.compare.comparison import RunComparison, Standing
+from pretrain.settings.config import flatten
+
+NAMES = ("name", "run_dir")  # different in every run, and no part of what is compared
+MANY = 3  # runs, beyond which those that agree are "all others"
+
+
+@dataclass(frozen=True)
+class AuditShown:
+    label: str
+    asked: str | None
+    ran: str | None
+    by: str
+    rows: dict[str, str]
+
+
+@dataclass(frozen=True)
+class KeyDifference:
+    key: str
+    holders: dict[str, str]  # each value, and the runs that have it
+
+
+def audits(comparison: RunComparison) -> list[AuditShown]:
+    """What every run computed in, as its audit observed it."""
+    return [_audit(each) for each in comparison.standings if each.run.audit]
+
+
+def _audit(each: Standing) -> AuditShown:
+    audit = each.run.audit
+    rows = {
+        "why": audit.get("reason"),
+        "computes": audit.get("computes"),
+        **{f"{number} linears": what for what, number in _products(audit.get("products") or [])},
+        "weights": audit.get("weights"),
+        "gradients": audit.get("gradients"),
+        "attention": _named(audit.get("attention"), "kind", "reason"),
+        "loss": _named(audit.get("loss"), "kind", "softmax"),
+        "fused": audit.get("fused"),
+        "compiled": audit.get("compiled"),
+        "kernels": ", ".join(str(_named(kernel, "name") or kernel) for kernel in audit.get("kernels") or []),
+        "parity": _named(audit.get("parity"), *(audit.get("parity") or {})) if isinstance(audit.get("parity"), Mapping) else None,
+        "confirmed in step": audit.get("confirmed_in_step"),
+    }
+    return AuditShown(
+        each.look.label,
+        audit.get("precision"),
+        audit.get("effective"),
+        str(audit.get("computed_by", audit.get("backend", "what is not known"))),
+        {name: str(value) for name, value in rows.items() if value not in (None, "")},
+    )
+
+
+def _named(value: Any, *keys: str) -> str | None:
+    """The words and figures of an object under `keys`; `value` itself where it is no object."""
+    if not isinstance(value, Mapping):
+        return value
+    return "; ".join(str(value[key]) for key in keys if isinstance(value.get(key), (str, int, float))) or None
+
+
+def _products(products: list[Mapping[str, Any]]) -> list[tuple[str, int]]:
+    """What the linears compute, and how many of them do."""
+    said: Counter[str] = Counter()
+    for product in products:
+        formats = "; ".join(f"{name} {operands}" for name, operands in (product.get("products") or {}).items())
+        why = f" ({product['reason']})" if product.get("reason") else ""
+        said[f"{product.get('effective')}{why}" + (f": {formats}" if formats else "")] += 1
+    return said.most_common()
+
+
+def differences(comparison: RunComparison) -> dict[str, list[KeyDifference] | None]:
+    """By kind, the keys in which not all runs agree; None where runs in a result file have one environment kept for all."""
+    runs = {each.look.label: each.run for each in comparison.standings}
+    settings = {label: flatten(run.config) for label, run in runs.items()}
+    environments = {label: flatten(run.environment) for label, run in runs.items()}
+    kept_once = len({id(run.environment) for run in runs.values()}) < len(runs)
+    return {
+        "Settings": _differing(settings, lambda key: key not in NAMES and not key.startswith("log.")),
+        "Environment": None if kept_once else _differing(environments, lambda key: not key.startswith("git")),
+        "Code": None if kept_once else _differing(environments, lambda key: key.startswith("git")),
+    }
+
+
+def _differing(values: Mapping[str, Mapping[str, Any]], concerns: Any) -> list[KeyDifference]:
+    found = []
+    for key in filter(concerns, dict.fromkeys(key for each in values.values() for key in each)):
+        holders: dict[str, list[str]] = {}
+        for label, each in values.items():
+            holders.setdefault(as_text(each.get(key)), []).append(label)
+        if len(holders) > 1:
+            most = max(holders, key=lambda value: len(holders[value]))
+            shown = {
+                value: "all others" if value == most and len(labels) > MANY else ", ".join(labels)
+                for value, labels in sorted(holders.items(), key=lambda item: item[0] == most)
+            }
+            found.append(KeyDifference(key, shown))
+    return found

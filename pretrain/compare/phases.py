@@ -1,0 +1,308 @@
+"""Find a fast and stable configuration in phases: `python -m pretrain phases PHASES.yaml [key=value ...] [--dry-run]`.
+
+A phase is a small matrix over a few settings. Each is measured on top of the fastest cell of the phases before it, so that three
+phases of four cells take twelve runs and not 64. It ends at the first phase that gains nothing, or that has no stable cell; the
+fastest cell so far is the answer, as the command that trains with it. A cell is stable that has finished with every loss finite
+and no step left out. What is finished is left alone: the same command goes on.
+
+Exit status: 0 found, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130 or 143
+stopped, 138 the hours are over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import Field
+
+from foundation.errors import InputError
+from foundation.files import replace_file
+from foundation.settings import PathText, PositiveCount, Settings, Share, load_yaml, parse
+from foundation.signals import StopRequest
+from foundation.units import count, duration, memory, percent
+from pretrain.compare.matrix import Outcome, run_all
+from pretrain.compare.matrix_cell import TIME_IS_UP, command_of
+from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
+from pretrain.compare.ranking import Ranking
+from pretrain.compare.report import UNKNOWN, markdown, or_dash
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step, read_run
+from pretrain.settings.config import flatten
+
+LEAST_STEPS = 3  # after those that warm up, for a median that means something
+
+
+class PhaseSettings(Settings):
+    """One phase: what a matrix file says of its cells."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)  # a cell for every combination
+    leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted
+    cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
+
+
+class PhasesSettings(Settings):
+    """What a phases file can hold."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    recipe: Path  # the base
+    accelerate: Path  # how the runs are launched
+    overrides: Values = Field(default_factory=dict)  # over the recipe, in every phase: few steps, no checkpoints
+    phases: Annotated[list[PhaseSettings], Field(min_length=1)]
+    least_gain: Share = 0.01  # in tokens/s over the phases before: with less, what is there stays and the search ends
+    run_dir: PathText = "runs/{name}"  # of the whole search; each run has a folder in it
+    gpus: PositiveCount | None = None  # as in a matrix: GPUs to spread a phase's cells over
+    processes: PositiveCount | None = None  # as in a matrix
+    max_hours: float | None = Field(None, gt=0)  # of the whole search; what is running then saves and stops
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A cell that was run: how fast, or why that does not count."""
+
+    phase: str
+    run: MatrixRun
+    tokens_per_second: float | None = None  # median, over all devices; None: `because`
+    because: str | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, phase: str, outcome: Outcome) -> Candidate:
+        """Of a run that has ended."""
+        run = outcome.run
+        try:
+            record = read_run(run.run_dir)
+        except InputError as error:
+            record, unread = None, str(error)
+        if outcome.status not in ("finished", "finished before"):
+            return cls(phase, run, because=f"{outcome.status}: see {run.log}", figures=record.summary if record else {})
+        if record is None:
+            return cls(phase, run, because=unread)
+        because = _unstable(record)
+        return cls(phase, run, None if because else _speed(record), because, record.summary)
+
+
+def _unstable(record: RunRecord) -> str | None:
+    steps = [each for each in record.metrics if is_step(each)]
+    if len(steps) < WARM_UP_STEPS + LEAST_STEPS:
+        return f"{len(steps)} steps tell no speed; set `train.steps` to {WARM_UP_STEPS + LEAST_STEPS} or more"
+    if record.side_by_side:
+        return "it shared its devices with another run"
+    if strange := [each["step"] for each in steps if each["loss"] is None or not math.isfinite(each["loss"])]:
+        return f"unstable: the loss of step {strange[0]} is not finite"
+    if skipped := [each["step"] for each in steps if each.get("skipped")]:
+        return f"unstable: step {skipped[0]} was left out"
+    if any(each.get("event") == "rollback" for each in record.metrics):
+        return "unstable: it went back to a checkpoint"
+    return None
+
+
+def _speed(record: RunRecord) -> float:
+    steady = [each for each in record.metrics if is_step(each)][WARM_UP_STEPS:]
+    return statistics.median(each["tokens_per_second"] for each in steady)
+
+
+@dataclass
+class Search:
+    """The phases as far as they are."""
+
+    path: Path
+    settings: PhasesSettings
+    overrides: tuple[str, ...]
+    tried: list[Candidate] = field(default_factory=list)
+    best: Candidate | None = None
+    chosen: dict[str, Values] = field(default_factory=dict)  # of each phase that gained, by its best cell's name, in order
+    ended: str = "all phases are measured"
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.settings.run_dir.replace("{name}", self.settings.name))
+
+    @property
+    def values(self) -> Values:
+        """What the chosen cells set, the later ones over the earlier."""
+        return {key: value for cell in self.chosen.values() for key, value in cell.items()}
+
+    def matrix(self, number: int, chosen: Values, file: Path, place: Path) -> Matrix:
+        """Phase `number`, from 1, on `chosen`, its runs in `place`; written to `file` as a matrix of its own. InputError for a
+        mistake in it, which names the phase."""
+        settings, phase = self.settings, self.settings.phases[number - 1]
+        own = {key for values in (phase.axes, *phase.cells) for key in flatten(values)}
+        below = {key: value for key, value in (flatten(settings.overrides) | chosen).items() if key not in own}
+        content = {
+            "name": f"{settings.name}-{phase.name}",
+            "recipe": str(settings.recipe),
+            "accelerate": str(settings.accelerate),
+            "overrides": below,
+            "axes": phase.axes,
+            "leave_out": phase.leave_out,
+            "cells": phase.cells,
+            "run_dir": f"{place}/{{cell}}",
+            "gpus": settings.gpus,
+            "processes": settings.processes,
+            "max_hours": self._hours_left(),
+        }
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, yaml.safe_dump(content, sort_keys=False).encode())
+        except OSError as error:
+            raise InputError(f"{file}: cannot be written: {error.strerror}; set another `run_dir`") from None
+        try:
+            return load_matrix(file, self.overrides)
+        except InputError as error:
+            raise InputError(str(error).replace(str(file), f"{self.path}, phase {phase.name}")) from None
+
+    def next_matrix(self, number: int) -> Matrix:
+        """Phase `number` on what is chosen so far. Its runs lie in a folder of these choices, as others would give other runs."""
+        place = self.folder.joinpath(f"{number}-{self.settings.phases[number - 1].name}", *self.chosen)
+        return self.matrix(number, self.values, place / "matrix.yaml", place)
+
+    def check(self) -> list[Matrix]:
+        """Every phase as a matrix, before the first is begun: on the base, or where that takes it not, on a cell of the phase
+        before, which may set what it needs. InputError for a mistake in any; nothing is left on the disk."""
+        found: list[Matrix] = []
+        with tempfile.TemporaryDirectory() as folder:
+            for number, phase in enumerate(self.settings.phases, start=1):
+                bases = [{}, *(run.values for run in found[-1].runs)] if found else [{}]
+                place, refused = self.folder / f"{number}-{phase.name}", None
+                for base in bases:
+                    try:
+                        found.append(self.matrix(number, base, Path(folder) / "matrix.yaml", place))
+                        break
+                    except InputError as error:
+                        refused = refused or error
+                else:
+                    raise refused
+        return found
+
+    def _hours_left(self) -> float | None:
+        most = self.settings.max_hours
+        return None if most is None else max(most - (time.monotonic() - self.began) / 3600, 1e-3)
+
+    def take(self, number: int, outcomes: Sequence[Outcome]) -> bool:
+        """Judge the cells of a phase that has ended; whether the next one is to be measured."""
+        name = self.settings.phases[number - 1].name
+        found = [Candidate.of(name, outcome) for outcome in outcomes]
+        self.tried += found
+        stable = [each for each in found if each.tokens_per_second]
+        if not stable:
+            self.ended = f"no cell of phase {name} is stable"
+            return False
+        fastest = max(stable, key=lambda each: each.tokens_per_second)
+        gain = None if self.best is None else fastest.tokens_per_second / self.best.tokens_per_second - 1
+        if gain is not None and gain < self.settings.least_gain:
+            wanted = f"{self.settings.least_gain:+.1%}"
+            self.ended = f"the fastest of phase {name} is at {gain:+.1%} of what it stands on; less than {wanted} ends the search"
+            return False
+        self.best = fastest
+        self.chosen[fastest.run.name] = fastest.run.values
+        return True
+
+
+def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
+    """The search that the file at `path` describes, `changes` in place of its keys. InputError names the file and the key."""
+    settings = parse(PhasesSettings, load_yaml(path) | changes, lambda key: "command line" if key in changes else str(path))
+    names = [phase.name for phase in settings.phases]
+    if len(set(names)) < len(names):
+        raise InputError(f"{path}: `phases`: two are named {max(names, key=names.count)}; each has a name of its own")
+    if set(settings.run_dir.replace("{name}", "")) & set("{}"):
+        raise InputError(f"{path}: `run_dir`: {settings.run_dir!r} cannot be filled in; known fields: {{name}}")
+    load_yaml(settings.recipe)  # which has a message of its own where it is not there
+    return Search(path, settings, tuple(overrides))
+
+
+def rows(search: Search) -> Iterator[list[str]]:
+    """A line for each cell that was run, phase by phase, fastest first; how much faster it is than what its phase stood on."""
+    names = [phase.name for phase in search.settings.phases]
+    baseline: float | None = None
+    for name in names:
+        own = [each for each in search.tried if each.phase == name]
+        for each in sorted(own, key=lambda each: -(each.tokens_per_second or 0)):
+            speed, figures = each.tokens_per_second, each.figures
+            gain = f"{speed / baseline - 1:+.1%}" if speed and baseline else UNKNOWN
+            line = [name, each.run.name, or_dash(speed, "{:,.0f}".format), gain, or_dash(figures.get("mfu_bf16_peak"), percent)]
+            line += [or_dash(figures.get("memory_gib"), memory), or_dash(figures.get("loss"), "{:.3f}".format)]
+            yield [*line, "**best**" if each is search.best else each.because or ""]
+        baseline = max([baseline or 0, *(each.tokens_per_second or 0 for each in own)]) or None
+
+
+def report(search: Search) -> str:
+    """The table of all cells and the answer, in Markdown."""
+    header = ["phase", "cell", "tokens/s", "gain", "MFU (BF16)", "memory", "last loss", ""]
+    lines = [markdown(header, list(rows(search)), names=2), "", f"Ended: {search.ended}."]
+    if search.best is None:
+        return "\n".join(lines)
+    command = ["accelerate", "launch", "--config_file", str(search.settings.accelerate), "train_accelerate.py"]
+    given = [text for text in search.best.run.overrides if text.partition("=")[0] in search.values]
+    given += [text for text in search.overrides if text not in given]
+    lines += [
+        f"Fastest and stable: {' + '.join(search.chosen)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
+        f"without the `overrides` of {search.path}:",
+        "",
+        f"    {shlex.join([*command, str(search.settings.recipe), *given])}",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain phases", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
+    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine to spread a phase's cells over")
+    parser.add_argument("--max-hours", type=float, metavar="H", help="after these, what is running saves and all stops")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases on the base, and stop")
+    options = parser.parse_intermixed_args(arguments)
+    changes = {key: value for key in ("gpus", "max_hours") if (value := getattr(options, key)) is not None}
+    search = load_phases(options.phases, options.overrides, **changes)
+    matrices = search.check()
+    if options.dry_run:
+        for phase, matrix in zip(search.settings.phases, matrices, strict=True):
+            print(f"# {phase.name}" + ("" if matrix is matrices[0] else ", as if on the base; in the search, on the best before"))
+            print("\n".join(shlex.join(command_of(matrix, run)) for run in matrix.runs))
+        return 0
+    with RunFolder(search.folder):
+        return measure(search)
+
+
+def measure(search: Search) -> int:
+    """Run phase after phase, until one gains nothing; returns the exit status."""
+    page = search.folder / "phases.md"
+    with StopRequest(passed_on=True) as stop:
+        for number, phase in enumerate(search.settings.phases, start=1):
+            matrix = search.next_matrix(number)
+            cells = "1 cell" if len(matrix.runs) == 1 else f"{len(matrix.runs)} cells"
+            on = f", on {' + '.join(search.chosen)}" if search.chosen else ""
+            print(f"\nphase {number} of {len(search.settings.phases)}, {phase.name}: {cells}{on}", flush=True)
+            outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix))
+            if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
+                print("\nstopped; the same command goes on from here", file=sys.stderr)
+                return 128 + stop.requested if stop.requested else TIME_IS_UP
+            goes_on = search.take(number, outcomes)
+            _write(page, report(search))
+            if not goes_on:
+                break
+    took = duration(time.monotonic() - search.began)
+    print(f"\n{report(search)}\n\nmeasured in {took}; the table is in {page}")
+    return 0 if search.best else 1
+
+
+def _write(page: Path, text: str) -> None:
+    try:
+        replace_file(page, f"{text}\n".encode())
+    except OSError as error:
+        raise InputError(f"{page}: cannot be written: {error.strerror}; free space there, and start again") from None

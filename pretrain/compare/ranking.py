@@ -1,0 +1,82 @@
+"""The cells of a matrix, best first by held-out loss, with every key in which they differ, from what runs have written so far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.units import count
+from pretrain.compare.matrix_file import Matrix, MatrixRun
+from pretrain.compare.report import markdown, or_dash
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_evaluation, read_run
+
+BEST = 10  # cells that are shown while others still run
+OTHER_TEXT = "The cells were evaluated on different text, so their held-out losses do not say which is better."
+
+
+class Ranking:
+    """The table of a matrix, made again whenever a cell has ended; what a finished cell has written is read once."""
+
+    def __init__(self, matrix: Matrix) -> None:
+        self._matrix = matrix
+        self._finished: dict[str, RunRecord] = {}
+
+    def table(self, best: int | None = None) -> str:
+        """Markdown: finished cells from the lowest held-out loss to the highest, then those without one by the mean of their last
+        training losses, then those that are not finished; the `best` first ones only, or all."""
+        found = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
+        if not found:
+            return "No cell has trained a step yet."
+        found.sort(key=lambda pair: self._place(*pair))
+        varied = self._matrix.varied
+        averaged = sorted({min(LAST_STEPS, record.summary["steps"]) for _, record in found})
+        header = ["#", *varied, "held-out", f"loss, last {' or '.join(map(str, averaged[-2:]))}", "steps", "tok/s"]
+        rows = [
+            [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]
+            for number, (run, record) in enumerate(found[:best], start=1)
+        ]
+        left = len(self._matrix.runs) - len(found)
+        notes = [
+            f"{len(found) - len(rows)} more" if len(rows) < len(found) else "",
+            f"{left} of {len(self._matrix.runs)} cells have not begun" if left and best is None else "",
+            OTHER_TEXT if len(set(filter(None, (held_out_tokens(record) for _, record in found)))) > 1 else "",
+        ]
+        return "\n\n".join(filter(None, [markdown(header, rows, names=1 + len(varied)), *notes]))
+
+    def _read(self, run: MatrixRun) -> RunRecord | None:
+        if run.name not in self._finished:
+            try:
+                record = read_run(Path(run.run_dir))
+            except InputError:  # not begun, or its first step is still to come
+                return None
+            if not run.is_finished():
+                return record
+            self._finished[run.name] = record
+        return self._finished[run.name]
+
+    def _place(self, run: MatrixRun, record: RunRecord) -> tuple[bool, float, float]:
+        losses = (record.summary.get(key) for key in ("held_out_loss", f"loss_last_{LAST_STEPS}"))
+        held_out, trained = (math.inf if loss is None or math.isnan(loss) else loss for loss in losses)
+        return run.name not in self._finished, held_out, trained
+
+    def _figures(self, run: MatrixRun, record: RunRecord) -> list[str]:
+        figures = record.summary
+        done = "" if run.name in self._finished else ", halted" if "halted" in figures else ", not finished"
+
+        def written(key: str, form: Callable[[Any], str]) -> str:
+            return or_dash(figures.get(key), form)
+
+        return [
+            written("held_out_loss", "{:.4f}".format),
+            written(f"loss_last_{LAST_STEPS}", "{:.4f}".format),
+            f"{figures['steps']}{done}",
+            or_dash(None) if record.side_by_side else written("tokens_per_second", count),
+        ]
+
+
+def held_out_tokens(record: RunRecord) -> int | None:
+    """How many tokens the last evaluation was on; None before the first."""
+    return next((each.get("held_out_tokens") for each in reversed(record.metrics) if is_evaluation(each)), None)

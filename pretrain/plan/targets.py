@@ -1,0 +1,235 @@
+"""What a plan would take on devices that are not here: speed from a share of their peak or from a user's own runs, hours, cost,
+and the microbatch that fits by the estimate of memory.
+
+A run's speed goes over to another device, model or number of devices as floating-point operations: what it reached on each of
+its devices, times the ratio of the two peaks. Over several devices of a machine it is `pretrain.plan.scaling` that says what
+exchanges cost; a run on several has that in its speed already.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from foundation.errors import InputError
+from pretrain.metrics.flops import TERA
+from pretrain.metrics.peaks import peak
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
+from pretrain.model.attention.backends import MIN_CUDNN_HEAD_DIM
+from pretrain.plan.memory import LayerMemory, layers_of
+from pretrain.plan.plan import ASSUMED_SHARES, Devices, Plan, plural
+from pretrain.plan.preflight import KEPT_FREE, Job
+from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision
+
+USUAL = ("H100", "H200", "B200", "8xB200")
+# GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
+MEMORY = {"H100": 80, "H200": 141, "B200": 180}
+UNKNOWN = "—"
+CUDNN_HEADS = range(MIN_CUDNN_HEAD_DIM, 129)  # head sizes for which `model.attention: auto` takes cuDNN there
+NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
+CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
+
+
+@dataclass(frozen=True)
+class Target:
+    """`count` devices of one machine, of the name that a driver or data sheet gives them."""
+
+    name: str
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Target:
+        """`H200` or `8xB200`; InputError for a device whose peak is not known."""
+        count, name = re.fullmatch(r"\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*", text, re.DOTALL).groups()
+        if peak(name, "bf16") is None:
+            raise InputError(
+                f"--on {text}: no BF16 peak of {name!r} is known; give a device as its driver names it: H200, 8xB200, 'RTX 4090'"
+            )
+        if count is not None and not 1 <= int(count) <= 1024:
+            raise InputError(f"--on {text}: {count} devices are no machine; give 1 to 1024")
+        return cls(name, int(count or 1))
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.name}"
+
+    def is_called(self, device: str) -> bool:
+        """Whether a driver's name is that of such a device: "NVIDIA H100 80GB HBM3" is an H100, "NVIDIA H100 PCIe" is another."""
+        mine, theirs = (set(re.split(r"[\s\-_]+", name.lower())) for name in (self.name, device))
+        return mine <= theirs and peak(self.name, "bf16") == peak(device, "bf16")
+
+    @property
+    def gigabytes(self) -> int | None:
+        """Memory of one; None where it is not in the table."""
+        return MEMORY.get(self.name.upper())
+
+    def plan(self, job: Job) -> Plan:
+        """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
+        plan, active = job.plan, job.active
+        if active.backend == "emulation":
+            active = replace(active, backend="transformer_engine", reason=None)
+        layers = self._layers(job, active)
+        usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
+        alone = Devices(name=self.name, memory=usable)
+        here = replace(plan, devices=alone, active=active, layers=layers, tokens_per_second=None)
+        whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
+        fits = usable is None or whole.memory.total(1) <= usable
+        return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
+
+    def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
+        """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention, which
+        `auto` takes there; elsewhere as this machine's libraries have it."""
+        recipe, settings = job.recipe, job.recipe.model
+        if self.name.upper() not in CAPABILITY or active.precision.compute_dtype != "bfloat16":
+            return layers_of(job.shapes, recipe, active, "cuda", "packed_varlen")
+        if settings.fused == "auto":
+            recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
+        cudnn = settings.attention in ("auto", "cudnn") and job.plan.flops.shape.head_dim in CUDNN_HEADS
+        return layers_of(job.shapes, recipe, active, "cuda", "packed_cudnn" if cudnn else "packed_varlen")
+
+    def obstacle(self, plan: Plan) -> str | None:
+        """Why `plan` cannot run on it or has no speed; None where it can."""
+        precision, capability = PRECISIONS[plan.active.requested], CAPABILITY.get(self.name.upper())
+        if precision.quantized and capability and (need := precision.hardware.missing(capability, NEWEST_CUDA)):
+            return f"{precision.name} needs {need}"
+        if peak(self.name, precision.peak) is None:
+            return f"no {precision.name} peak is known of it"
+        if plan.packs_per_step < self.count:
+            least = self.count * plan.recipe.data.length
+            return f"a step of {plural(plan.packs_per_step, 'pack')} is too small for it: `batch.tokens: {least}` at least"
+        return None
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """The speed of a finished or running training, as floating-point operations on each of its devices."""
+
+    name: str
+    device: str  # "CPU", or the driver's name of its GPUs
+    devices: int
+    precision: str
+    tflops: float  # of each device
+    steps: int  # behind the median
+
+    @classmethod
+    def of(cls, run: RunRecord) -> MeasuredRun:
+        """InputError where its speed is not its own, is not the hardware's, or was not measured."""
+        steady = [record for record in run.metrics if is_step(record)][WARM_UP_STEPS:]
+        known = [value for record in steady if (value := record.get("tflops"))]
+        why = None
+        if run.side_by_side:
+            why = "it shared its machine with other runs, so its speed is not its own"
+        elif run.emulated:
+            why = "its precision was emulated, so its speed is not the hardware's"
+        elif not known:
+            why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
+        if why:
+            raise InputError(f"--run {run.path}: {why}; give another run, or leave it out")
+        topology = run.environment.get("accelerate", {})
+        gpus = run.environment.get("gpus") or []
+        device = gpus[0] if gpus and topology.get("device") != "cpu" else "CPU"
+        computed = run.audit.get("effective", run.config.get("precision"))
+        return cls(run.name, device, topology.get("processes", 1), computed, statistics.median(known), len(known))
+
+    def tflops_on(self, target: Target) -> float | None:
+        """What it would reach on each of `target`'s devices at the same share of their peak; None where a peak is not known."""
+        column = PRECISIONS[self.precision].peak
+        if target.is_called(self.device):
+            return self.tflops
+        here, there = peak(self.device, column), peak(target.name, column)
+        return self.tflops * there / here if here and there else None
+
+    def described(self, target: Target) -> str:
+        """By what a row of a table is reckoned."""
+        column = PRECISIONS[self.precision].peak
+        here, there = peak(self.device, column), peak(target.name, column)
+        measured = f"run {self.name}: {self.devices} x {self.device}, measured over {plural(self.steps, 'step')}"
+        if target.is_called(self.device):
+            return measured
+        return f"{measured}, x {there:g} / {here:g} TFLOP/s"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One target at one speed, or at a slow and a fast one. The last of each tuple is the fastest."""
+
+    target: Target
+    plan: Plan
+    by: str  # where the speed is from
+    tflops: tuple[float, ...] = ()  # of one device alone; empty: `obstacle`
+    with_exchanges: bool = False  # the speed was measured on several devices, and holds what they exchange
+    obstacle: str | None = None
+
+    @cached_property
+    def tokens_per_second(self) -> tuple[float, ...]:
+        return tuple(self._tokens_per_second(each) for each in self.tflops)
+
+    def _tokens_per_second(self, tflops: float) -> float:
+        """Over all devices; on several, with what exchanges inside the machine cost. On two or more, some may lack packs."""
+        alone = tflops * TERA / self.plan.flops_per_token
+        if self.target.count == 1 or self.with_exchanges:
+            return alone * self.target.count
+        links, _ = links_of(self.target.name, None)
+        scaled = Scaled(self.plan, Cluster(self.target.count), links, alone)
+        return self.plan.tokens_per_step / scaled.step(hidden=True)
+
+    @property
+    def hours(self) -> tuple[float, ...]:
+        return tuple(self.plan.total_tokens / speed / 3600 for speed in self.tokens_per_second)
+
+    def cost(self, prices: Mapping[str, float]) -> tuple[float, ...]:
+        """Of all hours on all devices; `prices`: of one device for an hour by name, "" for any; empty where none is given."""
+        price = prices.get(self.target.name.upper(), prices.get(""))
+        return () if price is None else tuple(hours * price * self.target.count for hours in self.hours)
+
+    def steps_in(self, hours: float) -> tuple[int, ...]:
+        return tuple(int(speed * hours * 3600 / self.plan.tokens_per_step) for speed in self.tokens_per_second)
+
+
+def estimates(
+    job: Job, targets: Sequence[Target], runs: Sequence[MeasuredRun], shares: Sequence[float] = ()
+) -> Iterator[Estimate]:
+    """Of each target at the stated `shares` of its peak, where none is stated at assumed ones, and then by each run that can
+    tell; last, the devices that a run was on and that are no target."""
+    precision, stated = PRECISIONS[job.active.requested], sorted(shares or ASSUMED_SHARES)
+    for target in targets:
+        here = target.plan(job)
+        if obstacle := target.obstacle(here):
+            yield Estimate(target, here, "", obstacle=obstacle)
+            continue
+        said = " to ".join(f"{100 * each:g}" for each in stated)
+        one = peak(target.name, precision.peak)
+        yield Estimate(
+            target,
+            here,
+            f"{said} % of the {precision.peak} peak, {'stated' if shares else 'assumed'}",
+            tuple(each * one for each in stated),
+        )
+        for run in runs:
+            if run.precision == precision.name and (reached := run.tflops_on(target)):
+                yield Estimate(target, here, run.described(target), (reached,), run.devices > 1 and target.count > 1)
+    for run in runs:
+        own = Target(run.device, run.devices)
+        planned = any(target.count == own.count and target.is_called(own.name) for target in targets)
+        if not planned and run.precision == precision.name:
+            here = replace(job.plan, devices=replace(job.plan.devices, count=own.count, name=own.name))
+            yield Estimate(own, here, run.described(own), (run.tflops,), with_exchanges=True)
+
+
+def left_out(job: Job, runs: Sequence[MeasuredRun], targets: Sequence[Target]) -> Iterator[str]:
+    """Which runs say nothing of which targets, and why."""
+    wanted, able = job.active.requested, [target for target in targets if target.obstacle(job.plan) is None]
+    for run in runs:
+        if run.precision != wanted:
+            yield f"run {run.name} computed in {run.precision}, this plan in {wanted}: its speed is left out"
+        elif unknown := ", ".join(str(target) for target in able if run.tflops_on(target) is None):
+            yield f"run {run.name} was on {run.device}, of which no {wanted} peak is known: it says nothing of {unknown}"
+
+
+def span(values: Sequence[float], form: Callable[[float], str]) -> str:
+    """One figure, or the first to the last; a dash for none."""
+    return " to ".join(dict.fromkeys(form(value) for value in values)) or UNKNOWN

@@ -1,0 +1,298 @@
+"""What a recipe would take elsewhere, and what its budget buys: `python -m pretrain plan RECIPE [key=value ...]`.
+
+    python -m pretrain plan my.yaml train.tokens=20e9                             hours on H100, H200, B200 and 8 x B200
+    python -m pretrain plan my.yaml --on 8xH200 --run runs/my --price-per-hour H200=3.50       by the speed of a run of yours
+    python -m pretrain plan my.yaml --hours 24 --flops 1e20                       what a day, and what 1e20 FLOP buy
+    python -m pretrain plan my.yaml --on 8xB200 --accumulation 2                  the batch.tokens of two microbatches a device
+    python -m pretrain plan my.yaml --measure --out sizes.png                     memory and speed over microbatch sizes, here
+
+What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`. Neither needs packs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from foundation import units
+from foundation.errors import InputError
+from pretrain.compare.report import markdown, or_dash
+from pretrain.metrics.run_record import read_run
+from pretrain.model.distributed import make_accelerator
+from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
+from pretrain.plan.plan import GIB, WIDTH, Plan, plural
+from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
+from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.run.sizes import described, draw, measure
+from pretrain.settings.config import load_recipe, run_dir_of
+from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.launch_topology import put_right
+
+MOST_TOKENS = 2**27  # of a microbatch that --measure tries
+DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """What is asked for, its numbers as numbers; InputError for what is none."""
+    parser = argparse.ArgumentParser(
+        "python -m pretrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add, several = parser.add_argument, {"action": "append", "default": []}
+    add("recipe", type=Path, help="what would be trained: a YAML file, see recipes/")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings: train.tokens=2e9")
+    add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
+    add("--mfu", metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
+    add("--run", type=Path, metavar="FOLDER", help="a run of yours, to reckon by its speed; may be repeated", **several)
+    add("--price-per-hour", metavar="PRICE", help="of one device: 2.5, or H200=3.5; may be repeated", **several)
+    add("--hours", metavar="H", help="also: the steps and tokens that fit into so many hours")
+    add("--accumulation", metavar="N", help="also: the batch.tokens of N microbatches on each device")
+    add("--flops", metavar="C", help="a compute budget for the fits; default: the recipe's, 6 N D")
+    add("--measure", action="store_true", help="try microbatch sizes on this machine, and say what they take")
+    add("--sizes", metavar="1,2,4", help="of --measure, in packs; default: those that suit the step")
+    add("--out", type=Path, metavar="PNG", help="the picture of --measure")
+    parsed = parser.parse_intermixed_args(arguments)
+    if (parsed.sizes or parsed.out) and not parsed.measure:
+        raise InputError("--sizes, --out: they are of --measure; add it, or leave them out")
+    if parsed.out:
+        _check_out(parsed.out)
+    parsed.mfu = [_number("--mfu", text, 1.0) for text in parsed.mfu]
+    if len(parsed.mfu) > 2:
+        raise InputError("--mfu: give one share, or two: from, to")
+    parsed.hours, parsed.flops = (
+        None if text is None else _number(name, text) for name, text in (("--hours", parsed.hours), ("--flops", parsed.flops))
+    )
+    parsed.accumulation = None if parsed.accumulation is None else _whole("--accumulation", parsed.accumulation)
+    parsed.sizes = sorted({_whole("--sizes", text) for text in parsed.sizes.split(",")}) if parsed.sizes else None
+    return parsed
+
+
+def _check_out(path: Path) -> None:
+    """InputError where the picture could not be written in the end."""
+    if path.is_dir():
+        raise InputError(f"--out {path}: is a folder; name a file in it, as in {path / 'sizes.png'}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"--out {path}: cannot be written there: {error.strerror}; name another file") from None
+
+
+def _number(name: str, text: str, most: float = 1e40) -> float:
+    """InputError unless it is above 0 and at most `most`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= most:
+        raise InputError(f"{name} {text}: a number above 0 and of at most {most:g} is wanted")
+    return value
+
+
+def _whole(name: str, text: str) -> int:
+    value = _number(name, text, 2**20)
+    if not value.is_integer():
+        raise InputError(f"{name} {text}: a whole number is wanted")
+    return int(value)
+
+
+def prices_of(texts: Sequence[str]) -> dict[str, float]:
+    """By device in capitals, "" for all others; InputError for what is no price."""
+    prices = {}
+    for text in texts:
+        name, _, price = text.rpartition("=")
+        try:
+            value = float(price)
+        except ValueError:
+            value = math.nan
+        if not 0 <= value < math.inf:
+            raise InputError(f"--price-per-hour {text}: give a price, as in 2.5, or one for a device, as in H200=3.5")
+        prices[name.strip().upper()] = value
+    return prices
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan; returns 0. InputError for a mistake in what was given."""
+    options = parse(arguments)
+    targets, prices = [Target.parse(text) for text in options.on or USUAL], prices_of(options.price_per_hour)
+    if unknown := prices.keys() - {"", *(target.name.upper() for target in targets)}:
+        raise InputError(
+            f"--price-per-hour {sorted(unknown)[0]}=...: no such device is planned for; add it with --on, or correct it"
+        )
+    recipe, notices = load_recipe(options.recipe, options.overrides), []
+    if recipe.precision is None:
+        recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
+        notices.append(
+            f"precision: {DEFAULT_PRECISION}, as the recipe names none; precision=NAME on the command line plans another"
+        )
+    if not options.measure:  # what this machine lacks, another one may have
+        recipe = recipe.model_copy(update={"fp8_config": recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})})
+    runs = [MeasuredRun.of(read_run(folder)) for folder in options.run]
+    asked = put_right(with_precision(recipe, os.environ), os.environ, has_gpu=torch.accelerator.is_available())
+    accelerator = make_accelerator(asked.replicas)
+    job = prepare_job(asked.recipe, accelerator, may_prepare=False)
+    if not runs and job.plan.tokens_per_second:  # the recipe's own run has begun already
+        try:
+            runs = [MeasuredRun.of(read_run(run_dir_of(job.recipe)))]
+        except InputError as error:
+            notices.append(str(error))
+    for line in sections(job, options, targets, runs, prices, notices):
+        print(line)
+    if options.measure:
+        print("\n".join(measured(job, accelerator, options)))
+    return 0
+
+
+def sections(
+    job: Job,
+    options: argparse.Namespace,
+    targets: Sequence[Target],
+    runs: Sequence[MeasuredRun],
+    prices: Mapping[str, float],
+    notices: Sequence[str],
+) -> Iterator[str]:
+    """All that is printed without a trial, by lines."""
+    plan, accumulation = job.plan, options.accumulation
+    found = list(estimates(job, targets, runs, options.mfu))
+    model = f"{units.count(plan.flops.parameters)} parameters"
+    yield f"{plan.recipe.name}: {plan.active.requested} compute, {plan.recipe.weights} weights, {model}"
+    yield "─" * WIDTH
+    yield from _subject("horizon", [_horizon(plan)])
+    yield from _subject("step", [_batch(plan)])
+    yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
+    yield _time_table(found, prices, options.hours)
+    yield from _noted([*_notes_on_time(found, runs), *left_out(job, runs, targets), *notices])
+    asked = f", and batch.tokens for {plural(accumulation, 'microbatch')} on each device" if accumulation else ""
+    yield f"\nMicrobatch, by the estimate of memory{asked}"
+    yield _memory_table(found, accumulation)
+    free = f"{units.percent(KEPT_FREE)} of a device's memory is left free"
+    yield from _noted([f"{free}; H100, H200 and B200 as with Transformer Engine; --measure tries sizes here"])
+    yield "\nLoss by published fits, and the best division of a compute budget"
+    yield from _fits(plan, options.flops)
+    if warnings := [f"warning: {text}" for text in plan.warnings if text.startswith("`data.packs`")]:
+        yield from ("", *_noted(warnings))
+
+
+def _subject(name: str, lines: Sequence[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        yield textwrap.fill(line, WIDTH, initial_indent=f"{'' if index else name:<9}", subsequent_indent=" " * 9)
+
+
+def _noted(texts: Iterable[str]) -> Iterator[str]:
+    return (textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in texts)
+
+
+def _horizon(plan: Plan) -> str:
+    epochs = f" = {plan.epochs:.2f} epochs" if plan.epochs else ""
+    each = plan.total_tokens / plan.flops.parameters
+    return (
+        f"{plural(plan.steps, 'step')} x {plan.tokens_per_step:,} tokens = {plan.total_tokens:,} tokens{epochs}, "
+        f"{each:.3g} a parameter; {plan.total_flops:.4g} FLOP, {plan.flops_per_token:.4g} a token"
+    )
+
+
+def _batch(plan: Plan) -> str:
+    splits = [f"{size} x {-(-plan.packs_per_step // size)}" for size in plan.microbatch_sizes]
+    shown = ", ".join(splits if len(splits) <= 8 else [*splits[:4], "...", *splits[-4:]])
+    packs = f"{plural(plan.packs_per_step, 'pack')} of {plan.recipe.data.length:,}"
+    return f"{plan.tokens_per_step:,} tokens = {packs}; microbatch x accumulation on one device: {shown}"
+
+
+def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: float | None) -> str:
+    header = ["on", "speed by", "tokens/s", "time", *(["cost"] if prices else [])]
+    header += [f"steps in {hours:g} h", f"tokens in {hours:g} h"] if hours else []
+    lines = []
+    for row in found:
+        line = [str(row.target), row.obstacle or row.by, span(row.tokens_per_second, "{:,.0f}".format)]
+        line.append(span(row.hours, lambda each: units.duration(3600 * each)))
+        if prices:
+            line.append(span(row.cost(prices), "{:,.2f}".format))
+        if hours:
+            steps = row.steps_in(hours)
+            line += [span(steps, "{:,}".format), span([each * row.plan.tokens_per_step for each in steps], units.count)]
+        lines.append(line)
+    return markdown(header, lines, names=2)
+
+
+def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
+    yield "time is that of training steps alone: no compiling, evaluation, checkpoints, queues or failures"
+    if any(row.target.count > 1 and row.tflops and not row.with_exchanges for row in found):
+        yield "several devices are those of one machine; what they exchange is reckoned as --plan --gpus does (docs/scaling.md)"
+    if any("assumed" in row.by for row in found):
+        yield (
+            "assumed shares are those between which dense models of a billion parameters and more usually lie, smaller ones "
+            "below; --mfu states one, --run FOLDER takes a measured one"
+        )
+    if any(row.by.endswith("TFLOP/s") for row in found):
+        yield "a run's speed is taken to another device by the ratio of their peaks, as if the same share of it were reached"
+    if runs:
+        yield "a run's speed is taken to this model by operations a token; how near a model comes to the peak is its own"
+
+
+def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
+    header = ["on", "of each", "microbatch", "takes", "x accumulation", *(["for this accumulation"] if accumulation else [])]
+    lines: dict[Target, list[str]] = {}
+    for row in found:
+        plan, limit = row.plan, row.plan.devices.memory
+        if row.obstacle or row.target in lines:
+            continue
+        size = min(plan.expected_microbatch, plan.packs_per_rank)
+        takes = plan.memory.total(size)
+        chosen = "the recipe's" if plan.microbatch == size else "the largest that fits"
+        if size == plan.packs_per_rank != plan.microbatch:
+            chosen = "all of a step"
+        if limit and takes > limit:
+            chosen = "does not fit"
+        shards = {(True, True): ", sharded", (True, False): ", sharded for each use"}
+        where = f"{row.target}{shards.get((plan.devices.sharded, plan.devices.gathered), '')}"
+        line = [where, or_dash(row.target.gigabytes, "{:,} GB".format), f"{plural(size, 'pack')}: {chosen}"]
+        line += [units.memory(takes / GIB), str(-(-plan.packs_per_rank // size))]
+        if accumulation:
+            line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")
+        lines[row.target] = line
+    return markdown(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
+
+
+def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
+    parameters, tokens = plan.flops.parameters, plan.total_tokens
+    budget, sizes = flops or FLOPS_EACH * parameters * tokens, f"{units.count(parameters)} x {units.count(tokens)} tokens"
+    header = ("fit", "loss of this recipe", "best tokens for this model", "best parameters", "best tokens", "loss")
+    lines, divided = [], [fit.best_for_compute(budget) for fit in FITS]
+    for fit, best in zip(FITS, divided, strict=True):
+        line = [fit.name, f"{fit.loss(parameters, tokens):.3f}", units.count(fit.best_tokens(parameters))]
+        lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
+    yield markdown(header, lines, names=1)
+    notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
+    for fit in FITS:
+        formula = f"{fit.E} + {fit.A} / N^{fit.alpha} + {fit.B} / D^{fit.beta}"
+        notes.append(f"{fit.name}: {fit.source}; {formula} nats a token")
+    notes.append(LIMITS)
+    if beyond := ", ".join(beyond_the_fits(parameters, tokens)):
+        notes.append(f"this recipe is outside of what was fitted ({beyond}): its loss is an extrapolation")
+    if any(any(beyond_the_fits(*best)) for best in divided):
+        notes.append("the best division of this budget is outside of what was fitted, too")
+    yield from _noted(notes)
+
+
+def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) -> Iterator[str]:
+    """The trial on this machine as a table, its picture written."""
+    sizes = options.sizes or job.plan.microbatch_sizes
+    if sizes[-1] * job.recipe.data.length > MOST_TOKENS:
+        raise InputError(f"--sizes {sizes[-1]}: more than {MOST_TOKENS:,} tokens at once are not tried; give fewer packs")
+    found = measure(job, accelerator, sizes, lambda text: print(text, file=sys.stderr, flush=True))
+    if not found.measured:
+        raise InputError(f"--measure: {found.ended}; shorten `data.length`, or set `model.gradient_checkpointing: full`")
+    header, lines, notes = described(found)
+    documents = "documents as they lie in the packs" if job.data else "each pack one document, as none is prepared yet"
+    yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {found.precision}; {documents}"
+    yield markdown(header, lines, names=0)
+    yield from _noted(notes)
+    if options.out:
+        draw(found, options.out, job.recipe.name)
+        yield f"picture: {options.out}"

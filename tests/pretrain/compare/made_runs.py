@@ -1,0 +1,56 @@
+"""Run folders as the launcher leaves them, written in a moment: for what reads runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.metrics.run_record import RunRecord, read_run
+from pretrain.settings.config import load_recipe, resolved
+
+RECIPE = {
+    "name": "trained",
+    "precision": "bf16",
+    "model": {"config": {"model_type": "qwen3", "hidden_size": 32}},
+    "data": {"packs": "packs"},
+    "batch": {"tokens": 4096},
+    "train": {"steps": 4},
+}
+
+
+def make_run(
+    path: Path,
+    losses: Sequence[float | None] = (4.0, 3.0, 2.5, 2.25),
+    *settings: str,
+    fingerprint: str | None = "ab12",
+    audit: dict[str, Any] | None = None,
+    held_out: bool = True,
+    side_by_side: bool = False,
+) -> Path:
+    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it."""
+    path.mkdir(parents=True)
+    records = [
+        {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
+        | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
+        | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
+        for step, loss in enumerate(losses, start=1)
+    ]
+    if held_out:
+        records.append({"step": len(losses), "event": "evaluation", "held_out_loss": 2.4, "held_out_perplexity": 11.02})
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    recipe = path.parent / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(RECIPE))
+    (path / "config.yaml").write_text(yaml.safe_dump(resolved(load_recipe(recipe, settings))))
+    (path / "environment.json").write_text(json.dumps({"data_fingerprint": fingerprint} if fingerprint else {}))
+    (path / "audit.json").write_text(json.dumps(audit or {"backend": "torch"}))
+    if side_by_side:
+        (path / "matrix.json").write_text(json.dumps({"side_by_side": True}))
+    return path
+
+
+def trained(*arguments: Any, **keywords: Any) -> RunRecord:
+    return read_run(make_run(*arguments, **keywords))

@@ -1,0 +1,192 @@
+"""What a comparison comes to: intervals, what is paired, the Pareto front, matched loss, the gate, and the answer in words."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.__main__ import main
+from pretrain.compare.appearance import colour_of, looks_of, shade
+from pretrain.compare.comparison import RunComparison, match_losses, pareto_front
+from pretrain.compare.fairness import Gap, check_comparable, t_quantile, varied_keys, why_not_paired
+from pretrain.precision.registry import PRECISIONS
+from tests.pretrain.compare.made_runs import make_run, trained
+
+
+def noisy(level: float, seed: int, steps: int = 400) -> list[float]:
+    """Losses that share their noise over seeds but for a small part of their own."""
+    shared = np.random.default_rng(0).normal(0, 0.1, steps)
+    return (level + shared + np.random.default_rng(seed).normal(0, 0.004, steps)).tolist()
+
+
+# Table of Student's t, two-sided 95 %: for example NIST's handbook, section 1.3.6.7.2.
+@pytest.mark.parametrize(("freedom", "quantile"), [(7, 2.365), (8, 2.306), (10, 2.228), (15, 2.131), (30, 2.042), (100, 1.984)])
+def test_the_quantile_of_students_distribution_is_that_of_published_tables(freedom: int, quantile: float):
+    assert t_quantile(freedom) == pytest.approx(quantile, abs=6e-4)
+
+
+def test_an_interval_covers_the_true_difference_as_often_as_it_says():
+    rng, covered, wide = np.random.default_rng(1), 0, 0
+    for _ in range(400):
+        gap = Gap.of(rng.normal(0.5, 1.0, 400))
+        assert gap.steps == 80, "a fifth"
+        covered += abs(gap.mean - 0.5) <= gap.half_width
+        wide += 1.96 * gap.half_width > 0
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+@given(st.integers(1, 200))
+def test_below_eight_batches_there_is_no_interval_and_above_it_the_last_64_steps_have_one(steps: int):
+    gap = Gap.of(np.linspace(0.0, 1.0, steps))
+    assert math.isfinite(gap.half_width) == (steps >= 64) and gap.steps == min(steps, 64)
+
+
+def test_a_varied_key_may_differ_and_what_else_differs_is_refused_with_the_word_for_it(tmp_path):
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", (4.0, 3.0), "optimizer.learning_rate=0.5", "train.steps=5")]
+    with pytest.raises(InputError, match=r"add --vary optimizer\.learning_rate --vary train\.steps$"):
+        check_comparable(runs)
+    with pytest.raises(InputError, match=r"add --vary train\.steps$"):
+        check_comparable(runs, ["optimizer.learning_rate"])
+    check_comparable(runs, ["optimizer", "train"])
+    assert varied_keys(runs) == ["optimizer.learning_rate", "train.steps"]
+
+
+def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
+    first = trained(tmp_path / "first")
+    assert why_not_paired(first, trained(tmp_path / "rate", (4.0, 3.0), "optimizer.learning_rate=0.5")) is None
+    assert "`seed`: 42 and 7" in why_not_paired(first, trained(tmp_path / "seed", (4.0, 3.0), "seed=7"))
+    assert "`batch.tokens`" in why_not_paired(first, trained(tmp_path / "batch", (4.0, 3.0), "batch.tokens=8192"))
+    assert "`data.fingerprint`" in why_not_paired(first, trained(tmp_path / "data", fingerprint="cd34"))
+    assert "no step" in why_not_paired(first, trained(tmp_path / "nothing", [None, None]))
+
+
+def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, capsys):
+    paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "other", (4.0, 3.5), fingerprint="cd34")]
+    page = tmp_path / "report.html"
+    assert main(["report", *map(str, paths), "--vary", "data.fingerprint", "--out", str(page)]) == 0
+    said = capsys.readouterr().out
+    assert "other is not paired with a: their steps see other text: `data.fingerprint`: ab12 and cd34" in said
+    assert "| other " in said and "| b " in said.partition("minus a")[2] and "| other " not in said.partition("minus a")[2]
+    assert main(["report", *map(str, paths), "--vary", "data.fingerprint", "--gate", "1", "--out", str(page)]) == 2
+    assert "--gate: other cannot be held against a" in capsys.readouterr().err
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8))
+def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
+    front = pareto_front(*map(list, zip(*points, strict=True)))
+    for place, (speed, loss) in enumerate(points):
+        beaten = any(s >= speed and x <= loss and (s, x) != (speed, loss) for s, x in points)
+        assert (place in front) != beaten
+
+
+def test_hours_to_a_matched_loss_are_those_of_the_steps_until_it_was_reached(tmp_path):
+    falling = np.linspace(5.0, 3.0, 100)
+    slow, fast = trained(tmp_path / "slow", falling.tolist()), trained(tmp_path / "fast", (falling - 1.0).tolist())
+    target, (slow_hours, fast_hours) = match_losses([slow, fast])
+    assert target == pytest.approx(3.0, abs=0.2)
+    assert slow_hours == pytest.approx(100 * 100.0 / 3.6e6, rel=0.12), "100 ms a step"
+    assert fast_hours == pytest.approx(slow_hours / 2, rel=0.15), "a line that lies 1 lower is there half way"
+    assert match_losses([slow, None]) == (None, [None, None])
+
+
+def with_speed(path: Path, level: float, seed: int, speed: float, *settings: str, **keywords):
+    run = trained(path, noisy(level, seed), *settings, **keywords)
+    run.summary["tokens_per_second"] = speed
+    return run
+
+
+def test_the_answer_names_the_fastest_run_within_the_tolerance(tmp_path):
+    base = with_speed(tmp_path / "base", 3.0, 1, 1000.0)
+    runs = [base, with_speed(tmp_path / "good", 3.001, 2, 1360.0, "precision=delayed")]
+    runs.append(with_speed(tmp_path / "far", 3.2, 3, 2000.0, "precision=nvfp4"))
+    comparison = RunComparison.over(runs)
+    assert comparison.answer().startswith("good: 1.36 × the speed of base, loss +0.00") and " ± " in comparison.answer()
+    assert [each.look.label for each in comparison.over_the_gate()] == ["far"]
+    assert "No run is both faster than base and within 0.01 nats" in RunComparison.over([base, runs[2]]).answer()
+
+
+def test_the_answer_counts_where_there_are_no_speeds_and_says_what_those_beyond_share(tmp_path):
+    runs = [trained(tmp_path / "base", noisy(3.0, 1), side_by_side=True)]
+    runs.append(trained(tmp_path / "exact", noisy(3.0, 2), "weights=bf16_exact", side_by_side=True))
+    runs.append(trained(tmp_path / "plain", noisy(3.4, 3), "weights=bf16", side_by_side=True))
+    comparison = RunComparison.over(runs)
+    answer = comparison.answer()
+    assert answer.startswith("1 of 2 runs end within 0.01 nats of base; the one with weights bf16 ends 0.4")
+    assert comparison.why_no_speed() == "They shared their machine, so their speeds are not compared."
+
+
+def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
+    cells = (("a", 3.0, 1, 0.1), ("b", 2.9, 2, 0.2), ("c", 3.3, 3, 0.4))
+    runs = [
+        trained(tmp_path / name, noisy(level, seed), f"optimizer.learning_rate={rate}", held_out=False)
+        for name, level, seed, rate in cells
+    ]
+    answer = RunComparison.over(runs).answer()
+    assert answer.startswith("Lowest training loss: b (learning_rate 0.2) with 2.8") and answer.endswith("nats against a.")
+
+
+def test_runs_are_ranked_by_held_out_loss_only_where_all_have_one(tmp_path):
+    runs = [trained(tmp_path / "a", noisy(3.0, 1)), trained(tmp_path / "b", noisy(3.1, 2), "precision=delayed")]
+    both = RunComparison.over(runs)
+    assert both.by_held_out and [each.loss for each in both.standings] == [2.4, 2.4] and both.standings[1].held_out_gap == 0.0
+    runs.append(trained(tmp_path / "c", noisy(2.9, 3), held_out=False))
+    some = RunComparison.over(runs)
+    assert not some.by_held_out and [round(each.loss, 1) for each in some.standings] == [3.0, 3.1, 2.9]
+    assert [each.held_out_gap for each in some.standings] == [None, 0.0, None]
+
+
+def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends_lower(tmp_path, capsys):
+    base, same = make_run(tmp_path / "base", noisy(3.0, 1)), make_run(tmp_path / "same", noisy(3.002, 2), "precision=delayed")
+    worse, better = make_run(tmp_path / "worse", noisy(3.05, 3)), make_run(tmp_path / "better", noisy(2.9, 4))
+    command = ["report", "--gate", "0.01", "--out", str(tmp_path / "x.html")]
+    assert main([*command, str(base), str(same), str(better)]) == 0
+    assert capsys.readouterr().out.endswith("gate of 0.01 nats: passed\n")
+    assert main([*command, str(base), str(same), str(worse)]) == 1
+    assert "gate: worse ends +0.05" in capsys.readouterr().out
+    diverged = make_run(tmp_path / "diverged", [noisy(3.0, 1)[0], *[None] * 399])
+    assert main([*command, str(base), str(diverged)]) == 1, "although the step in common is equal"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "report.pdf"], "ends in none of .html, .png and .md"),
+        (["--watch"], "add --out report.html"),
+        (["--out", "x.html", "--watch", "0"], "1 at least"),
+        (["--published", "x.csv"], "add --out report.html"),
+        (["--gate", "-1"], "0 or more"),
+        (["--gate", "nan"], "0 or more"),
+        (["--gate", "0.01"], "at least one other"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_before_anything_is_written(arguments, said, tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    assert main(["report", str(run), *arguments]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.glob("*.png"))
+
+
+def test_a_precision_has_one_colour_and_runs_that_share_it_are_told_apart(tmp_path):
+    colours = [precision.colour for precision in PRECISIONS.values()]
+    assert len(set(colours)) == len(colours)
+    assert colour_of("nvfp4 (ran bf16)") == PRECISIONS["nvfp4"].colour and colour_of("unheard of") not in colours
+    runs = [
+        trained(tmp_path / f"{p}-{w}", (3.0, 2.0), f"precision={p}", f"weights={w}")
+        for p in ("bf16", "mxfp8")
+        for w in ("fp32", "bf16")
+    ]
+    looks = looks_of(runs)
+    assert [look.colour for look in looks] == [colour_of(run.precision) for run in runs]
+    assert looks[0].dash == looks[2].dash != looks[1].dash == looks[3].dash, "a line for each kind of weights"
+    rates = [trained(tmp_path / f"rate{rate}", (3.0, 2.0), f"optimizer.learning_rate={rate}") for rate in (0.1, 0.2, 0.3)]
+    assert len({look.colour for look in looks_of(rates)}) == 3 and shade("#1F77B4", 1, 3) == "#1F77B4"
+
+
+def test_runs_of_one_folder_name_are_told_apart_by_their_parents(tmp_path):
+    looks = looks_of([trained(tmp_path / "one" / "run"), trained(tmp_path / "two" / "run")])
+    assert [look.label for look in looks] == ["one/run", "two/run"]

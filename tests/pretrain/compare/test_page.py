@@ -1,0 +1,159 @@
+"""The report as a page: what stands in it as text, what its script is given to draw, and what may be in the way."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foundation.errors import InputError
+from pretrain.__main__ import main
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.kept_runs import read_kept
+from pretrain.compare.page import render
+from pretrain.compare.page_data import heat_maps, page_data, short_name, step_time
+from pretrain.compare.published import read_published
+from pretrain.compare.report import read_runs
+from tests.pretrain.compare.made_runs import make_run, trained
+
+ROOT = Path(__file__).parents[3]
+KEPT = ROOT / "benchmarks/results/h200_comparison.json"
+PUBLISHED = ROOT / "benchmarks/results/published_small_malaysian_lm.csv"
+LONG = [3.0 - 0.001 * step for step in range(100)]
+
+
+def carried(page: bytes) -> dict[str, Any]:
+    """What the page's script unpacks."""
+    packed = re.search(rb'id="data">([^<]+)<', page)[1]
+    return json.loads(gzip.decompress(base64.b64decode(packed)))
+
+
+def text_of(page: bytes) -> str:
+    """Without script, style and what is packed."""
+    return re.sub(r"<(script|style)\b.*?</\1>", "", page.decode(), flags=re.S)
+
+
+def two_runs(folder: Path) -> list[Any]:
+    return [trained(folder / "a", LONG), trained(folder / "b", [loss + 0.5 for loss in LONG], "precision=delayed")]
+
+
+def test_the_page_asks_the_network_for_nothing(tmp_path):
+    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
+    assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
+    assert "import " not in page and len(re.findall("<section", page)) >= 6
+
+
+def test_the_answer_and_the_table_stand_in_the_page_as_text(tmp_path):
+    page = text_of(render(RunComparison.over(two_runs(tmp_path))))
+    assert 'class="answer">No run is both faster than a and within 0.01 nats of it.' in page
+    assert "+0.5000" in page and "10,240" in page and "loss − baseline, last 64" in page
+    assert "<code>precision</code>" in page and "Pareto front" in page
+
+
+def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
+    runs = [trained(tmp_path / "<b>&amp;"), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "<script>alert(1)</script>"})]
+    page = render(RunComparison.over(runs)).decode()
+    assert "<script>alert" not in page and "&lt;b&gt;&amp;amp;" in page
+
+
+def test_what_is_drawn_are_the_runs_own_figures(tmp_path):
+    runs = two_runs(tmp_path)
+    data = carried(render(RunComparison.over(runs)))
+    first, second = data["runs"]
+    assert first["steps"] == list(range(1, 101)) and first["tokens"][-1] == 409_600
+    assert first["hours"][-1] == pytest.approx(100 * 0.1 / 3600)
+    assert first["curves"]["loss"] == pytest.approx(LONG) and first["baseline"] and not first["minus"]["at"]
+    assert second["minus"]["loss"] == pytest.approx([0.5] * 100) and second["gap"] == pytest.approx(0.5)
+    assert data["axes"] == {"steps": True, "tokens": True, "hours": True}
+
+
+def test_a_loss_that_is_no_number_is_a_gap_and_hours_that_were_shared_are_no_axis(tmp_path):
+    data = page_data(RunComparison.over([trained(tmp_path / "a", [3.0, None, 2.0], side_by_side=True)]))
+    assert data["runs"][0]["curves"]["loss"] == [3.0, None, 2.0] and data["axes"]["hours"] is False
+    assert data["runs"][0]["speed"] is None
+
+
+ODD = {
+    "one step": [3.0],
+    "no finite loss": [None, None, None],
+    "a flat line": [2.0] * 300,
+    "a gap": [11.0, None, *(8 - 0.01 * step for step in range(300))],
+    "lost at its end": [3.0, 2.0, None],
+}
+
+
+@pytest.mark.parametrize("losses", ODD.values(), ids=ODD)
+def test_any_run_has_a_page_alone_beside_another_and_beside_one_over_other_text(losses, tmp_path):
+    run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
+    other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
+    for runs in ([run], [run, other], [other, run, text]):
+        comparison = RunComparison.over(runs)
+        assert carried(render(comparison))["runs"][0]["steps"] and comparison.answer()
+        lost = [each.look.label for each in comparison.standings if losses[-1] is None and each.run is not other]
+        assert len(runs) == 1 or (f"The loss of {', '.join(lost)} ends as no number." in comparison.answer()) == bool(lost)
+
+
+def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
+    name = "model.layers.3.self_attn.q_proj"
+    operands = [{"layer": name, "operand": "input", "amax": 4.0, "scale": 0.5, "underflow": 0.25, "saturation": 0.0}]
+    lines = [{"step": 1, "operands": operands}, {"step": 9, "operands": [operands[0] | {"scale": None, "underflow": 0.5}]}]
+    path = tmp_path / "fp8_statistics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "oper')
+    heat = heat_maps(path)
+    assert heat["steps"] == [1, 9] and heat["layers"] == ["3 q_proj"]
+    assert heat["values"]["underflow"]["input"] == [[0.25, 0.5]] and heat["values"]["scale"]["input"] == [[-1.0, None]]
+    assert heat_maps(tmp_path / "none") is None
+    assert [short_name(each) for each in ("lm_head", "transformer.h.11.attn.c_attn")] == ["lm_head", "11 c_attn"]
+
+
+def test_a_profile_says_where_a_steps_time_goes_and_without_one_the_wait_is_known(tmp_path):
+    run = trained(tmp_path / "run")
+    assert step_time(run) == {"source": "median", "parts": {"computing": 99.0, "waiting for data": 1.0}}
+    lines = ["| part of a step | ms | share | reaches |", "| --- | ---: | ---: | --- |", "| attention | 12.5 | 50.0 % | |"]
+    (run.path / "profile.md").write_text("\n".join([*lines, "| gaps | 2.5 | 1 % | |", "| **the step** | 25.0 | | |"]))
+    assert step_time(run) == {"source": "profile", "parts": {"attention": 12.5, "gaps": 2.5}}
+
+
+def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
+    runs = read_runs([KEPT], Path("bf16-fp32"))
+    assert len(runs) == 18 and runs[0].name == "bf16-fp32" and runs[0].side_by_side
+    comparison = RunComparison.over(runs)
+    exact = next(each for each in comparison.standings if each.look.label == "delayed-bf16_exact")
+    assert exact.end_gap == pytest.approx(0.0004, abs=5e-5), "as docs/results.md has it"
+    assert exact.held_out_gap == pytest.approx(0.0002, abs=5e-5) and exact.speed is None
+    data = page_data(comparison)
+    assert data["axes"] == {"steps": True, "tokens": True, "hours": False}
+    assert "learning_rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
+
+
+def test_a_file_that_holds_no_kept_runs_is_refused(tmp_path):
+    (tmp_path / "x.json").write_text('{"runs": {}}')
+    with pytest.raises(InputError, match=r"x\.json: holds no runs with losses"):
+        read_kept(tmp_path / "x.json")
+
+
+def test_published_rows_have_their_mfu_by_one_definition():
+    published = read_published(PUBLISHED)
+    rows = {row["name"]: row for row in published.rows}
+    assert len(rows) == 20 and "wandb.ai" in published.origin
+    assert rows["1"]["mfu"] == pytest.approx(0.3601, abs=1e-4) == pytest.approx(rows["1"]["mfu_reported"], abs=1e-4)
+    assert rows["16"]["mfu_reported"] == pytest.approx(0.6238) and rows["16"]["mfu"] == pytest.approx(0.5352, abs=1e-4)
+
+
+def test_published_results_that_lack_a_column_or_a_number_are_refused(tmp_path, capsys):
+    run, path = make_run(tmp_path / "run"), tmp_path / "x.csv"
+    header, row = PUBLISHED.read_text().splitlines()[-21:-19]
+    for text, said in (
+        (header.replace("loss", "los"), "no column `loss`"),
+        (f"{header}\n{row.replace('1.3667', 'low')}", "`loss`"),
+    ):
+        path.write_text(text + "\n")
+        assert main(["report", str(run), "--published", str(path), "--out", str(tmp_path / "x.html")]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["report", str(run), "--published", str(PUBLISHED), "--out", str(tmp_path / "x.html")]) == 0
+    assert "Published elsewhere" in (tmp_path / "x.html").read_text()

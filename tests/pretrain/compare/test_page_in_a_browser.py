@@ -1,0 +1,139 @@
+"""The page opened in Chromium: wide and narrow, light and dark; and that sorting, hovering, hiding and the axis switch work.
+
+Skipped where the machine has no `chromium` or Python has no playwright, and the reason says which.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from pretrain.compare.comparison import RunComparison
+from pretrain.compare.page import render
+from pretrain.metrics.run_record import read_run
+from tests.pretrain.compare.made_runs import make_run
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install -r requirements-dev.txt")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on this machine: apt-get install chromium")
+
+STEPS = 120
+PLOTS = ["speed", "ends", "loss", "held-out", "minus", "norm", "rate", "frozen", "heat", "time", "memory"]
+RUNS = {"base": (0.0, []), "exact": (0.01, ["weights=bf16_exact"]), "low": (0.5, ["precision=delayed"])}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A page of three runs, one of them emulated, with quantization statistics and an evaluation on the way."""
+    folder, runs = tmp_path_factory.mktemp("runs"), []
+    for name, (above, settings) in RUNS.items():
+        losses = [5.0 - 0.01 * step + above for step in range(STEPS)]
+        path = make_run(folder / name, losses, *settings, audit={"backend": "emulation" if name == "low" else "torch"})
+        halfway = {"step": 60, "event": "evaluation", "held_out_loss": 3.1 + above, "held_out_perplexity": 22.0}
+        with (path / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(halfway) + "\n")
+        if name == "low":
+            operands = [
+                {"layer": f"model.layers.{layer}.mlp.up_proj", "operand": operand, "amax": 1.0, "scale": 8.0, "saturation": 0.0}
+                | {"underflow": 0.01 * layer}
+                for layer in range(3)
+                for operand in ("input", "weight", "grad_output")
+            ]
+            lines = [json.dumps({"step": step, "operands": operands}) + "\n" for step in (1, 100)]
+            (path / "fp8_statistics.jsonl").write_text("".join(lines))
+        runs.append(read_run(path))
+    page = folder / "report.html"
+    page.write_bytes(render(RunComparison.over(runs), gate=True))
+    return page.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield launched
+        launched.close()
+
+
+@contextmanager
+def opened(browser: Any, address: str, width: int, theme: str) -> Iterator[Any]:
+    """The page, drawn. Nothing may go wrong in it, and nothing be asked of the network."""
+    errors: list[str] = []
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=True)
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    page.on("request", lambda asked: errors.append(asked.url) if asked.url.startswith("http") else None)
+    page.goto(address)
+    page.wait_for_selector("html[data-drawn]", timeout=60_000)
+    yield page
+    context.close()
+    assert errors == []
+
+
+@pytest.fixture(scope="module")
+def page(browser: Any, address: str) -> Iterator[Any]:
+    with opened(browser, address, 1280, "light") as page:
+        yield page
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (400, "dark")])
+def test_in_every_shape_all_pictures_are_drawn_and_nothing_is_wider_than_the_screen(width, theme, browser, address):
+    """Each is opened in one shape and turned into another: all four in two."""
+    with opened(browser, address, width, theme) as page:
+        for now_wide, now_theme in ((width, theme), (1680 - width, {"light": "dark", "dark": "light"}[theme])):
+            page.set_viewport_size({"width": now_wide, "height": 900})
+            page.emulate_media(color_scheme=now_theme)
+            page.wait_for_timeout(300)
+            assert page.evaluate("document.documentElement.dataset.theme") == now_theme
+            drawn = "all => all.filter(plot => plot.querySelector('.main-svg')).map(plot => plot.id)"
+            assert page.eval_on_selector_all(".plot", drawn) == PLOTS
+            assert page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+            cut = "all => all.filter(plot => plot.getBoundingClientRect().right > innerWidth).map(plot => plot.id)"
+            assert page.eval_on_selector_all(".plot, .plot .main-svg", cut) == []
+
+
+def test_a_click_on_a_columns_title_sorts_by_it_and_another_the_other_way(page):
+    names = "rows => rows.map(row => row.cells[0].innerText.trim().split(' ')[0])"
+    title = page.get_by_role("button", name="loss, last 50")
+    title.click()
+    assert page.eval_on_selector_all("#table tbody tr", names) == ["low", "exact", "base"]
+    assert page.locator("#table th[aria-sort=descending]").inner_text().startswith("loss, last 50")
+    title.click()
+    assert page.eval_on_selector_all("#table tbody tr", names) == ["base", "exact", "low"]
+
+
+def test_the_pointer_on_a_curve_shows_the_run_and_its_loss(page):
+    page.locator("#minus").scroll_into_view_if_needed()
+    box = page.locator("#minus .nsewdrag").bounding_box()
+    shown = page.locator("#minus .hoverlayer .hovertext")
+    for share in (0.05, 0.1, 0.2, 0.5):  # the line of `low` is near the top
+        page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * share)
+        page.wait_for_timeout(120)
+        if shown.count():
+            break
+    assert "low" in shown.first.text_content() and "+0.5" in shown.first.text_content()
+
+
+def test_the_axis_switch_changes_all_curves_and_a_zoom_in_one_is_a_zoom_in_all(page):
+    last = "id => document.getElementById(id).data.at(-1).x.at(-1)"
+    assert page.evaluate(last, "loss") == STEPS
+    page.get_by_role("button", name="tokens", exact=True).click()
+    assert page.evaluate(last, "loss") == page.evaluate(last, "minus") == STEPS * 4096
+    page.evaluate("Plotly.relayout('loss', {'xaxis.range': [1000, 200000]})")
+    page.wait_for_function("document.getElementById('norm').layout.xaxis.range[1] === 200000")
+
+
+def test_a_hidden_run_and_a_chosen_theme_stay_so_when_the_page_is_read_again(page):
+    page.get_by_role("button", name="exact", exact=True).click()
+    assert page.eval_on_selector("#loss", "plot => plot.data.some(trace => trace.name === 'exact')") is False
+    page.get_by_role("button", name="dark", exact=True).click()
+    page.reload()
+    page.wait_for_selector("html[data-drawn]")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert page.get_by_role("button", name="exact", exact=True).get_attribute("aria-pressed") == "false"

@@ -1,0 +1,145 @@
+"""A search in phases over runs that are finished already: what is measured for real is in tests/launcher/test_matrix_run.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from foundation.errors import InputError
+from pretrain.__main__ import main
+from pretrain.compare.matrix_file import load_matrix
+from pretrain.compare.phases import load_phases
+from pretrain.settings.config import resolved
+
+ROOT = Path(__file__).parents[3]
+BATCH = {"name": "batch", "axes": {"batch.microbatch": [1, 8]}}
+LOSS = {"name": "loss", "cells": [{"loss.kind": "reference"}]}
+LAST = {"name": "last", "cells": [{"batch.microbatch": 4, "model.gradient_checkpointing": "full"}]}
+
+
+@pytest.fixture
+def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Path]:
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
+
+    def write(*phases: dict[str, Any], **keys: Any) -> Path:
+        values = {"name": "tune", "recipe": str(tmp_path / "recipe.yaml"), "run_dir": f"{tmp_path}/{{name}}"}
+        values |= {"accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml"), "phases": list(phases)} | keys
+        (path := tmp_path / "phases.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., None]:
+    """Leave what a finished run of a phase leaves, with this speed, on the cells that were `chosen` before."""
+
+    def leave(number: int, cell: str, speed: float, *chosen: str, **last_step: Any) -> None:
+        search = load_phases(tmp_path / "phases.yaml", [])
+        matrices = search.check()
+        for earlier, name in enumerate(chosen):
+            [run] = [run for run in matrices[earlier].runs if run.name == name]
+            search.chosen[name] = run.values
+        [run] = [run for run in search.next_matrix(number).runs if run.name == cell]
+        run.run_dir.mkdir(parents=True)
+        step = {"tokens": 1, "epoch": 0.1, "loss": 2.0, "step_ms": 1.0, "memory_gib": 1.0}
+        lines = [{"step": n, **step, "tokens_per_second": speed if n > 2 else 1.0} for n in range(1, 13)]
+        lines[-1] |= last_step
+        (run.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (run.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(run.recipe)))
+        (run.run_dir / "summary.json").write_text("{}")
+
+    return leave
+
+
+def lines_of(out: str) -> dict[str, list[str]]:
+    """The last table, by cell."""
+    table = out[out.rindex("| phase |") :]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line.startswith("|")]
+    return {row[1]: row for row in rows}
+
+
+def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_the_last(phases_file, finish, capsys, tmp_path):
+    path = phases_file(BATCH, LAST, LOSS, {"name": "never", "axes": {"loss.chunk": [7]}})
+    finish(1, "microbatch=1", 100.0)
+    finish(1, "microbatch=8", 200.0)
+    finish(2, "microbatch=4-gradient_checkpointing=full", 300.0, "microbatch=8")
+    finish(3, "kind=reference", 301.0, "microbatch=8", "microbatch=4-gradient_checkpointing=full")
+    assert main(["phases", str(path)]) == 0
+    out = capsys.readouterr().out
+    found = lines_of(out)
+    assert found["microbatch=8"][2:4] == ["200", "–"]
+    assert found["microbatch=4-gradient_checkpointing=full"][2:4] == ["300", "+50.0%"]
+    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**" and found["kind=reference"][3] == "+0.3%"
+    assert "the fastest of phase loss is at +0.3% of what it stands on; less than +1.0% ends the search" in out
+    assert (
+        out.rstrip()
+        .partition("train_accelerate.py ")[2]
+        .startswith(f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n")
+    ), "the last phase's microbatch replaces the first's, and what gained nothing is left out"
+    assert "**best**" in (tmp_path / "tune" / "phases.md").read_text()
+    left = tmp_path / "tune" / "3-loss" / "microbatch=8" / "microbatch=4-gradient_checkpointing=full" / "matrix.yaml"
+    assert load_matrix(left).runs[0].is_finished(), "the phase can be looked at as the matrix that it was"
+
+
+@pytest.mark.parametrize(
+    ("last_step", "says"),
+    [({"loss": None}, "the loss of step 12 is not finite"), ({"skipped": True}, "step 12 was left out")],
+)
+def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_file, finish, capsys):
+    path = phases_file(BATCH)
+    finish(1, "microbatch=1", 100.0)
+    finish(1, "microbatch=8", 900.0, **last_step)
+    assert main(["phases", str(path)]) == 0
+    found = lines_of(capsys.readouterr().out)
+    assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
+
+
+def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phases_file, finish, capsys):
+    path = phases_file({"name": "batch", "axes": {"batch.microbatch": [1]}}, LOSS)
+    finish(1, "microbatch=1", 100.0, loss=None)
+    assert main(["phases", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert "Ended: no cell of phase batch is stable." in out and "To train with it" not in out
+
+
+def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, tmp_path):
+    assert main(["phases", str(phases_file(BATCH, LOSS)), "train.steps=7", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("train_accelerate.py") == 3 and out.count("train.steps=7") == 3 and "# loss, as if on the base" in out
+    assert not (tmp_path / "tune").exists()
+
+
+def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file, tmp_path):
+    precision = {"name": "precision", "axes": {"precision": ["current"], "fp8_config.on_unsupported": ["emulate"]}}
+    option = {"name": "option", "axes": {"fp8_config.fp8_format": ["E4M3"]}}
+    assert [len(matrix.runs) for matrix in load_phases(phases_file(precision, option), []).check()] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("phases", "keys", "says"),
+    [
+        ([], {}, "`phases` is"),
+        ([BATCH, BATCH], {}, "two are named batch"),
+        ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
+        ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: unknown key"),
+        ([BATCH], {"run_dir": "runs/{cell}"}, "`run_dir`: 'runs/{cell}' cannot be filled in"),
+        ([BATCH], {"least_gain": 2}, "`least_gain` is 2"),
+        ([BATCH], {"recipe": "/no/such.yaml"}, "/no/such.yaml"),
+    ],
+)
+def test_a_mistake_in_any_phase_is_found_before_the_first_begins(phases, keys, says, phases_file, tmp_path):
+    with pytest.raises(InputError) as error:
+        load_phases(phases_file(*phases, **keys), []).check()
+    assert says in str(error.value) and not (tmp_path / "tune").exists()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/phases/*.yaml")), ids=lambda path: path.stem)
+def test_the_shipped_phases_load(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    assert len(load_phases(path, []).check()) >= 3

@@ -1,0 +1,187 @@
+"""Time and cost on devices that are not here: from peaks and from runs, each reckoned again by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from foundation.errors import InputError
+from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.run_record import read_run
+from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.targets import Estimate, MeasuredRun, Target, estimates, left_out, span
+from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.settings import LowPrecisionSettings
+from tests.pretrain.plan.plan_recipe import recipe
+from tests.pretrain.plan.test_scaling import QWEN3
+
+
+@pytest.fixture(scope="module")
+def shapes() -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+
+
+@pytest.fixture
+def job(shapes: Any) -> Callable[..., Any]:
+    """As much of a job as a target asks for: a billion tokens of Qwen3-1.7B's shape."""
+
+    def make(precision: str = "bf16", **changes: Any) -> Any:
+        active = select_precision(precision, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
+        wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
+        plan = Plan(wanted, active, Devices(), "qwen3", ModelFlops.of(shapes), 745.0)
+        return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
+
+    return make
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Callable[..., Path]:
+    """What a run of ten steps has left, the first two of them slow."""
+
+    def write(name: str, tflops: float, gpus: list[str], processes: int = 1, precision: str = "bf16", **audit: Any) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [
+            {"step": step, "tokens": step, "epoch": 0.1, "loss": 1.0, "step_ms": 1.0, "tokens_per_second": 1.0, "tflops": reached}
+            for step, reached in enumerate([1.0, 1.0, *[tflops] * 8], start=1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "config.yaml").write_text(yaml.safe_dump({"precision": precision}))
+        accelerate = {"processes": processes, "device": "cuda" if gpus else "cpu"}
+        (folder / "environment.json").write_text(json.dumps({"gpus": gpus, "accelerate": accelerate}))
+        (folder / "audit.json").write_text(json.dumps({"effective": precision, "backend": "torch"} | audit))
+        return folder
+
+    return write
+
+
+def measured(folder: Path) -> MeasuredRun:
+    return MeasuredRun.of(read_run(folder))
+
+
+def test_hours_are_operations_over_the_stated_share_of_the_peak(job):
+    [row] = estimates(job(), [Target("H200")], [], [0.4])
+    work = row.plan.flops.step(1, 745.0) * row.plan.total_tokens
+    assert row.hours == pytest.approx([work / (0.4 * 989.5e12) / 3600])
+    assert "40 % of the bf16 peak, stated" in row.by
+    assert row.cost({"H200": 3.0, "": 9.0}) == pytest.approx([3 * row.hours[0]])
+    assert row.cost({"H100": 3.0}) == (), "no price is invented"
+    assert row.steps_in(10) == (int(10 / row.hours[0] * row.plan.total_tokens / row.plan.tokens_per_step),)
+
+
+def test_without_a_share_two_are_assumed_and_it_is_said(job):
+    [row] = estimates(job(), [Target("H200")], [])
+    assert row.by == "30 to 50 % of the bf16 peak, assumed" and row.hours[0] / row.hours[1] == pytest.approx(5 / 3)
+
+
+def test_a_run_goes_over_to_another_device_by_the_ratio_of_peaks(job, run_folder):
+    run = measured(run_folder("mine", 500.0, ["NVIDIA H200"]))
+    assumed, same, other_assumed, other = estimates(job(), [Target("H200"), Target("B200")], [run])
+    assert assumed.by.endswith("assumed") and other_assumed.by.endswith("assumed")
+    assert same.tokens_per_second == pytest.approx([500e12 / same.plan.flops_per_token])
+    assert other.tokens_per_second[0] / same.tokens_per_second[0] == pytest.approx(2250 / 989.5)
+    assert same.by == "run mine: 1 x NVIDIA H200, measured over 8 steps"
+    assert not Target("H100").is_called("NVIDIA H100 PCIe") and Target("H100").is_called("NVIDIA H100 80GB HBM3")
+    assert other.by == f"{same.by}, x 2250 / 989.5 TFLOP/s"
+
+
+def test_several_devices_lose_what_they_exchange_unless_the_run_had_it_too(job, run_folder):
+    alone = measured(run_folder("alone", 500.0, ["NVIDIA B200"]))
+    eight = measured(run_folder("eight", 500.0, ["NVIDIA B200"] * 8, processes=8))
+    larger = job(batch={"tokens": 2**20})
+    _, of_one, of_eight, own = estimates(larger, [Target("B200", 8)], [alone, eight], [0.5])
+    assert str(own.target) == "1 x NVIDIA B200", "what was measured is always among the rows"
+    whole = 8 * 500e12 / of_one.plan.flops_per_token
+    assert of_eight.tokens_per_second == pytest.approx([whole])
+    assert 0.5 * whole < of_one.tokens_per_second[0] < 0.99 * whole
+
+
+def test_a_run_on_a_device_without_a_peak_says_something_of_its_own_only(job, run_folder):
+    run = measured(run_folder("slow", 0.1, []))
+    found = list(estimates(job(), [Target("H200")], [run], [0.4]))
+    assert [str(row.target) for row in found] == ["1 x H200", "1 x CPU"]
+    assert found[1].tokens_per_second == pytest.approx([0.1e12 / found[1].plan.flops_per_token])
+    assert list(left_out(job(), [run], [Target("H200")])) == [
+        "run slow was on CPU, of which no bf16 peak is known: it says nothing of 1 x H200"
+    ]
+
+
+def test_a_run_in_another_precision_is_left_out_and_named(job, run_folder):
+    run = measured(run_folder("fp8", 700.0, ["NVIDIA H200"], precision="delayed"))
+    assert len(list(estimates(job(), [Target("H200")], [run]))) == 1
+    assert list(left_out(job(), [run], [])) == ["run fp8 computed in delayed, this plan in bf16: its speed is left out"]
+
+
+def test_runs_whose_speed_is_not_their_own_are_refused(run_folder):
+    emulated = run_folder("emulated", 1.0, [], precision="delayed", backend="emulation")
+    with pytest.raises(InputError, match=r"--run .*emulated: its precision was emulated"):
+        measured(emulated)
+    shared = run_folder("shared", 1.0, [])
+    (shared / "matrix.json").write_text(json.dumps({"side_by_side": True}))
+    with pytest.raises(InputError, match=r"--run .*shared: it shared its machine"):
+        measured(shared)
+    (short := run_folder("short", 1.0, []) / "metrics.jsonl").write_text(
+        '{"step": 1, "tokens": 1, "epoch": 0.1, "loss": 1.0, "step_ms": 1.0}\n'
+    )
+    with pytest.raises(InputError, match="no measured tflops after its first 2 steps"):
+        measured(short.parent)
+
+
+def test_what_a_device_cannot_run_is_said_in_its_row(job):
+    def obstacle(target: str, **changes: Any) -> str | None:
+        [row] = estimates(job(**changes), [Target.parse(target)], [])
+        return row.obstacle
+
+    assert obstacle("H200", precision="mxfp8") == (
+        "mxfp8 needs a GPU of compute capability 10.0 or higher and below 12.0 (B200, GB200)"
+    )
+    assert obstacle("B200", precision="mxfp8") is None
+    assert obstacle("A100", precision="current") == "no current peak is known of it"
+    assert obstacle("8xB200", batch={"tokens": 4 * 4096}) == (
+        "a step of 4 packs is too small for it: `batch.tokens: 32768` at least"
+    )
+
+
+@pytest.mark.parametrize(("precision", "measured"), [("bf16", 73.997), ("delayed", 74.874)])
+def test_memory_is_what_a_run_took_on_that_device(precision, measured, job):
+    """benchmarks/results/h200_throughput.json, `memory_gib` of exact BF16 weights, 8 packs of 4,096 at once."""
+    planned = Target("H200").plan(job(precision, batch={"tokens": 131072, "microbatch": 8}))
+    assert planned.memory.total(8) / 2**30 == pytest.approx(measured, rel=0.03)
+
+
+def test_a_model_that_fits_no_device_whole_is_planned_in_shards(job):
+    whole = Target("H200", 8).plan(job())
+    assert not whole.devices.sharded and whole.devices.count == 8
+    large = job()
+    large.plan = replace(large.plan, flops=replace(large.plan.flops, parameters=12_000_000_000))
+    assert Target("H200", 8).plan(large).devices.sharded and not Target("H200").plan(large).devices.sharded
+
+
+@pytest.mark.parametrize(
+    ("text", "target"), [("H200", Target("H200")), ("8xB200", Target("B200", 8)), (" 2 X h100", Target("h100", 2))]
+)
+def test_devices_are_named_with_or_without_a_number(text, target):
+    assert Target.parse(text) == target
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("Q9", "no BF16 peak of 'Q9'"), ("8x", "no BF16 peak of ''"), ("0xH200", "0 devices are no machine")]
+)
+def test_devices_that_are_none_are_refused(text, says):
+    with pytest.raises(InputError, match=f"--on {text}: {says}"):
+        Target.parse(text)
+
+
+def test_a_span_is_one_figure_where_both_are_alike():
+    assert span([1.0, 1.001], "{:.1f}".format) == "1.0" and span([1, 2], str) == "1 to 2" and span([], str) == "—"
+    assert Estimate(Target("H200"), None, "", obstacle="no").tokens_per_second == ()

@@ -1,0 +1,113 @@
+"""`python -m pretrain plan` as a user starts it, in this process and on its CPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from accelerate.state import AcceleratorState
+
+from pretrain.__main__ import main
+from pretrain.plan.compute_optimal import HOFFMANN
+from tests.conftest import write_recipe
+
+Planned = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> Iterator[Planned]:
+    """Exit status, stdout and stderr."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        capsys.readouterr()
+        status = main(["plan", str(write_recipe(small_recipe, tmp_path)), *arguments])
+        out, err = capsys.readouterr()
+        return status, re.sub(r"\n {2,}", " ", out), err
+
+    yield run
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def cells(out: str, first: str) -> list[str]:
+    """Of the first line of a table that begins with this cell."""
+    [line, *_] = [line for line in out.splitlines() if line.startswith(f"| {first} ")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_plan_needs_no_packs_and_counts_tokens_and_steps_both_ways(plan):
+    missing = "data.packs=/no/such"
+    status, out, err = plan(missing, "train.tokens=1000000", "--on", "8xB200", "--accumulation", "4", "--mfu", "0.4")
+    assert (status, err) == (0, "") and "/no/such is not prepared yet" in out
+    assert "3,907 steps x 256 tokens = 1,000,192 tokens" in out and "1 x 8, 2 x 4, 4 x 2, 8 x 1" in out
+    assert cells(out, "8 x B200")[1] == "40 % of the bf16 peak, stated"
+    memory = out[out.index("Microbatch, by the estimate") :]
+    assert cells(memory, "8 x B200")[2] == "1 pack: all of a step", "the recipe's two are more than a device gets"
+    assert cells(memory, "8 x B200")[4:] == ["1", "batch.tokens=1024"], "8 devices x 4 microbatches x 1 pack of 32"
+    assert "5,000 steps x 256 tokens = 1,280,000 tokens" in plan(missing, "train.steps=5000")[1]
+
+
+def test_prices_hours_and_a_budget_are_reckoned_with(plan):
+    said = plan(
+        "--on", "H200", "--on", "H100", "--price-per-hour", "H200=3600", "--hours", "2", "--mfu", "0.5", "--flops", "1e21"
+    )
+    assert said[0] == 0, said
+    of_h200, of_h100 = cells(said[1], "1 x H200"), cells(said[1], "1 x H100")
+    assert of_h200[4] == "0.00" and of_h100[4] == "—", "twelve steps of it take a thousandth of a second; H100 has no price"
+    steps = int(of_h200[5].replace(",", ""))
+    assert steps == pytest.approx(float(of_h200[2].replace(",", "")) * 7200 / 256, rel=1e-3)
+    parameters, tokens = HOFFMANN.best_for_compute(1e21)
+    assert cells(said[1], "Hoffmann")[3:5] == [f"{parameters / 1e9:.2f} B", f"{tokens / 1e9:.1f} B"]
+    assert "outside of what was fitted (parameters below" in said[1]
+
+
+def test_a_run_of_ones_own_is_reckoned_by(plan, start_here, small_recipe, tmp_path):
+    finished = start_here(small_recipe | {"evaluate": {}, "checkpoint": {"at_end": False}}, tmp_path)
+    assert finished.status == 0, finished.output
+    for arguments in (("--run", str(finished.run_dir)), ()):  # the recipe's own run is found by itself
+        status, out, _ = plan("precision=fp32", "--on", "H100", *arguments)
+        assert status == 0 and "run run: 1 x CPU, measured over 10 steps" in cells(out, "1 x CPU")[1]
+    median = yaml.safe_load((finished.run_dir / "summary.json").read_text())["tokens_per_second"]
+    assert float(cells(out, "1 x CPU")[2].replace(",", "")) == pytest.approx(median, rel=0.05)
+    assert "run run computed in fp32, this plan in bf16" in plan("--on", "H100")[1]
+
+
+def test_sizes_are_measured_and_drawn(plan, tmp_path):
+    picture = tmp_path / "pictures" / "sizes.png"
+    status, out, err = plan("precision=fp32", "--measure", "--sizes", "1,4", "--out", str(picture))
+    assert status == 0 and picture.stat().st_size > 1000 and err.count(" a microbatch\n") == 2
+    table = out[out.index("Memory and speed over microbatch sizes, measured on CPU in fp32") :]
+    assert len(re.findall(r"\| +measured \|", table)) == 2 and len(re.findall(r"\| extrapolated \|", table)) >= 1
+    assert "a line through two sizes, whose error cannot be told" in table
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    {
+        ("--on", "Q9"): "--on Q9: no BF16 peak of 'Q9' is known",
+        ("--mfu", "1.2"): "--mfu 1.2: a number above 0 and of at most 1",
+        ("--mfu", "0.1", "--mfu", "0.2", "--mfu", "0.3"): "--mfu: give one share, or two",
+        ("--hours", "soon"): "--hours soon: a number above 0",
+        ("--flops", "-1"): "--flops -1: a number above 0",
+        ("--accumulation", "1.5"): "--accumulation 1.5: a whole number",
+        ("--price-per-hour", "H200=cheap"): "--price-per-hour H200=cheap: give a price",
+        ("--price-per-hour", "H20=3"): "--price-per-hour H20=...: no such device is planned for",
+        ("--sizes", "1"): "--sizes, --out: they are of --measure",
+        ("--measure", "--sizes", "1,x"): "--sizes x: a number above 0",
+        ("--measure", "--out", "/proc/none/sizes.png"): "--out /proc/none/sizes.png: cannot be written there",
+        ("--measure", "--out", "/tmp"): "--out /tmp: is a folder",
+        ("--run", "/no/such"): "/no/such: there is no such run folder",
+        ("train.epochs=2", "data.packs=/no/such"): "`train.epochs` counts its packs",
+        ("train.step=2",): "unknown key `train.step`",
+    }.items(),
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_planned_is_one_message(arguments, says, plan):
+    status, out, err = plan(*arguments)
+    assert (status, out, err.count("error: ")) == (2, "", 1), err
+    assert says in err

@@ -1,0 +1,54 @@
+"""`pip install .`: the command that it brings, from a wheel, in a folder of its own and far from the repository."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrain.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("foundation", "packing", "pretrain")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the sources, unpacked as pip does; what it depends on is the test's own."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "train_accelerate.py"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    for command in (["wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist"], ["install", "--no-deps", "--no-index"]):
+        wheels = ["--no-compile", "--target", str(target), *map(str, source.glob("dist/*.whl"))] if "install" in command else []
+        done = subprocess.run([*pip, *command, *wheels], cwd=source, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    return target
+
+
+def test_one_command_has_all_commands_and_runs_them_from_anywhere(installed: Path, small_packs: Path, tmp_path: Path):
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(installed / "bin" / "low-precision"), *arguments]
+        environment = os.environ | {"PYTHONPATH": str(installed)}
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    helped = run("--help")
+    assert helped.returncode == 0 and "usage: low-precision COMMAND" in helped.stdout
+    assert all(f"\n  {name} " in helped.stdout for name in COMMANDS)
+    inspected = run("inspect", str(small_packs))
+    assert inspected.returncode == 0 and "packs         120" in inspected.stdout, inspected.stderr
+    refused = run("report", "nothing")
+    assert (refused.returncode, refused.stderr.count("error: ")) == (2, 1) and "nothing" in refused.stderr
+    assert (installed / "train_accelerate.py").is_file(), "which a matrix starts"
+
+
+def test_every_file_of_the_packages_is_installed(installed: Path):
+    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    names = [path.relative_to(ROOT) for path in files]
+    assert [name for name in names if not (installed / name).is_file()] == []
