@@ -6,27 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from foundation.errors import InputError
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.flops_table import main, table
+from tests.pretrain.metrics.meta_models import QWEN3_1_7B, on_meta
 
 MODELS = {
     "GPT-2 124M": {"model_type": "gpt2"},
-    "Qwen3-1.7B": {
-        "model_type": "qwen3",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "tie_word_embeddings": True,
-    },
+    "Qwen3-1.7B": QWEN3_1_7B,
     "Llama-3.1-8B": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -76,9 +66,7 @@ BY_HAND = {
 
 @pytest.fixture(scope="module")
 def counts() -> dict[str, ModelFlops]:
-    with torch.device("meta"):
-        of = {name: AutoConfig.for_model(**values) for name, values in MODELS.items()}
-        return {name: ModelFlops.of(AutoModelForCausalLM.from_config(config)) for name, config in of.items()}
+    return {name: ModelFlops.of(on_meta(**values)) for name, values in MODELS.items()}
 
 
 @pytest.mark.parametrize(("name", "length"), BY_HAND)

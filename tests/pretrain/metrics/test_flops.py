@@ -7,26 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
-
-QWEN3_1_7B = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-
-
-def on_meta(model_type: str, **values: object) -> PreTrainedModel:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **values))
+from tests.pretrain.metrics.meta_models import QWEN3_1_7B, on_meta
 
 
 @pytest.fixture(scope="module")
