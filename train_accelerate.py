@@ -341,8 +341,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     gradients = {}
     if due(state.step + 1, recipe.log.gradient_statistics):
-        layers = decoder_layers(run.assembly.hf)
-        gradients = gradient_statistics(run.assembly.hf, layers, run.accelerator)
+        gradients = gradient_statistics(run.assembly.hf, decoder_layers(run.assembly.hf), run.accelerator)
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
-from pretrain.metrics.flops import TERA, ModelFlops
+from foundation.units import TERA
+from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe

@@ -14,9 +14,9 @@ import yaml
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.tables import markdown, or_dash
 from pretrain.compare.appearance import colour_of
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
-from pretrain.compare.report import markdown, or_dash
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

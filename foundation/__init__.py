@@ -1,1 +1,1 @@
-"""What packing and pretrain both stand on: errors, files that survive a crash, typed settings, progress, units."""
+"""What packing and pretrain both stand on: errors, files that survive a crash, typed settings, progress, units, tables."""

@@ -101,6 +101,14 @@ def remove_own_folder(folder: Path, own: re.Pattern[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def in_place(file: TextIO, path: Path) -> bool:
+    """Whether the open `file` is still the one at `path`: nobody has deleted, moved or replaced it or its folder."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except OSError:
+        return False
+
+
 class FileLock:
     """Holds the lock file `path`; a context manager that releases it.
 
@@ -131,11 +139,8 @@ class FileLock:
 
     @property
     def in_place(self) -> bool:
-        """Whether the file that we lock is still the one at `path`: nobody has deleted, moved or replaced it or its folder."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
-        except OSError:
-            return False
+        """Whether the file that we lock is still the one at `path`."""
+        return in_place(self._file, self.path)
 
     def moved_to(self) -> Path | None:
         """Where the file that we lock is now, as far as the system says it."""

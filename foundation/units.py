@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 
+TERA = 1e12
+GIB = 2**30  # bytes
+
 
 def count(value: float) -> str:
     """Three significant digits with a suffix: 950, 47.5k, 364 M, 1.72 B."""
@@ -53,3 +56,8 @@ def operations(value: float) -> str:
     """Floating-point operations to four digits: 10.58 GFLOP, 1.387 PFLOP."""
     scale = min(6, int(math.log10(max(value, 1.0)) // 3))
     return f"{value / 1000**scale:.4g} {('', 'k', 'M', 'G', 'T', 'P', 'E')[scale]}FLOP"
+
+
+def plural(number: int, noun: str) -> str:
+    """1 pack, 2 packs, 1,024 batches."""
+    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

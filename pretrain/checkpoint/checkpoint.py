@@ -34,7 +34,7 @@ from torch import Tensor
 from foundation.errors import InputError
 from foundation.integrity import find_damage
 from foundation.reading import load_object
-from foundation.units import duration, memory
+from foundation.units import GIB, duration, memory
 from pretrain.checkpoint.disks import Disks, name_ranks
 from pretrain.checkpoint.folders import (
     finish_renames,
@@ -183,7 +183,7 @@ class Checkpoints:
             if self.disks.leads and not self._told_of_no_room:
                 _log.warning(
                     "host memory has no room for copies of %s a process, so training stops while a checkpoint is written",
-                    memory(bytes_staged(files) / 2**30),
+                    memory(bytes_staged(files) / GIB),
                 )
             self._told_of_no_room = True
             return files, True
@@ -285,7 +285,7 @@ class Checkpoints:
         before = f"{self.current} is untouched" if self.current else "no earlier checkpoint was touched"
         full = "Free space there, or move the run folder to a larger disk"
         remedy = full if refusal.errno in _DISK_FULL else "Check that folder and its permissions"
-        space = f"It takes {memory(needed / 2**30)}, {memory(_free_bytes(self.folder) / 2**30)} are free"
+        space = f"It takes {memory(needed / GIB)}, {memory(_free_bytes(self.folder) / GIB)} are free"
         return (
             f"{self.folder}: the checkpoint of step {step} could not be saved: {refusal.strerror}. {space}; {before}. {remedy}, "
             "then start the same command again to resume."
@@ -293,16 +293,11 @@ class Checkpoints:
 
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
-    def prune(self) -> None:
-        """Remove all but the `keep` newest checkpoints, and what dead writers left. Does nothing before this run's first save.
-
-        Damaged checkpoints, and those newer than the one just saved, are neither removed nor counted.
-        """
-        self.wait()
-        self._prune(self.current)
-
     def _prune(self, newest: Path | None, spared: int | None = None) -> None:
-        """As `prune`, when `newest` was saved last, and without step `spared`; not collective."""
+        """Remove all but the `keep` newest checkpoints and that of step `spared`, when `newest` was saved last; not collective.
+
+        Damaged checkpoints, and newer ones, are neither removed nor counted. Does nothing before a run's first save.
+        """
         if self.disks.leads and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
@@ -422,7 +417,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = _free_bytes(folder)
     if free < needed:
         raise InputError(
-            f"{folder}: checkpoints need {memory(needed / 2**30)} there and {memory(free / 2**30)} are free; "
+            f"{folder}: checkpoints need {memory(needed / GIB)} there and {memory(free / GIB)} are free; "
             "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
         )
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from foundation.units import memory
+from foundation.units import GIB, memory
 
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
@@ -82,7 +82,7 @@ def _pinned(count: int) -> Tensor:
     buffer = torch.zeros(count, dtype=torch.uint8)  # written to: CUDA, which others wait for meanwhile, finds the pages there
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     if count and int(cudart.cudaHostRegister(address, count, 1)) != 0:
-        _log.warning("%s of host memory cannot be pinned; a save stops training for longer", memory(count / 2**30))
+        _log.warning("%s of host memory cannot be pinned; a save stops training for longer", memory(count / GIB))
     elif count:
         weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
     return buffer

@@ -12,7 +12,7 @@ from foundation.units import count
 from pretrain.compare.appearance import Look, looks_of
 from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, why_not_paired
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_step
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 LOSS_KEY = f"loss_last_{LAST_STEPS}"
@@ -239,7 +239,7 @@ def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[f
     """
     curves = []
     for run in runs:
-        steps = [record for record in run.metrics if "event" not in record] if run else []
+        steps = [record for record in run.metrics if is_step(record)] if run else []
         if not steps or "step_ms" not in steps[0]:
             curves.append(None)
             continue

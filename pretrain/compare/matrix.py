@@ -25,12 +25,12 @@ from typing import Literal
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
+from foundation.tables import markdown, or_dash
 from foundation.units import duration
 from pretrain.compare import report
-from pretrain.compare.matrix_cell import TIME_IS_UP, StartedRun, command_of, least_busy
+from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, StartedRun, command_of, least_busy
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import BEST, Ranking
-from pretrain.compare.report import markdown, or_dash
 from pretrain.metrics.run_folder import RunFolder
 
 POLL_SECONDS = 0.2
@@ -54,7 +54,7 @@ class Outcome:
         code, seconds = one.exit_status(), time.monotonic() - one.started
         if one.run.is_finished():
             return cls(one.run, "finished", seconds, code)
-        stopped = code == TIME_IS_UP or asked_to_stop
+        stopped = code == TIME_IS_UP_STATUS or asked_to_stop
         return cls(one.run, "stopped" if stopped else "halted" if code == HALTED else "failed", seconds, code)
 
 
@@ -157,9 +157,10 @@ def write_report(matrix: Matrix) -> str:
         return "No cell is finished, so there is nothing to report yet."
     baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
     name = matrix.folder / matrix.settings.name
-    out, page, html = (name.with_name(f"{name.name}.{ending}") for ending in ("png", "md", "html"))
     vary = list(dict.fromkeys(key for run in matrix.runs for key in run.values))
-    text = report.write(finished, baseline=baseline, out=out, page=page, html=html, vary=vary, leave_out_unfair=True)
+    endings = {"out": "png", "tables_file": "md", "page": "html"}
+    files = {what: name.with_name(f"{name.name}.{ending}") for what, ending in endings.items()}
+    text = report.write(finished, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
     missing = len(matrix.runs) - len(finished)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
 
@@ -198,7 +199,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + stop.requested
     if any(outcome.status in ("stopped", "not started") for outcome in outcomes):
         print("\nhours are over; the same command goes on from here", file=sys.stderr)
-        return TIME_IS_UP
+        return TIME_IS_UP_STATUS
     return 0 if all(outcome.status in ("finished", "finished before") for outcome in outcomes) else 1
 
 

@@ -27,7 +27,7 @@ from pretrain.compare.matrix_file import Matrix, MatrixRun
 from pretrain.metrics.run_record import MATRIX_FILE, is_step, read_metrics
 
 SHOWN_LOG_LINES = 12
-TIME_IS_UP = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over
+TIME_IS_UP_STATUS = 128 + signal.SIGUSR1  # the status of a run whose `train.max_hours` are over
 STATUS_FILE = "PRETRAIN_STATUS_FILE"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"

@@ -16,21 +16,19 @@ from typing import Any
 
 from foundation.units import count
 from pretrain.compare.comparison import RunComparison
-from pretrain.compare.figures import model_name
-from pretrain.compare.page_data import as_json, page_data
+from pretrain.compare.figures import FROZEN_MATTERS, model_name
+from pretrain.compare.page_data import MEASURES, as_json, page_data
 from pretrain.compare.page_differences import audits, differences
 from pretrain.compare.page_table import columns_of, rows_of
 from pretrain.compare.published import Published
 from pretrain.metrics.run_record import LAST_STEPS
 
 FOLDER = Path(__file__).with_name("page")
-FROZEN_MATTERS = 1e-3  # a share of frozen updates below which their curve shows nothing
 AXES = {
     "steps": "",
     "tokens": "not every run says its tokens",
     "hours": "times of steps are not known of every run, or were shared with others",
 }
-MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}
 
 
 def render(

@@ -15,12 +15,11 @@ from foundation.reading import parse_json
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
+from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
 
-STATISTICS_FILE = "fp8_statistics.jsonl"  # `pretrain.metrics.precision_health` writes it, and needs torch
-PROFILE_FILE = "profile.md"  # as `pretrain.metrics.profile` writes it
 CURVES = ("loss", "gradient_norm", "learning_rate", "frozen_updates")
-MEASURES = ("underflow", "saturation", "scale", "amax")
+MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}  # and their titles
 _PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 

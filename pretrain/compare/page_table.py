@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from foundation.tables import UNKNOWN
 from foundation.units import duration, memory, percent
 from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, unsigned
 from pretrain.compare.fairness import FEWEST_STEPS
 from pretrain.compare.page_data import reserved
 from pretrain.metrics.run_record import LAST_STEPS
 
-UNKNOWN = "–"
 _MFU = {
     "mfu_bf16_peak": ("MFU", "the model's floating-point operations over the device's BF16 peak"),
     "mfu_nanogpt": ("MFU, nanoGPT's", "the same by nanoGPT's count of operations: docs/flops.md has every definition"),

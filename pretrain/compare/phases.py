@@ -30,14 +30,14 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.settings import PathText, PositiveCount, Settings, Share, load_yaml, parse
 from foundation.signals import StopRequest
+from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, duration, memory, percent
 from pretrain.compare.matrix import Outcome, run_all
-from pretrain.compare.matrix_cell import TIME_IS_UP, command_of
+from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
 from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
 from pretrain.compare.ranking import Ranking
-from pretrain.compare.report import UNKNOWN, markdown, or_dash
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step, read_run
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_step, read_run
 from pretrain.settings.config import flatten
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
@@ -103,7 +103,7 @@ def _unstable(record: RunRecord) -> str | None:
         return f"unstable: the loss of step {strange[0]} is not finite"
     if skipped := [each["step"] for each in steps if each.get("skipped")]:
         return f"unstable: step {skipped[0]} was left out"
-    if any(each.get("event") == "rollback" for each in record.metrics):
+    if any(map(is_rollback, record.metrics)):
         return "unstable: it went back to a checkpoint"
     return None
 
@@ -291,7 +291,7 @@ def measure(search: Search) -> int:
             outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix))
             if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
                 print("\nstopped; the same command goes on from here", file=sys.stderr)
-                return 128 + stop.requested if stop.requested else TIME_IS_UP
+                return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS
             goes_on = search.take(number, outcomes)
             _write(page, report(search))
             if not goes_on:

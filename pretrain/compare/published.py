@@ -14,12 +14,12 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import read_regular, reason_of
+from foundation.units import TERA
 from pretrain.compare.appearance import MARKERS, colour_of
 from pretrain.precision.registry import WEIGHT_DTYPES
 
 COLUMNS = ("name", "precision", "weights", "scope", "tokens_per_second", "loss", "mfu_reported", "flops_per_token", "peak_tflops")
 FIGURES = COLUMNS[4:]
-TERA = 1e12
 
 
 @dataclass(frozen=True)

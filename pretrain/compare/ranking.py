@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
+from foundation.tables import markdown, or_dash
 from foundation.units import count
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.compare.report import markdown, or_dash
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_evaluation, read_run
 
 BEST = 10  # cells that are shown while others still run

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import TOLERANCE, RunComparison
@@ -39,7 +40,6 @@ from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
-UNKNOWN = "–"
 TOO_FEW = "too few steps"
 ERRORS = (
     "± is the standard error of the mean difference. Neighbouring steps resemble each other, so it is computed from the means of "
@@ -50,23 +50,6 @@ NO_ERROR = (
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right."""
-    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-
-    def line(values: Sequence[str]) -> str:
-        padded = [v.ljust(w) if i < names else v.rjust(w) for i, (v, w) in enumerate(zip(values, widths, strict=True))]
-        return f"| {' | '.join(padded)} |"
-
-    rule = "|".join("-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths))
-    return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
-
-
-def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:
-    """`value` as `form` writes it; a dash for what is not known."""
-    return UNKNOWN if value is None else form(value)
 
 
 def summary_table(runs: Sequence[RunRecord]) -> str:
@@ -146,14 +129,14 @@ def write(
     *,
     baseline: Path | None = None,
     out: Path | None = None,
+    tables_file: Path | None = None,
     page: Path | None = None,
-    html: Path | None = None,
     vary: Sequence[str] = (),
     leave_out_unfair: bool = False,
 ) -> str:
-    """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `page`, and return what to print.
+    """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `tables_file`, and return what to print.
 
-    `html`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared.
+    `page`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared.
 
     Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
     first), unless `leave_out_unfair` leaves it out, saying so.
@@ -169,12 +152,12 @@ def write(
     check_comparable(runs, vary)
     parts = [*tables(runs), *left_out]
     plot_losses(runs, out)
+    if tables_file is not None:
+        drawn = f"![curves]({os.path.relpath(out, tables_file.parent)})"
+        save_file(tables_file, "\n\n".join([*parts, drawn]).encode() + b"\n")
     if page is not None:
-        drawn = f"![curves]({os.path.relpath(out, page.parent)})"
-        save_file(page, "\n\n".join([*parts, drawn]).encode() + b"\n")
-    if html is not None:
-        save_file(html, render(RunComparison.over(runs)))
-    places = {"Curves": out, "Tables": page, "Everything": html}
+        save_file(page, render(RunComparison.over(runs)))
+    places = {"Curves": out, "Tables": tables_file, "Everything": page}
     return "\n\n".join([*parts, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
 
 
@@ -253,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.markdown:
             save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
     else:
-        print(write(options.runs, baseline=options.baseline, out=options.out, page=options.markdown, vary=options.vary))
+        print(write(options.runs, baseline=options.baseline, out=options.out, tables_file=options.markdown, vary=options.vary))
     if options.gate is None:
         return 0
     return _judge(RunComparison.over(read_runs(options.runs, options.baseline), tolerance))

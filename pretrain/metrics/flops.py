@@ -19,7 +19,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-TERA = 1e12
+from foundation.units import TERA
+
 FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
 
 

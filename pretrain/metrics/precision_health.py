@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from foundation.units import percent
+from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.formats.definition import Condition
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.statistics import OperandStatistics, summary
-
-STATISTICS_FILE = "fp8_statistics.jsonl"
 
 Record = Mapping[str, Any]
 

@@ -20,13 +20,14 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from foundation.errors import InputError
-from foundation.units import percent
+from foundation.units import TERA, percent
 from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
+from pretrain.metrics.run_folder import PROFILE_FILE
 from pretrain.model.loss.head import LOSS_SCOPE
 
 PROFILED = 5  # the step of this process that is recorded: by then everything is compiled and caches are warm
-TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
+TRACE_FILE = "profile.json.gz"
 _OPTIMIZER_SCOPE = "Optimizer.step"  # torch's own name for it
 
 # In this order: names of attention kernels sometimes contain "gemm", those of products never "attention".
@@ -100,7 +101,7 @@ class StepProfile:
     def table(self, work: Work, data_wait_ms: float) -> str:
         """The table of the recorded step, in Markdown; also writes it to the folder."""
         text = render(self._seconds, self._wall, data_wait_ms / 1e3, reached(self._seconds, work, copy_bandwidth(self._device)))
-        (self._folder / TABLE_FILE).write_text(text + "\n", encoding="utf-8")
+        (self._folder / PROFILE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import psutil
 import torch
 
+from foundation.units import GIB, TERA
 from pretrain.metrics.flop_formulas import nanogpt
-from pretrain.metrics.flops import TERA, LowPrecisionProducts, ModelFlops
+from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.run_record import WARM_UP_STEPS
-
-GIB = 2**30
 
 
 @dataclass(kw_only=True)

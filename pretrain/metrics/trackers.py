@@ -16,14 +16,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import in_place, replace_file
 from foundation.reading import load_object, parse_json, read_regular, reason_of
-from pretrain.metrics.run_folder import TRACKERS_FILE
+from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.metrics.services import check_installed, errors_of
 from pretrain.metrics.tracked_run import CONTINUED, TrackedRun, does_not_start, kind_of
 from pretrain.settings.recipe import LogSettings
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlTracker:
@@ -68,11 +66,8 @@ class JsonlTracker:
 
     @property
     def in_place(self) -> bool:
-        """Whether what is written still goes into the file of that name: nobody has deleted, moved or replaced it."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), self.path.stat())
-        except OSError:
-            return False
+        """Whether what is written still goes into the file of that name."""
+        return in_place(self._file, self.path)
 
     def go_back(self, step: int) -> None:
         """Take the steps after `step` out of the file, and go on after it."""
@@ -139,7 +134,7 @@ class Trackers:
     def in_place(self) -> bool:
         return self.file is None or self.file.in_place
 
-    note = log_samples = log  # of events: each tracker takes what it can show
+    note = log  # of events: each tracker takes what it can show
 
     def picture(self, path: Path, step: int) -> None:
         """Show the PNG at `path` in the trackers that can."""

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.units import count, operations, percent
+from foundation.units import TERA, count, operations, percent
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
-from pretrain.metrics.flops import TERA, ModelFlops
+from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
 from pretrain.settings.config import load_recipe

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from foundation import units
+from foundation.units import GIB, plural
 from packing.mixture import Mixture
 from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
@@ -23,7 +24,6 @@ from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candida
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-GIB = 2**30
 WIDTH = 100  # of the rendered plan
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
@@ -336,7 +336,3 @@ def _memory_lines(plan: Plan) -> list[str]:
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
     ]
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from foundation import units
-from pretrain.plan.plan import GIB, Plan
+from foundation.units import GIB
+from pretrain.plan.plan import Plan
 
 # Libraries that allocate by themselves, and torch on a host, raise errors of other classes.
 _SIGNS = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")

@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 from foundation import units
 from foundation.errors import InputError
-from pretrain.plan.plan import ASSUMED_SHARES, GIB, WIDTH, Plan, plural
+from foundation.units import GIB, plural
+from pretrain.plan.plan import ASSUMED_SHARES, WIDTH, Plan
 from pretrain.plan.preflight import fits_gathered
 from pretrain.settings.launch_topology import Sharding
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from foundation.errors import InputError
-from pretrain.compare.report import UNKNOWN, markdown
+from foundation.tables import UNKNOWN, markdown
 from pretrain.precision.registry import PRECISIONS
 from pretrain.run.examination import examine_fully
 from pretrain.run.processes import MARK, Bench, Finding, Process, told, wait_for_turn

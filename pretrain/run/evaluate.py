@@ -45,7 +45,7 @@ def evaluate(run: Run) -> None:
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)
             found.append({"prompt": prompt, "seed": seed, "text": text})
-    run.trackers.log_samples({"step": run.state.step, "event": "samples", **how, "samples": found})
+    run.trackers.note({"step": run.state.step, "event": "samples", **how, "samples": found})
 
 
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:

@@ -25,8 +25,8 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.tables import markdown
 from packing.arrow import Pack, PackWriter
-from pretrain.compare.report import markdown
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.registry import PRECISIONS
 from pretrain.run.processes import Bench, Finding, Process

@@ -24,11 +24,12 @@ from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from pretrain.compare.report import markdown, or_dash
+from foundation.tables import markdown, or_dash
+from foundation.units import GIB, plural
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
-from pretrain.plan.plan import GIB, WIDTH, Plan, plural
+from pretrain.plan.plan import WIDTH, Plan
 from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
 from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure

@@ -20,15 +20,15 @@ import torch
 from accelerate import Accelerator
 
 from foundation import units
+from foundation.tables import UNKNOWN
+from foundation.units import GIB, plural
 from packing.arrow import Pack
 from packing.batch import Microbatch, StepBatches
 from pretrain.compare.appearance import colour_of
 from pretrain.compare.figures import GREY, new_figure, save, style_panel
-from pretrain.metrics.recorder import GIB
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer.adamw import clear_gradients, clip_coefficient, gradient_norm
 from pretrain.plan.data import Data
-from pretrain.plan.plan import plural
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory
 from pretrain.run.assembly import Assembly, assemble
@@ -258,7 +258,7 @@ def described(sizes: Sizes) -> tuple[tuple[str, ...], list[list[str]], list[str]
     """Header and rows of the table, and what stands below it."""
     rows = []
     for size in (*sizes.measured, *sizes.extrapolated()):
-        memory = "—" if size.memory is None else units.memory(size.memory / GIB)
+        memory = UNKNOWN if size.memory is None else units.memory(size.memory / GIB)
         figures = [f"{size.packs * sizes.length:,}", memory, f"{1e3 * size.seconds:,.4g}", f"{sizes.speed(size):,.0f}"]
         rows.append([str(size.packs), *figures, "measured" if size.measured else "extrapolated"])
     return ("packs", "tokens", "memory", "ms a microbatch", "tokens/s", ""), rows, list(_notes(sizes))

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
+from foundation.units import GIB
 from pretrain.metrics.flops import Shape
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model import huggingface as model
@@ -205,7 +206,7 @@ def speed(run: Situation, tokens: int) -> Finding:
         wait()
         times.append(time.perf_counter() - began)
     seconds = sorted(times)[len(times) // 2]
-    memory = torch.cuda.max_memory_allocated() / 2**30 if gpu else None
+    memory = torch.cuda.max_memory_allocated() / GIB if gpu else None
     finding = {
         "part": "speed of a layer",
         "status": PASSED,

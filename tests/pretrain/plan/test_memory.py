@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
 from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
@@ -17,7 +18,6 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-GIB = 2**30
 IN_WEIGHTS_DTYPE = {"fp32": "fp32", "bf16": "bf16", "bf16_exact": "bf16"}  # gradients, when some peaks below were measured
 EXACT = {"weights": "bf16_exact"}
 SHAPE = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "vocab_size": 151936}

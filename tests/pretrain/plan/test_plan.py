@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.plan import Devices, Plan, render
 from pretrain.plan.preflight import fits_gathered
@@ -17,8 +18,6 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.plan.plan_recipe import recipe
-
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")

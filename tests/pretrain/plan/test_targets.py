@@ -15,6 +15,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foundation.errors import InputError
+from foundation.tables import UNKNOWN
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.run_record import read_run
 from pretrain.plan.plan import Devices, Plan
@@ -183,5 +184,5 @@ def test_devices_that_are_none_are_refused(text, says):
 
 
 def test_a_span_is_one_figure_where_both_are_alike():
-    assert span([1.0, 1.001], "{:.1f}".format) == "1.0" and span([1, 2], str) == "1 to 2" and span([], str) == "—"
+    assert span([1.0, 1.001], "{:.1f}".format) == "1.0" and span([1, 2], str) == "1 to 2" and span([], str) == UNKNOWN
     assert Estimate(Target("H200"), None, "", obstacle="no").tokens_per_second == ()

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from accelerate.state import AcceleratorState
 
+from foundation.tables import UNKNOWN
 from pretrain.__main__ import main
 from pretrain.plan.compute_optimal import HOFFMANN
 from tests.conftest import write_recipe
@@ -58,7 +59,7 @@ def test_prices_hours_and_a_budget_are_reckoned_with(plan):
     )
     assert said[0] == 0, said
     of_h200, of_h100 = cells(said[1], "1 x H200"), cells(said[1], "1 x H100")
-    assert of_h200[4] == "0.00" and of_h100[4] == "—", "twelve steps of it take a thousandth of a second; H100 has no price"
+    assert of_h200[4] == "0.00" and of_h100[4] == UNKNOWN, "twelve steps of it take a thousandth of a second; H100 has no price"
     steps = int(of_h200[5].replace(",", ""))
     assert steps == pytest.approx(float(of_h200[2].replace(",", "")) * 7200 / 256, rel=1e-3)
     parameters, tokens = HOFFMANN.best_for_compute(1e21)

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.settings import parse
+from foundation.tables import UNKNOWN
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import sizes as module
 from pretrain.run.sizes import Line, Size, Sizes, described, draw, measure
@@ -56,7 +57,7 @@ def test_without_a_figure_of_memory_there_is_a_table_all_the_same(tmp_path: Path
     found = measured(1.0, 2.0, 4.0, memory=None, limit=10**9)
     assert found.largest_that_fits() is None and len(list(found.extrapolated())) == 3
     _, rows, notes = described(found)
-    assert {row[2] for row in rows} == {"—"} and not any("memory is" in note for note in notes)
+    assert {row[2] for row in rows} == {UNKNOWN} and not any("memory is" in note for note in notes)
     draw(found, tmp_path / "sizes.png", "small")
     assert (tmp_path / "sizes.png").stat().st_size > 1000
 
