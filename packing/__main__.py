@@ -179,8 +179,8 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from packing.arrow import MANIFEST
     from packing.inspection import decoded, describe, open_splits
+    from packing.manifest import MANIFEST
 
     sources = [] if (options.path / MANIFEST).exists() else sorted(each.parent for each in options.path.glob(f"*/{MANIFEST}"))
     if sources:

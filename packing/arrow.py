@@ -1,4 +1,4 @@
-"""What a pack is, and packs in Arrow files, laid out as Hugging Face `datasets` saves them, with a manifest of all files.
+"""What a pack is, and packs in Arrow files, laid out as Hugging Face `datasets` saves them.
 
 Both sides use pyarrow alone: `datasets` takes seconds to import, and a memory-mapped record batch is already a NumPy array.
 """
@@ -13,86 +13,21 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, Field, ValidationError
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree, is_disk_full, remove_own_folder
-from foundation.integrity import FileRecord, InnerName, Size, check_files, hash_file, stamp_as_verified
-from foundation.reading import load_object, reason_of
-from foundation.settings import first_mistake
+from foundation.integrity import FileRecord, check_files, hash_file, stamp_as_verified
+from foundation.reading import reason_of
+from packing.manifest import MANIFEST, MASKED_VERSION, REMEDY, VERSION, Split, checksum_of, read_manifest
 
-Split = Literal["train", "held_out"]
-
-MANIFEST = "packs.json"
-VERSION = 1
-MASKED_VERSION = 2  # packs with a column more, `trained`: programs that do not know it would train on every token
 _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
-_REMEDY = "prepare the packs again, or fetch them again if they were copied"
 _OWN = re.compile(
     r"train|held_out|tokenizer\.json|chat_template\.jinja|lengths\.png|dataset_dict\.json|packs\.json"
 )  # what a writer puts into its folder
-MOST_LENGTH = 2**31 - 1  # tokens of a pack: Arrow counts the values of a fixed list in 32 bits
-
-
-class WrittenFile(BaseModel):
-    name: InnerName
-    bytes: Size
-    sha256: str
-
-
-class WrittenSplit(BaseModel):
-    packs: Size
-    fingerprint: str
-    files: list[WrittenFile]
-
-
-class KnownTokenizer(BaseModel):
-    name: str | None = None
-    fingerprint: str | None = None
-    vocab_size: Size | None = None
-    bos_id: Size | None = None
-    eos_id: Size | None = None
-    pad_id: Size | None = None
-
-
-class LengthStatistics(BaseModel):
-    median: float
-    longest: Size
-
-
-class Statistics(BaseModel):
-    """Of packs that `prepare` made; whoever imports packs knows only some of it."""
-
-    documents: Size = 0
-    tokens: Size = 0
-    packs: Size = 0
-    fill: float = 0.0
-    cut_documents: Size = 0
-    held_out_documents: Size = 0
-    held_out_packs: Size = 0
-    trained_tokens: Size | None = None  # None: all
-    held_out_tail: Size | None = None  # tokens at the end of the only document
-    skipped_lines: Size = 0
-    first_skipped: str | None = None
-    empty_documents: Size = 0
-    lengths: LengthStatistics = LengthStatistics(median=0.0, longest=0)
-    source_bytes: Size | None = None
-
-
-class PackManifest(BaseModel):
-    """What packs.json must hold, as far as it is read; what it holds beyond that is somebody else's."""
-
-    version: int
-    length: Annotated[int, Field(gt=0, le=MOST_LENGTH)]
-    tokenizer: KnownTokenizer | None
-    settings: dict[str, Any]
-    statistics: Statistics
-    splits: Annotated[dict[Split, WrittenSplit], Field(min_length=1)]
-    files: list[WrittenFile]
 
 
 @dataclass(frozen=True)
@@ -239,7 +174,7 @@ class PackWriter:
         }
         manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum fits
         _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
-        _write_json(self.folder / MANIFEST, manifest | {"checksum": _checksum(manifest)})
+        _write_json(self.folder / MANIFEST, manifest | {"checksum": checksum_of(manifest)})
         fsync_tree(self.folder)
         shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
         stamp_as_verified(self.folder, shards)
@@ -353,12 +288,12 @@ class ArrowPacks:
         self.fingerprint: str = part["fingerprint"]
         self.tokens: int = part.get("tokens", part["packs"] * self.length)  # without padding
         self._records = _records(part["files"], f"{split}/")
-        check_files(self.path, self._records, _REMEDY)
+        check_files(self.path, self._records, REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]
         self._unchecked = set(range(len(self._batches)))
         self._starts = np.concatenate([[0], np.cumsum([len(batch[0]) for batch in self._batches])]).tolist()
         if self._starts[-1] != part["packs"]:
-            raise InputError(f"{self.path / split}: holds {len(self)} packs where {MANIFEST} says {part['packs']}; {_REMEDY}")
+            raise InputError(f"{self.path / split}: holds {len(self)} packs where {MANIFEST} says {part['packs']}; {REMEDY}")
 
     def __len__(self) -> int:
         return self._starts[-1]
@@ -379,7 +314,7 @@ class ArrowPacks:
         return np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_) if masks else None
 
     def verify(self) -> None:
-        check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, trust_stamp=False)
+        check_files(self.path, self._records + _records(self.manifest["files"]), REMEDY, trust_stamp=False)
 
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
@@ -396,7 +331,7 @@ class ArrowPacks:
             totals = np.add.reduceat(used, offsets[:-1] - offsets[0], dtype=np.int64)
             fits = used.min() > 0 and totals.max() <= self.length and first_positions.min() >= 0
         if not fits:
-            raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {_REMEDY}")
+            raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {REMEDY}")
 
     def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
         """Of each record batch ids [rows, length], lengths, offsets [rows + 1], first positions and, with masks, their bits
@@ -405,7 +340,7 @@ class ArrowPacks:
         try:
             with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
                 if stream.schema != _schema(self.length, masked):
-                    raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
+                    raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {REMEDY}")
                 return [
                     (
                         _view(ids.values, np.uint32).reshape(len(ids), self.length),
@@ -417,25 +352,7 @@ class ArrowPacks:
                     for ids, lengths, first_positions, *masks in (batch.columns for batch in stream if len(batch))
                 ]
         except (pa.ArrowException, OSError, ValueError, TypeError) as error:
-            raise InputError(f"{self.path / name}: damaged: {reason_of(error)}; {_REMEDY}") from None
-
-
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of packs.json; InputError where it cannot be used."""
-    file = path / MANIFEST
-    manifest = load_object(file, _REMEDY)
-    if not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
-        raise InputError(f"{file}: not a manifest of packs; {_REMEDY}")
-    if manifest.pop("checksum", None) != _checksum(manifest):
-        raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {_REMEDY}")
-    if manifest["version"] not in (VERSION, MASKED_VERSION):
-        known = f"{VERSION} and {MASKED_VERSION}"
-        raise InputError(f"{file}: format version {manifest['version']}, this program reads {known}; prepare the packs again")
-    try:
-        PackManifest.model_validate(manifest, strict=True)
-    except ValidationError as error:
-        raise InputError(f"{file}: not a manifest of packs: {first_mistake(error)}; {_REMEDY}") from None
-    return manifest
+            raise InputError(f"{self.path / name}: damaged: {reason_of(error)}; {REMEDY}") from None
 
 
 def _entry(path: Path) -> dict[str, Any]:
@@ -450,10 +367,6 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
     """The array's memory itself. (`to_numpy` gives the same, and imports pandas where it is installed.)"""
     return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)
-
-
-def _checksum(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _schema(length: int, masked: bool) -> pa.Schema:

@@ -11,7 +11,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.progress import Progress
 from foundation.settings import parse
-from packing.arrow import MANIFEST, ArrowPacks, Packs, PackWriter, Split, Statistics
+from packing.arrow import ArrowPacks, Packs, PackWriter
+from packing.manifest import MANIFEST, Split, Statistics
 from packing.mds import MDSReader
 from packing.prepare import summary
 from packing.settings import DataSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from foundation.errors import InputError
-from packing.arrow import MANIFEST
+from packing.manifest import MANIFEST
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.sources import DatasetSource, FileSource, open_source
 

@@ -19,9 +19,10 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
-from packing.arrow import MANIFEST, PackWriter, read_manifest
+from packing.arrow import PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
+from packing.manifest import MANIFEST, read_manifest
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.parts import check_parts, training_parts, validation_part

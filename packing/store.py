@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import MANIFEST, ArrowPacks, Pack, Packs, Split, checked_index, read_manifest
+from packing.arrow import ArrowPacks, Pack, Packs, checked_index
+from packing.manifest import MANIFEST, Split, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.mixture import MixedPacks
 from packing.order import splitmix64

@@ -15,10 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.__main__ import main
-from packing.arrow import MASKED_VERSION, read_manifest
 from packing.batch import IGNORE, build_microbatch
 from packing.chunks import read_chunk
 from packing.inspection import decoded, describe, open_splits
+from packing.manifest import MASKED_VERSION, read_manifest
 from packing.prepare import check_first_records, prepare, prepared_records
 from packing.settings import DataSettings
 from packing.sources import open_source

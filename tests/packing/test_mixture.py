@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from packing import sources
 from packing.__main__ import main
-from packing.arrow import read_manifest
 from packing.batch import BatchStream
+from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture, order_of
 from packing.order import PackOrder
 from packing.prepare import prepare

@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from packing.__main__ import main
-from packing.arrow import ArrowPacks, read_manifest
+from packing.arrow import ArrowPacks
 from packing.inspection import open_splits
+from packing.manifest import read_manifest
 
 ROOT = Path(main.__code__.co_filename).parents[1]
 

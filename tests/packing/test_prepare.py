@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, normalizers
 from foundation.errors import InputError
 from packing import prepare as prepare_module
 from packing import sources, token_log
-from packing.arrow import read_manifest
 from packing.chunks import Chunk, TextTemplate
+from packing.manifest import read_manifest
 from packing.prepare import prepare, split_documents
 from packing.settings import DataSettings
 from packing.store import open_packs
