@@ -25,7 +25,7 @@ from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.parts import check_parts, training_parts, validation_part
-from packing.records import records_of
+from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
@@ -216,6 +216,11 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
             parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
         why = f": {' and '.join(parts)}" if parts else "; the source is empty"
         raise InputError(f"data.source: {settings.source}: no document with any text{why}")
+    if log.masked and not counts.trained:
+        raise InputError(
+            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is {IGNORED} "
+            "everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
+        )
     return log
 
 
