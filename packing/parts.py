@@ -59,7 +59,7 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     values = {key: getattr(own, key) for key in keys & set(SourceSettings.model_fields)}
     made = settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs}).model_dump()
     if made["source"] is None:  # packs that exist
-        made = {key: made[key] for key in ("packs", "length", "held_out", "mask_boundaries", "tokenizer")}
+        made = {key: made[key] for key in ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")}
     return DataSettings.model_validate(made)
 
 

@@ -24,6 +24,7 @@ from packing.order import PackOrder
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.plan.data import Data, check_tokens
 
 
 @st.composite
@@ -151,6 +152,31 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     with pytest.raises(InputError, match="prepared with other settings"):  # not that its text is gone
         prepare(moved, progress=False)
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
+
+
+def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], data: DataSettings) -> None:
+    rng = np.random.default_rng(5)
+    for name, tokens in (("a", 3000), ("b", 2000)):
+        (tmp_path / name).mkdir()
+        rng.integers(0, 300, tokens).astype(np.uint16).tofile(tmp_path / name / "train.bin")
+    both = [{"name": "a", "weight": 0.7}, {"name": "b", "weight": 0.3}]
+    settings = DataSettings(packs=tmp_path, length=64, sources=both, held_out=0.1, end_token=7)
+    packs, held_out = open_packs(settings, "train"), open_packs(settings, "held_out")
+    assert len(packs) + len(held_out) == -(-3000 // 64) + -(-2000 // 64)
+    assert max(len(packs.lengths(index)) for index in range(len(packs))) > 1  # end_token reaches each of them
+    order = order_of(packs, 4, 1)
+    assert order.figures(100)["share/a"] == pytest.approx(0.7, abs=0.01)
+    # Beside packs that know their tokenizer, those that do not are looked through for ids that the model has not.
+    (tmp_path / "web").symlink_to(data.packs / "web")
+    mixed = DataSettings(packs=tmp_path, length=64, sources=[both[0], {"name": "web", "weight": 0.3}])
+    found = Data(open_packs(mixed, "train"), None)
+    assert found.tokenizer["fingerprint"]
+    check_tokens(found, 600, None)
+    tokens = np.fromfile(tmp_path / "a" / "train.bin", np.uint16)
+    tokens[-1] = 700
+    tokens.tofile(tmp_path / "a" / "train.bin")
+    with pytest.raises(InputError, match="holds token id 700"):
+        check_tokens(Data(open_packs(mixed, "train"), None), 600, None)
 
 
 def test_inspect_shows_every_source(data: DataSettings, capsys: pytest.CaptureFixture) -> None:
