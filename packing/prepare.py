@@ -218,8 +218,8 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         raise InputError(f"data.source: {settings.source}: no document with any text{why}")
     if log.masked and not counts.trained:
         raise InputError(
-            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is {IGNORED} "
-            "everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
+            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
+            f"{IGNORED} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
         )
     return log
 

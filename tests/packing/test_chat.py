@@ -227,9 +227,8 @@ def test_packs_do_not_depend_on_processes_or_an_interruption(
 
 def test_a_marked_block_may_hold_others() -> None:
     template = "{% generation %}a{% generation %}{{ messages[1].content }}{% endgeneration %}b{% endgeneration %}c"
-    rendered = (
-        ChatColumns("m", None, None).written_by(template, {}).fill({"m": CHATS[0][:1] + [{"role": "assistant", "content": "XY"}]})
-    )
+    chat = [CHATS[0][0], {"role": "assistant", "content": "XY"}]
+    rendered = ChatColumns("m", None, None).written_by(template, {}).fill({"m": chat})
     assert rendered.text == "aXYbc" and rendered.answers == ((0, 1), (1, 3), (3, 4))
 
 

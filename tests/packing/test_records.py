@@ -90,7 +90,7 @@ def test_tokens_that_cannot_be_used_are_one_message(
 
 def test_a_source_that_trains_no_token_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
     masked = [row | {"labels": [IGNORED] * len(row["ids"])} for row in ROWS]
-    with pytest.raises(InputError, match="none of its .* tokens is trained on: `labels` is -100 everywhere"):
+    with pytest.raises(InputError, match=r"none of its .* tokens is trained on: `labels` is -100 everywhere"):
         prepare(settings_of(write_lines(tmp_path, masked), tokenizer_file), progress=False)
 
 
