@@ -31,7 +31,7 @@ from torch import nn
 from benchmarks.training_speed import RECIPE, measure, run_to_its_end
 from benchmarks.ways.task import Task
 from packing.batch import BatchStream
-from packing.order import PackOrder
+from packing.mixture import order_of
 from packing.store import open_packs
 from pretrain.metrics.recorder import memory_gib
 from pretrain.metrics.run_folder import describe_environment
@@ -132,7 +132,7 @@ def train_as_documented(arguments: argparse.Namespace) -> None:
     packs = open_packs(recipe.data, "train")
     stream = BatchStream(
         packs,
-        PackOrder(len(packs), recipe.batch.tokens // recipe.data.length, recipe.seed),
+        order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed),
         microbatch=arguments.microbatch,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,

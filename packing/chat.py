@@ -30,15 +30,20 @@ from packing.settings import HUB_NAME
 # Around what a template's {% generation %} block writes. Two of Unicode's noncharacters, which no text holds.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
+# What a template can end with: its own refusal, a chat of another shape, a macro that calls itself without end.
+_REFUSALS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    *(RecursionError, MemoryError),
+)
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`), or set data.train_on: all"
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """A chat as text, and where the answers stand in it: from a character to one, in order. Empty: every token is trained on."""
+    """A chat as text, and where the answers stand in it: from a character to one, in order. None: every token is trained on."""
 
     text: str
-    answers: tuple[tuple[int, int], ...] = ()
+    answers: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -105,14 +110,15 @@ class ChatColumns:
         try:
             known = {"tools": None, "documents": None, **dict(self.tokens)}
             return _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **known)
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except _REFUSALS as error:
             raise BadRecord(f"the chat template does not take this chat: {error or type(error).__name__}") from None
 
     def _masked(self, chat: list[dict[str, Any]], answers: list[int]) -> Rendered:
         """With the answers' places: those that the template marks, else whatever follows the prompt of each answer."""
         text = encodable(self._render(chat))
         if _BEGIN in text:
-            return _without_marks(text)
+            text, spans = _without_marks(text)
+            return Rendered(text, _not_empty(spans))
         spans = []
         for number in answers:
             asked = self._render(chat[:number], ask=True)
@@ -124,9 +130,13 @@ class ChatColumns:
                 )
             if len(said) > len(asked):
                 spans.append((len(asked), len(said)))
-        if not spans:
-            raise BadRecord(f"the chat template writes nothing for the answers; {_MARK}")
-        return Rendered(text, tuple(spans))
+        return Rendered(text, _not_empty(spans))
+
+
+def _not_empty(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    if not spans:
+        raise BadRecord(f"the chat template writes nothing for the answers; {_MARK}")
+    return tuple(spans)
 
 
 def _says(message: dict[str, Any]) -> bool:
@@ -146,15 +156,18 @@ def _messages(value: Any, column: str) -> list[dict[str, Any]]:
     return chat
 
 
-def _without_marks(text: str) -> Rendered:
-    """`text` without its marks, and where they stood."""
-    pieces, spans, length = [], [], 0
-    for number, piece in enumerate(re.split(f"[{_BEGIN}{_END}]", text)):
-        if number % 2 and piece:
+def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """`text` without its marks, and what stood between them; a block may hold others."""
+    pieces, spans, length, depth = [], [], 0, 0
+    for piece in re.split(f"([{_BEGIN}{_END}])", text):
+        if piece in (_BEGIN, _END):
+            depth += 1 if piece == _BEGIN else -1
+            continue
+        if depth and piece:
             spans.append((length, length + len(piece)))
         pieces.append(piece)
         length += len(piece)
-    return Rendered("".join(pieces), tuple(spans))
+    return "".join(pieces), spans
 
 
 class _Generation(Extension):

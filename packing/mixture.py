@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import Pack, Packs, checked_index
+from packing.arrow import ArrowPacks, Pack, Packs, checked_index
 from packing.order import PackOrder, packs_at, splitmix64
 
+_SAMPLED_PACKS = 1000
 _PARTS = 1 << 24  # shares are rounded to 1 / this; with it places of up to 2^39 packs fit 64 bits
 
 
@@ -115,13 +116,15 @@ class MixedPacks:
         self.parts = dict(parts)
         self.weights = {name: weights[name] for name in parts}
         first = next(iter(self.parts.values()))
-        self.length, self.tokenizer = first.length, first.tokenizer
-        for name, packs in self.parts.items():
-            ours, theirs = ((each.tokenizer or {}).get("fingerprint") for each in (first, packs))
+        self.length = first.length
+        known = [packs for packs in self.parts.values() if (packs.tokenizer or {}).get("fingerprint")]
+        self.tokenizer = known[0].tokenizer if known else first.tokenizer  # MDS and token .bin know none
+        for packs in known[1:]:
+            ours, theirs = (each.tokenizer["fingerprint"] for each in (known[0], packs))
             if ours != theirs:
                 raise InputError(
-                    f"{packs.path}: the packs of {name} are made with another tokenizer ({str(theirs)[:12]}) than those in "
-                    f"{first.path} ({str(ours)[:12]}); prepare them with the same"
+                    f"{packs.path}: made with another tokenizer ({theirs[:12]}) than those in {known[0].path} ({ours[:12]}); "
+                    "prepare them with the same"
                 )
         content = [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -156,8 +159,16 @@ class MixedPacks:
             names=tuple(self.parts),
             counts=tuple(map(len, parts)),
             weights=tuple(self.weights.values()),
-            tokens_per_pack=tuple(packs.tokens / max(len(packs), 1) for packs in parts),
+            tokens_per_pack=tuple(map(_tokens_per_pack, parts)),
         )
+
+
+def _tokens_per_pack(packs: Packs) -> float:
+    """Real tokens in a pack, on average; of packs that do not record how many they hold, those of 1,000 spread over all."""
+    if isinstance(packs, ArrowPacks):
+        return packs.tokens / max(len(packs), 1)
+    chosen = np.unique(np.linspace(0, len(packs) - 1, min(len(packs), _SAMPLED_PACKS)).astype(np.int64))
+    return float(np.mean([int(packs.lengths(int(index)).sum()) for index in chosen]))
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int) -> PackOrder | MixedOrder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 from foundation.errors import InputError
@@ -10,6 +12,7 @@ from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.sources import DatasetSource, FileSource, open_source
 
 VALIDATION = "validation"
+_SLICE = re.compile(r"(?P<name>[^\[\]()]+)(?P<slice>\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\](\(\w+\))?)?")  # of `datasets`
 _PLACE = ("source", "format", "subset", "split", "revision")  # which documents; another source has its own
 # How they are read:
 _RECORD = ("text", "messages", "prompt", "response", "train_on", "chat_template", "input_ids", "labels", "document_lengths")
@@ -59,7 +62,7 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     values = {key: getattr(own, key) for key in keys & set(SourceSettings.model_fields)}
     made = settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs}).model_dump()
     if made["source"] is None:  # packs that exist
-        made = {key: made[key] for key in ("packs", "length", "held_out", "mask_boundaries", "tokenizer")}
+        made = {key: made[key] for key in ("packs", "length", "held_out", "mask_boundaries", "tokenizer", "end_token")}
     return DataSettings.model_validate(made)
 
 
@@ -72,32 +75,63 @@ def check_parts(settings: DataSettings) -> None:
             "data.packs"
         )
     validation = validation_part(settings)
-    opened = [(name, _source_of(part)) for name, part in training.items()]
-    held = _source_of(validation) if validation else None
-    for name, source in opened:
+    places = {name: f"data.sources ({name})" if name else "data.source" for name in training}
+    opened = [(places[name], _source_of(part, places[name])) for name, part in training.items()]
+    held = _source_of(validation, "data.validation") if validation else None
+    for where, source in opened:
         if source and held and (shared := _shared(source, held)):
-            where = f"data.sources ({name})" if name else "data.source"
             raise InputError(
                 f"data.validation: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
 
 
-def _source_of(part: DataSettings) -> FileSource | DatasetSource | None:
-    """None where packs are there, and have travelled without it."""
+def _source_of(part: DataSettings, where: str) -> FileSource | DatasetSource | None:
+    """None where packs are there, and have travelled without it. `where`: the key that names it, for what is wrong with it."""
     try:
         return open_source(part) if part.source is not None else None
-    except InputError:
+    except InputError as error:
         if part.packs.exists():
             return None
-        raise
+        raise InputError(f"{where}: {str(error).removeprefix('data.source: ')}") from None
 
 
 def _shared(one: FileSource | DatasetSource, other: FileSource | DatasetSource) -> str | None:
     """What both sources would read; None for nothing, as far as names tell."""
     if isinstance(one, FileSource) and isinstance(other, FileSource):
-        both = {path.resolve() for path in one.paths} & {path.resolve() for path in other.paths}
+        mine = {(stat.st_dev, stat.st_ino) for stat in map(Path.stat, one.paths)}  # whatever links lead there
+        both = [path for path in other.paths if ((stat := path.stat()).st_dev, stat.st_ino) in mine]
         return str(min(both)) if both else None
-    if isinstance(one, DatasetSource) and isinstance(other, DatasetSource) and one.place == other.place:
-        return other.description
+    if isinstance(one, DatasetSource) and isinstance(other, DatasetSource):
+        (place, split), (its_place, its_split) = _rows_of(one), _rows_of(other)
+        return other.description if place == its_place and _overlap(split, its_split) else None
     return None
+
+
+def _rows_of(source: DatasetSource) -> tuple[tuple[str, str], str]:
+    """The dataset, whatever its revision, and the split. A saved one is a folder, which has no other splits."""
+    settings, folder = source.settings, Path(source.name)
+    if (folder / "dataset_dict.json").is_file():
+        folder /= settings.split
+    saved = (folder / "state.json").is_file()
+    name = str(folder.resolve()) if folder.exists() else source.name
+    return (name, "default" if saved else settings.subset or "default"), "all" if saved else settings.split
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two splits, such as `train[:5%]+test`, have rows in common for certain."""
+    pairs = [(_SLICE.fullmatch(a.strip()), _SLICE.fullmatch(b.strip())) for a in one.split("+") for b in other.split("+")]
+    return any(a and b and _slices_overlap(a, b) for a, b in pairs)
+
+
+def _slices_overlap(one: re.Match[str], other: re.Match[str]) -> bool:
+    if one["name"] != other["name"] and "all" not in (one["name"], other["name"]):
+        return False
+    if not one["slice"] or not other["slice"]:
+        return True
+    ends = [each[key] for each in (one, other) for key in ("begin", "end") if each[key]]
+    if any(each.startswith("-") for each in ends) or len({each.endswith("%") for each in ends}) > 1:
+        return False  # which rows these are depends on how many there are
+    begins = [int((each["begin"] or "0").rstrip("%")) for each in (one, other)]
+    stops = [int(each["end"].rstrip("%")) if each["end"] else math.inf for each in (one, other)]
+    return max(begins) < min(stops)

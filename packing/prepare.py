@@ -26,7 +26,7 @@ from packing.manifest import MANIFEST, read_manifest
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.parts import check_parts, training_parts, validation_part
-from packing.records import records_of
+from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
@@ -217,6 +217,11 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
             parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
         why = f": {' and '.join(parts)}" if parts else "; the source is empty"
         raise InputError(f"data.source: {settings.source}: no document with any text{why}")
+    if log.masked and not counts.trained:
+        raise InputError(
+            f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
+            f"{IGNORED} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
+        )
     return log
 
 

@@ -62,8 +62,9 @@ class TokenColumns:
                 "that it was made with (data.tokenizer)"
             )
         lengths = np.array([len(tokens)]) if self.lengths is None else _numbers(record, self.lengths)
-        if len(lengths) and (lengths.min() < 0 or lengths.sum() > len(tokens)):
-            raise BadRecord(f"column `{self.lengths}` adds up to {lengths.sum():,} tokens, and the record has {len(tokens):,}")
+        total = sum(lengths.tolist())  # which no length makes overflow
+        if len(lengths) and (lengths.min() < 0 or total > len(tokens)):
+            raise BadRecord(f"column `{self.lengths}` adds up to {total:,} tokens, and the record has {len(tokens):,}")
         lengths = lengths[lengths > 0]
         real = int(lengths.sum())
         return Ids(tokens[:real].astype(np.uint32), lengths, self._mask(record, tokens, real))
@@ -82,8 +83,11 @@ class TokenColumns:
 
 def _numbers(record: dict[str, Any], column: str) -> np.ndarray:
     """The whole numbers of a column, [n] int64."""
-    values = np.array(record[column] if record[column] is not None else [])
-    if values.ndim != 1 or (len(values) and values.dtype.kind not in "iu"):
+    try:
+        values = np.array(record[column] if record[column] is not None else [])
+    except ValueError:  # lists of several lengths
+        values = np.zeros(())
+    if values.ndim != 1 or (len(values) and values.dtype.kind != "i"):  # unsigned are only those beyond int64
         raise BadRecord(f"column `{column}` holds no list of whole numbers")
     return values.astype(np.int64)
 

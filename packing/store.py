@@ -125,6 +125,11 @@ def _find_splits(path: Path, settings: DataSettings) -> dict[Split, partial[Pack
         return {split: partial(TokenBin, file, settings.length, settings.end_token) for split, file in bins.items()}
     if (path.parent / MANIFEST).exists():
         raise InputError(f"{path}: one part of the packs in {path.parent}; point `data.packs` to that folder")
+    if several := sorted(each.parent.name for each in path.glob(f"*/{MANIFEST}")):
+        raise InputError(
+            f"{path}: holds the packs of several sources: {', '.join(several)}; name one, as in {path / several[0]}, or all "
+            "of them in `data.sources`"
+        )
     if path.is_dir() and not any(path.iterdir()):
         raise InputError(f"{path}: an empty folder (`data.packs`); {_MAKE}")
     raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin; {_MAKE}")

@@ -167,14 +167,14 @@ def _of_texts(texts: list[str], tokenizer: Tokenizer, head: list[int], tail: lis
 
 def _of_chats(chats: list[Rendered], tokenizer: Tokenizer) -> tuple[list[int], list[int], np.ndarray | None]:
     """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach: left out."""
-    masked = bool(chats[0].answers)
+    masked = chats[0].answers is not None
     ids: list[int] = []
     ends, masks = [0], []
     for chat, encoding in zip(
         chats, tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False), strict=True
     ):
         begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-        answers = [(begins < stop) & (stops > begin) for begin, stop in chat.answers]
+        answers = [(begins < stop) & (stops > begin) for begin, stop in chat.answers or ()]
         trained = np.logical_or.reduce(answers) if masked else np.ones(len(begins), bool)
         if trained.any():
             ids += encoding.ids

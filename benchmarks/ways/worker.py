@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.ways.task import Builder, Task, Way
 from packing.batch import BatchStream, StepBatches
-from packing.order import PackOrder
+from packing.mixture import order_of
 from packing.store import open_packs
 from pretrain.metrics.recorder import memory_gib
 from pretrain.optimizer import schedule
@@ -57,7 +57,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps, the very packs and learning rates of the launcher's; figures of every step."""
     recipe, figures = task.recipe, {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
     packs = open_packs(recipe.data, "train")
-    order = PackOrder(len(packs), recipe.batch.tokens // recipe.data.length, recipe.seed)
+    order = order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed)
     stream = BatchStream(
         packs,
         order,

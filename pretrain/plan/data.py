@@ -54,7 +54,7 @@ class Data:
 
     @property
     def _parts(self) -> list[Packs]:
-        return list(self.train.parts.values()) if isinstance(self.train, MixedPacks) else [self.train]
+        return parts_of(self.train)
 
     def _mean(self, figure: Callable[[Packs, int], int]) -> float:
         """Of a figure of a pack, the mean over what is trained on, sampled evenly from each source."""
@@ -81,6 +81,13 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
+def parts_of(packs: Packs | None) -> list[Packs]:
+    """The packs of each source; of none where there are none."""
+    if packs is None:
+        return []
+    return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
+
+
 def _labels_of(packs: Packs, index: int) -> int:
     return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=True)
 
@@ -100,9 +107,9 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
     all of them, or 65,536 evenly chosen ones and the first. The rest is checked as batches are made.
     """
     check_model(data.train, vocab_size, fingerprint)
-    if "vocab_size" in data.tokenizer:
-        return
-    for packs in filter(None, (data.train, data.held_out)):
+    for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
+        if "vocab_size" in (packs.tokenizer or {}):
+            continue
         stride = -(-len(packs) // _SCANNED_PACKS)
         for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)}):
             read_pack(packs, index, vocab_size)

@@ -94,7 +94,11 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
-        return config.identity_of(self.recipe.model_copy(update=effective), self.data.train.fingerprint)
+        packs = self.data.train
+        # The fingerprint has them, too; these say what has changed.
+        weights = packs.weights if isinstance(packs, MixedPacks) else {}
+        shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
+        return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares
 
     def with_microbatch(self, microbatch: int) -> Job:
         """The job when `batch.microbatch: auto` has found its microbatch (packs at once)."""

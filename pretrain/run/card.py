@@ -33,7 +33,8 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, tokenizer: bool) -> str:
     source, name = recipe["model"].get("source"), recipe["name"]
     parameters = count(sum(parameter.numel() for parameter in hf.parameters()))
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation", "model_name": name}
-    if source and not Path(source).exists() and HUB_NAME.fullmatch(source):
+    trained_on = source and not recipe["model"].get("from_scratch")  # to the hub, a base model is one whose weights these were
+    if trained_on and not Path(source).exists() and HUB_NAME.fullmatch(source):
         front["base_model"] = source
     if found := [each for each in _sources(recipe["data"]) if HUB_NAME.fullmatch(each) and not Path(each).exists()]:
         front["datasets"] = found

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from pretrain.__main__ import main
-from pretrain.run.card import edited
+from pretrain.metrics.run_record import read_run
+from pretrain.run.card import edited, model_card
 
 PAD, EOS = "<|pad|>", "<|end|>"  # ids 0 and 1: not what any architecture has by default
 TEXTS = ["one two three", "four five six", "seven eight nine"]
@@ -207,6 +209,15 @@ def test_from_scratch_in_the_shape_of_a_source_is_what_its_configuration_alone_t
     assert again.losses() == trained.losses(), "the same weights drawn, and none of those that were trained"
     card = (tmp_path / "run" / "final" / "README.md").read_text()
     assert f"random weights, seed 42, in the shape of {trained.run_dir / 'final'}" in card and "base_model" not in card
+
+
+@pytest.mark.parametrize("from_scratch", [True, False])
+def test_a_base_model_is_named_only_where_its_weights_were_trained_on(trained, from_scratch):
+    run = read_run(trained.run_dir)
+    of_hub = replace(run, config=run.config | {"model": {"source": "org/shape", "from_scratch": from_scratch}})
+    hf = AutoModelForCausalLM.from_pretrained(trained.run_dir / "final")
+    front = yaml.safe_load(model_card(of_hub, hf, tokenizer=True).split("---\n", 2)[1])
+    assert front.get("base_model") == (None if from_scratch else "org/shape")
 
 
 def test_from_scratch_with_another_tokenizer_has_that_ones_vocabulary(trained, start_here, recipe, made_here, tmp_path):

@@ -87,6 +87,15 @@ def test_plan_and_metrics_say_what_came_from_where(
     assert "plain transformers" in alone.output  # parity, which makes labels of masks by itself
 
 
+def test_other_weights_are_another_training_and_named(
+    alone: Any, recipe: dict[str, Any], folder: Path, start_here: Callable
+) -> None:
+    texts, chats = recipe["data"]["sources"]
+    others = recipe["data"] | {"sources": [texts | {"weight": 0.6}, chats | {"weight": 0.4}]}
+    planned = start_here(recipe | {"data": others}, folder, "--plan")
+    assert planned.status == 2 and "data.sources.chats.weight: saved 0.3, now 0.4" in planned.output
+
+
 @pytest.mark.multi
 def test_a_run_killed_and_resumed_on_two_processes_has_the_same_curve(
     alone: Any, recipe: dict[str, Any], folder: Path, start_as_ranks: Callable

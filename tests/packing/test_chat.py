@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from foundation.errors import InputError
 from packing.__main__ import main
 from packing.batch import IGNORE, build_microbatch
+from packing.chat import ChatColumns
 from packing.chunks import read_chunk
 from packing.inspection import decoded, describe, open_splits
 from packing.manifest import MASKED_VERSION, read_manifest
@@ -42,6 +43,8 @@ MARKED = (
     "{% if loop.last %}<think></think>{% endif %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}\n"
     "{% else %}{{ message['role'] }}:{{ message['content'] }}\n{% endif %}{% endfor %}"
 )
+MARKS_NOTHING = "{{ messages[0].content }}{% generation %}{% endgeneration %}"
+ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
 FORGETFUL = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 CHATS = [
@@ -222,6 +225,13 @@ def test_packs_do_not_depend_on_processes_or_an_interruption(
     assert open_packs(settings, "train").fingerprint == open_packs(whole, "train").fingerprint
 
 
+def test_a_marked_block_may_hold_others() -> None:
+    template = "{% generation %}a{% generation %}{{ messages[1].content }}{% endgeneration %}b{% endgeneration %}c"
+    chat = [CHATS[0][0], {"role": "assistant", "content": "XY"}]
+    rendered = ChatColumns("m", None, None).written_by(template, {}).fill({"m": chat})
+    assert rendered.text == "aXYbc" and rendered.answers == ((0, 1), (1, 3), (3, 4))
+
+
 @pytest.mark.parametrize(
     ("record", "values", "message"),
     [
@@ -238,6 +248,8 @@ def test_packs_do_not_depend_on_processes_or_an_interruption(
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "'strftime_now' is undefined"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "nowhere.jinja"}, "data.chat_template: nowhere.jinja: no chat"),
         ({"m": CHATS[0]}, {"messages": "m", "tokenizer": "bare"}, "has no chat template to write chats with"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": ENDLESS}, "does not take this chat: maximum recursion depth"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": MARKS_NOTHING}, "the chat template writes nothing for the answers"),
     ],
 )
 def test_a_chat_that_cannot_be_used_is_one_message(

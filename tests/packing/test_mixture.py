@@ -21,9 +21,11 @@ from packing.batch import BatchStream
 from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture, order_of
 from packing.order import PackOrder
+from packing.parts import check_parts
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
+from pretrain.plan.data import Data, check_tokens
 
 
 @st.composite
@@ -153,6 +155,31 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
 
 
+def test_packs_of_any_format_are_mixed(tmp_path: Path, values: dict[str, Any], data: DataSettings) -> None:
+    rng = np.random.default_rng(5)
+    for name, tokens in (("a", 3000), ("b", 2000)):
+        (tmp_path / name).mkdir()
+        rng.integers(0, 300, tokens).astype(np.uint16).tofile(tmp_path / name / "train.bin")
+    both = [{"name": "a", "weight": 0.7}, {"name": "b", "weight": 0.3}]
+    settings = DataSettings(packs=tmp_path, length=64, sources=both, held_out=0.1, end_token=7)
+    packs, held_out = open_packs(settings, "train"), open_packs(settings, "held_out")
+    assert len(packs) + len(held_out) == -(-3000 // 64) + -(-2000 // 64)
+    assert max(len(packs.lengths(index)) for index in range(len(packs))) > 1  # end_token reaches each of them
+    order = order_of(packs, 4, 1)
+    assert order.figures(100)["share/a"] == pytest.approx(0.7, abs=0.01)
+    # Beside packs that know their tokenizer, those that do not are looked through for ids that the model has not.
+    (tmp_path / "web").symlink_to(data.packs / "web")
+    mixed = DataSettings(packs=tmp_path, length=64, sources=[both[0], {"name": "web", "weight": 0.3}])
+    found = Data(open_packs(mixed, "train"), None)
+    assert found.tokenizer["fingerprint"]
+    check_tokens(found, 600, None)
+    tokens = np.fromfile(tmp_path / "a" / "train.bin", np.uint16)
+    tokens[-1] = 700
+    tokens.tofile(tmp_path / "a" / "train.bin")
+    with pytest.raises(InputError, match="holds token id 700"):
+        check_tokens(Data(open_packs(mixed, "train"), None), 600, None)
+
+
 def test_inspect_shows_every_source(data: DataSettings, capsys: pytest.CaptureFixture) -> None:
     assert main(["inspect", str(data.packs)]) == 0
     shown = capsys.readouterr().out
@@ -254,7 +281,9 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     assert "no column `text`; the columns are: body, n" in refused(sources=[web, {**short, "text": "text"}])
     assert "two are called web" in refused(sources=[web, {**web, "weight": 0.3}])
     assert "gives no name for its packs" in refused(sources=[web, {"source": str(folder / ".hidden"), "weight": 0.3}])
-    assert "no such file" in refused(sources=[web, {**short, "source": str(tmp_path / "gone.jsonl")}])
+    gone = str(tmp_path / "gone.jsonl")
+    assert refused(sources=[web, {**short, "source": gone}]).startswith(f"data.sources (short): {gone}: no such file")
+    assert refused(validation={"source": gone}, held_out=0.0).startswith(f"data.validation: {gone}: no such file")
     again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
     assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
     links = tmp_path / "all"
@@ -266,11 +295,49 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     assert "org/corpus (default, train) is also trained on (data.source)" in refused(**one)
 
 
+@pytest.mark.parametrize(
+    ("trained", "validated", "refused"),
+    [
+        ({}, {"split": "train[:5%]"}, True),
+        ({"split": "train[:90%]"}, {"split": "train[90%:]"}, False),
+        ({"split": "train[:91%]"}, {"split": "train[90%:]"}, True),
+        ({"split": "train[:100]"}, {"split": "train[-100:]"}, False),  # which depends on how many there are
+        ({"split": "train+test"}, {"split": "test"}, True),
+        ({"split": "all"}, {"split": "test"}, True),
+        ({"split": "test"}, {"split": "train"}, False),
+        ({"revision": "v1"}, {"source": "org/corpus", "revision": "v2"}, True),
+        ({"subset": "en"}, {"source": "org/corpus", "subset": "de"}, False),
+        ({"source": "{folder}/saved"}, {"source": "{folder}/saved/../saved"}, True),
+        ({"source": "{folder}/saved"}, {"source": "{folder}/saved/train"}, True),
+        ({"source": "{folder}/saved"}, {"split": "test"}, False),
+        ({"source": "{folder}/one.jsonl"}, {"source": "{folder}/hard.jsonl"}, True),
+    ],
+)
+def test_rows_that_are_trained_on_are_not_validated_on(
+    tmp_path: Path, trained: dict[str, str], validated: dict[str, str], refused: bool
+) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a"]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "hard.jsonl").hardlink_to(write_texts(tmp_path / "one.jsonl", ["a"]))
+    source, validation = (
+        {key: text.format(folder=tmp_path) for key, text in each.items()}
+        for each in ({"source": "org/corpus"} | trained, validated)
+    )
+    settings = DataSettings(packs=tmp_path / "packs", tokenizer="t", validation=validation, **source)
+    if refused:
+        with pytest.raises(InputError, match=r"is also trained on \(data\.source\)"):
+            check_parts(settings)
+    else:
+        check_parts(settings)
+
+
 def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettings, values: dict[str, Any]) -> None:
     source = values["sources"][0]["source"]
     one = DataSettings(**values | {"sources": None, "source": source, "packs": data.packs / "web"})
     prepare(one, progress=False)
     packs = open_packs(one, "train")
     assert order_of(packs, 4, 5) == PackOrder(len(packs), 4, 5)
+    with pytest.raises(InputError, match="holds the packs of several sources: short, web; name one"):
+        open_packs(DataSettings(packs=data.packs, length=64), "train")
     with pytest.raises(InputError, match=r"holds the packs of one source, and `data\.sources` names 2"):
         prepare(DataSettings(**values | {"packs": data.packs / "web"}), progress=False)

@@ -76,6 +76,9 @@ def test_what_a_record_becomes_is_a_part_of_it(tokens: list[int], data: st.DataO
         ({"labels": [6, 7, 8, 9, IGNORED]}, "neither `ids` itself nor -100; write it as the tokens themselves, not shifted"),
         ({"labels": [5]}, "neither `ids` itself nor -100"),
         ({"lengths": [9]}, "column `lengths` adds up to 9 tokens, and the record has 5"),
+        ({"lengths": [2**62] * 4}, "column `lengths` adds up to 18,446,744,073,709,551,616 tokens"),
+        ({"ids": [[1, 2], [3]]}, "column `ids` holds no list of whole numbers"),
+        ({"ids": [2**63]}, "column `ids` holds no list of whole numbers"),
     ],
 )
 def test_tokens_that_cannot_be_used_are_one_message(
@@ -83,6 +86,12 @@ def test_tokens_that_cannot_be_used_are_one_message(
 ) -> None:
     with pytest.raises(InputError, match=message):
         check_first_records(settings_of(write_lines(tmp_path, [ROWS[0] | row]), tokenizer_file))
+
+
+def test_a_source_that_trains_no_token_is_refused(tmp_path: Path, tokenizer_file: Path) -> None:
+    masked = [row | {"labels": [IGNORED] * len(row["ids"])} for row in ROWS]
+    with pytest.raises(InputError, match=r"none of its .* tokens is trained on: `labels` is -100 everywhere"):
+        prepare(settings_of(write_lines(tmp_path, masked), tokenizer_file), progress=False)
 
 
 def test_columns_that_are_not_there_or_hold_something_else_are_refused(tmp_path: Path, tokenizer_file: Path) -> None:
