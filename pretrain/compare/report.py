@@ -285,6 +285,8 @@ def _judge(comparison: RunComparison) -> int:
         raise InputError(
             f"--gate: {base} is the only run, which is compared with nothing; name a baseline and at least one other"
         )
+    if comparison.baseline.broken_off:
+        raise InputError(f"--gate: the baseline {base} came to no end of its own; name one that was not halted, with --baseline")
     for each in comparison.standings:
         if each.not_paired:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")

@@ -164,6 +164,10 @@ def test_a_run_that_was_halted_fails_the_gate_and_a_run_beside_itself_passes_non
     note(halted, halted="step 2: the gradient norm is nan")
     assert main(["report", str(base), str(halted), "--gate", "0.01"]) == 1
     assert "gate: halted was halted" in capsys.readouterr().out
+    assert main(["report", str(halted), str(base), "--gate", "0.01"]) == 2, (
+        "two steps of a baseline are no end to be held against"
+    )
+    assert "the baseline halted came to no end" in capsys.readouterr().err
     for alone in ([str(base), f"{base}/"], [str(base), "--baseline", str(base)]):
         assert main(["report", *alone, "--gate", "0.01"]) == 2
         assert "compared with nothing" in capsys.readouterr().err
