@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from foundation.units import count
 from pretrain.compare.appearance import Look, looks_of
-from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, same_packs, why_not_paired
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_step
 
@@ -28,18 +28,24 @@ class Standing:
     gap: Gap | None  # of the losses, paired by step; None of the baseline, and where `not_paired` says why
     end_gap: float | None  # the mean difference of the last fifth alone
     not_paired: str | None
-    held_out_gap: float | None  # one evaluation's, on the same packs
+    held_out_gap: float | None  # of the last step in which both were evaluated, on the same packs
     speed: float | None  # tokens/s that the hardware computed for this run alone; None where it was emulated or shared
     speedup: float | None  # over the baseline's
     hours: float | None  # to the horizon that its recipe names, at its median speed
     hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
-    on_front: bool  # no other run is both faster and lower
+    on_front: bool  # no other run that came to a good end is both faster and lower
     loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
     def diverged(self) -> bool:
         """Whether its last step's loss is no finite number."""
         return not np.isfinite(self.run.curve("loss")[1][-1:]).all()
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether its training came to nothing: its loss ends as no number, or its health halted it. Its figures, which are
+        those of the steps before, stand for no end."""
+        return self.diverged or "halted" in self.run.summary
 
     @property
     def shown_speed(self) -> float | None:
@@ -52,6 +58,7 @@ class RunComparison:
     standings: list[Standing]
     tolerance: float
     matched_loss: float | None  # nats a token, of the training loss, that every run with a speed of its own reached
+    same_text: bool  # whether the losses that runs are ranked by are of the same text
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
@@ -60,13 +67,11 @@ class RunComparison:
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
         by_held_out = all("held_out_loss" in run.summary for run in runs)
         ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
-        front = pareto_front(speeds, ends)
+        of_one_text = all((same_held_out if by_held_out else same_packs)(runs[0], run) for run in runs)
         standings = []
         for place, run in enumerate(runs):
             reason = why_not_paired(runs[0], run) if place else None
             differences = loss_differences(runs[0], run)[1] if place and not reason else None
-            held_out = [each.summary.get("held_out_loss") for each in (runs[0], run)]
-            both_held_out = place and None not in held_out and same_held_out(runs[0], run)
             standings.append(
                 Standing(
                     run=run,
@@ -75,16 +80,19 @@ class RunComparison:
                     gap=None if differences is None else Gap.of(differences),
                     end_gap=None if differences is None else float(last_fifth(differences).mean()),
                     not_paired=reason,
-                    held_out_gap=held_out[1] - held_out[0] if both_held_out else None,
+                    held_out_gap=held_out_difference(runs[0], run) if place else None,
                     speed=speeds[place],
                     speedup=speeds[place] / speeds[0] if place and speeds[place] and speeds[0] else None,
                     hours=hours_to_horizon(run, speeds[place]),
                     hours_to_match=hours_to_match[place],
-                    on_front=place in front,
+                    on_front=False,
                     loss=ends[place],
                 )
             )
-        return cls(standings, tolerance, matched)
+        rivals = [each.loss if of_one_text and not each.broken_off else None for each in standings]
+        front = pareto_front(speeds, rivals)
+        standings = [replace(each, on_front=place in front) for place, each in enumerate(standings)]
+        return cls(standings, tolerance, matched, of_one_text)
 
     @property
     def by_held_out(self) -> bool:
@@ -100,16 +108,18 @@ class RunComparison:
         return [each for each in self.standings if each.gap is not None]
 
     def over_the_gate(self) -> list[Standing]:
-        """Runs that end further above the baseline than is tolerated; one whose loss ends as no number is among them."""
-        return [each for each in self.paired if each.diverged or not each.gap.mean <= self.tolerance]
+        """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
+        return [each for each in self.paired if each.broken_off or not each.gap.mean <= self.tolerance]
 
     def answer(self) -> str:
-        """The comparison in a sentence, from its figures alone; a second one where a run's loss ends as no number."""
-        if len(self.standings) == 1:
-            return answer_for_one(self.baseline)
+        """The comparison in a sentence, from its figures alone; another one for runs that were broken off."""
         lost = [each.look.label for each in self.standings if each.diverged]
+        halted = [each for each in self.standings if each.broken_off and not each.diverged]
         said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
-        sound = [each for each in self.paired if not each.diverged]
+        said += "".join(f" {each.look.label} was halted at step {each.run.summary['steps']}." for each in halted)
+        if len(self.standings) == 1:
+            return answer_for_one(self.baseline) + said
+        sound = [each for each in self.paired if not each.broken_off]
         kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
         return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
 
@@ -162,9 +172,10 @@ class RunComparison:
 
     def _lowest(self) -> str:
         """Of runs that are compared in other things than precision, or cannot be paired."""
-        known = sorted((each for each in self.standings if each.loss is not None), key=lambda each: each.loss)
+        ended = [each for each in self.standings if each.loss is not None and not each.broken_off]
+        known = sorted(ended, key=lambda each: each.loss)
         if not known:
-            return "No run has a loss that is a number."
+            return "No run has come to a loss that counts."
         what = "held-out loss" if self.by_held_out else "training loss"
         best = known[0]
         said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
@@ -173,7 +184,8 @@ class RunComparison:
         elif known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"
         unpaired = [each for each in self.standings if each.not_paired]
-        return f"{said}." + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
+        said += "." if self.same_text else ". But these losses are of different text, so they do not say which run is better."
+        return said + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
 
 
 def named(standing: Standing) -> str:
@@ -219,16 +231,28 @@ def answer_for_one(standing: Standing) -> str:
     return "; ".join(parts) + "."
 
 
+def held_out_difference(baseline: RunRecord, run: RunRecord) -> float | None:
+    """`run`'s held-out loss minus the baseline's in the last step in which both were evaluated; None where there is none, or
+    where they were evaluated on different packs."""
+    if not same_held_out(baseline, run):
+        return None
+    here, there = (dict(zip(*each.held_out_curve(), strict=True)) for each in (baseline, run))
+    common = [step for step in here if step in there and math.isfinite(there[step] - here[step])]
+    return float(there[max(common)] - here[max(common)]) if common else None
+
+
 def own_speed(run: RunRecord) -> float | None:
     return None if run.side_by_side or run.emulated else run.summary.get("tokens_per_second")
 
 
 def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
-    """What the whole of its recipe takes at `speed`: of `train.steps` or `train.tokens`, else of what it has trained."""
+    """What the whole of its recipe takes at `speed`: of `train.steps`, `tokens` or `epochs`."""
     train = run.config.get("train") or {}
-    steps, tokens = train.get("steps"), train.get("tokens")
+    steps, tokens, epochs = (train.get(key) for key in ("steps", "tokens", "epochs"))
     if steps and run.tokens_per_step:
         tokens = steps * run.tokens_per_step
+    elif epochs and run.summary.get("epoch"):
+        tokens = run.summary["tokens"] * epochs / run.summary["epoch"]
     return (tokens or run.summary["tokens"]) / speed / 3600 if speed else None
 
 

@@ -19,7 +19,7 @@ from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.registry import PRECISIONS
-from pretrain.settings.config import flatten, identity_of
+from pretrain.settings.config import flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
 # What a comparison is about: the dtypes of products, of weights, and of what is kept beside them. Where a run computes is no part
@@ -43,9 +43,13 @@ def training_of(run: RunRecord) -> dict[str, Any]:
         raise InputError(
             f"{run.path}: its files do not say its `data_fingerprint`, so it cannot be compared with another run; train it again"
         )
-    recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
+    recipe = _recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | {"evaluate.packs": recipe.evaluate.packs}
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
+
+
+def _recipe_of(run: RunRecord) -> Recipe:
+    return parse(Recipe, run.config, str(run.path / "config.yaml"))
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
@@ -70,7 +74,14 @@ def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
-    """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair."""
+    """Raise InputError naming every key in which a run differs from the first so that comparing their losses is unfair.
+
+    A name in `vary` that is no key or section of a recipe is a slip, and an InputError too.
+    """
+    if vary and runs[1:]:
+        keys = ["data.fingerprint", *(key for run in runs for key in flatten(resolved(_recipe_of(run))))]
+        if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
+            raise InputError(f"--vary {unknown[0]}: no recipe of these runs has such a key or section; docs/settings.md has all")
     for run in runs[1:]:
         if differing_keys := describe_unfairness(runs[0], run, vary):
             keys = [key for key in differing(runs[0], run) if not is_varied(key, vary)]
@@ -101,8 +112,16 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     """Whether both were evaluated on the same packs."""
-    keys = ("data.fingerprint", "data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
-    return all(setting(first, key) == setting(second, key) for key in keys)
+    keys = ("data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
+    others = [(run.config.get("data") or {}).get("validation") for run in (first, second)]
+    return (
+        same_packs(first, second) and others[0] == others[1] and all(setting(first, key) == setting(second, key) for key in keys)
+    )
+
+
+def same_packs(first: RunRecord, second: RunRecord) -> bool:
+    """Whether both were trained on the same packs."""
+    return setting(first, "data.fingerprint") == setting(second, "data.fingerprint")
 
 
 def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +92,11 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     lines = []
-    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
-            lines.append(parse_json(line))
-        except ValueError:  # a run that was killed mends its files when it is resumed
+            line = parse_json(text)
+            lines.append({"step": int(line["step"]), "operands": [_operand(record) for record in line["operands"]]})
+        except (ValueError, TypeError, KeyError):  # a run that was killed mends its files when it is resumed
             continue
     if not lines:
         return None
@@ -107,16 +108,21 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
     for column, line in enumerate(lines):
         for record in line["operands"]:
             for measure in MEASURES:
-                value = record.get(measure)
-                if measure in ("scale", "amax"):
-                    value = math.log2(value) if value else None
-                values[measure][record["operand"]][rows[record["layer"]], column] = math.nan if value is None else value
+                values[measure][record["operand"]][rows[record["layer"]], column] = record[measure]
     return {
         "steps": steps,
         "layers": [short_name(layer) for layer in layers],
         "operands": operands,
         "values": {m: {o: [numbers_of(row) for row in table] for o, table in of.items()} for m, of in values.items()},
     }
+
+
+def _operand(record: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of the statistics with its measures as they are drawn, NaN for what is not known; ValueError, TypeError or
+    KeyError for what is none."""
+    drawn = {measure: math.nan if (value := record.get(measure)) is None else float(value) for measure in MEASURES}
+    drawn |= {measure: math.log2(drawn[measure]) if drawn[measure] else math.nan for measure in ("scale", "amax")}
+    return {"layer": str(record["layer"]), "operand": str(record["operand"]), **drawn}
 
 
 def short_name(layer: str) -> str:
@@ -135,7 +141,7 @@ def step_time(run: RunRecord) -> dict[str, Any] | None:
     """Milliseconds of a step by part: of the profiled one where `--profile` was on, else of a median one, waiting apart."""
     profile = run.path / PROFILE_FILE
     if profile.is_file():
-        parts = {name: float(ms) for name, ms in _PROFILE_ROW.findall(profile.read_text(encoding="utf-8"))}
+        parts = {name: float(ms) for name, ms in _PROFILE_ROW.findall(profile.read_text(encoding="utf-8", errors="replace"))}
         if parts:
             return {"source": "profile", "parts": parts}
     step_ms, share = run.summary.get("step_ms"), run.summary.get("data_wait_share")

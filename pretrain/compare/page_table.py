@@ -65,7 +65,7 @@ def columns_of(comparison: RunComparison) -> list[TableColumn]:
         TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
         TableColumn(
             "held-out − baseline",
-            "of the last evaluation, on the same packs",
+            "of the last step in which both were evaluated, on the same packs",
             _figure(lambda each: each.held_out_gap, signed),
         ),
         TableColumn(

@@ -7,6 +7,7 @@ MFU is computed again. Lines that begin with # say where it is from.
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,8 @@ def read_published(path: Path) -> Published:
                 row[key] = None if key == "mfu_reported" and not row[key] else float(row[key])
             except (TypeError, ValueError):
                 raise InputError(f"{path}, row {number}: `{key}` is no number: {row[key]!r}") from None
+            if row[key] is not None and not 0 < row[key] < math.inf:
+                raise InputError(f"{path}, row {number}: `{key}` is {row[key]:g}; a number above 0 is wanted")
         row["mfu"] = mfu(row)
         rows.append(row)
     if not rows:

@@ -41,6 +41,7 @@ from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 TOO_FEW = "too few steps"
+DAY = 86_400  # seconds
 ERRORS = (
     "± is the standard error of the mean difference. Neighbouring steps resemble each other, so it is computed from the means of "
     "batches of floor(sqrt(n)) consecutive steps. sd is the standard deviation of one step's difference."
@@ -248,8 +249,8 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
         raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
     if options.watch is not None and not page:
         raise InputError("--watch writes a page again and again: add --out report.html")
-    if options.watch is not None and not options.watch >= 1:
-        raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least")
+    if options.watch is not None and not 1 <= options.watch <= DAY:
+        raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least, and {DAY:,} at most")
     if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
     if options.published and not page:
@@ -263,14 +264,21 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
 def _judge(comparison: RunComparison) -> int:
     """Say whether the gate is passed, and by how much it is not; the exit status. InputError where a run cannot be paired."""
     base = comparison.baseline.look.label
+    if len(comparison.standings) < 2:
+        raise InputError(
+            f"--gate: {base} is the only run, which is compared with nothing; name a baseline and at least one other"
+        )
+    if comparison.baseline.broken_off:
+        raise InputError(f"--gate: the baseline {base} came to no end of its own; name one that was not halted, with --baseline")
     for each in comparison.standings:
         if each.not_paired:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
     failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
-        if each.diverged:
-            print(f"gate: the loss of {each.look.label} ends as no number")
+        if each.broken_off:
+            lost = f"the loss of {each.look.label} ends as no number"
+            print(f"gate: {lost if each.diverged else f'{each.look.label} was halted'}")
             continue
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(

@@ -138,7 +138,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     *lines, _unfinished = _read(path).split("\n")
     records = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
     for number, record in enumerate(records, start=1):
-        wanted = ("step",) if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
+        of_event = ("step", "held_out_loss") if is_evaluation(record) else ("step",)
+        wanted = of_event if "event" in record else ("step", "tokens", "epoch", "loss", "step_ms")
         if lacking := [key for key in wanted if key not in record]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
         figures = () if "event" in record else record.keys() - IN_WORDS
@@ -193,7 +194,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "hours": sum(_known(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
         f"loss_last_{LAST_STEPS}": statistics.fmean(losses) if losses else None,
-        **({key: evaluations[-1][key] for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
+        **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),

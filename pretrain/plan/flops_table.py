@@ -100,7 +100,10 @@ def _section(title: str, columns: Sequence[str], rows: dict[str, list[str]]) -> 
 
 def _positive(text: str) -> float:
     """A count: 4096, 82e9 or 82_000_000_000."""
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 1 <= value < float("inf"):
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text}: a number of 1 or more is wanted, as in 4096 or 82e9")
     return value

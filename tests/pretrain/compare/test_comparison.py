@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -13,10 +14,13 @@ from hypothesis import strategies as st
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
-from pretrain.compare.comparison import RunComparison, match_losses, pareto_front
+from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
 from pretrain.compare.fairness import Gap, check_comparable, t_quantile, varied_keys, why_not_paired
+from pretrain.metrics.run_record import read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
+
+LEVEL = (3.0, 3.0, 3.0, 3.0)
 
 
 def noisy(level: float, seed: int, steps: int = 400) -> list[float]:
@@ -153,12 +157,83 @@ def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends
     assert main([*command, str(base), str(diverged)]) == 1, "although the step in common is equal"
 
 
+def test_a_run_that_was_halted_fails_the_gate_and_a_run_beside_itself_passes_none(tmp_path, capsys):
+    base, halted = (
+        make_run(tmp_path / name, losses) for name, losses in (("base", noisy(3.0, 1)), ("halted", noisy(3.0, 1)[:2]))
+    )
+    note(halted, halted="step 2: the gradient norm is nan")
+    assert main(["report", str(base), str(halted), "--gate", "0.01"]) == 1
+    assert "gate: halted was halted" in capsys.readouterr().out
+    assert main(["report", str(halted), str(base), "--gate", "0.01"]) == 2, (
+        "two steps of a baseline are no end to be held against"
+    )
+    assert "the baseline halted came to no end" in capsys.readouterr().err
+    for alone in ([str(base), f"{base}/"], [str(base), "--baseline", str(base)]):
+        assert main(["report", *alone, "--gate", "0.01"]) == 2
+        assert "compared with nothing" in capsys.readouterr().err
+
+
+def note(path: Path, **keys: object) -> None:
+    """Over the last step's line of a run's metrics."""
+    lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    next(line for line in reversed(lines) if "event" not in line).update(keys)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_that_was_broken_off_is_on_no_front_and_never_the_lowest(tmp_path):
+    paths = [
+        make_run(tmp_path / name, losses) for name, losses in (("base", noisy(3.0, 1)), ("lost", noisy(2.0, 2)), ("cut", [1.0]))
+    ]
+    note(paths[1], loss=None)
+    note(paths[2], halted="step 1: the gradient norm is nan")
+    comparison = RunComparison.over([read_run(path) for path in paths])
+    assert [each.on_front for each in comparison.standings] == [True, False, False]
+    answer = comparison.answer()
+    assert answer.startswith("Lowest held-out loss: base with") and "next is" not in answer
+    assert answer.endswith("The loss of lost ends as no number. cut was halted at step 1.")
+
+
+def test_losses_of_different_text_rank_no_run_and_have_no_front(tmp_path):
+    other = trained(tmp_path / "other", LEVEL, fingerprint="cd34")
+    text = ("data.source=y.jsonl", "data.tokenizer=t", "data.length=8", "data.held_out=0")
+    base = trained(tmp_path / "base", LEVEL, *text)
+    validated = trained(tmp_path / "validated", LEVEL, *text, "data.validation.source=x.jsonl")
+    for run in (other, validated):
+        comparison = RunComparison.over([base, run])
+        assert not comparison.same_text and not any(each.on_front for each in comparison.standings)
+        assert comparison.standings[1].held_out_gap is None and "of different text" in comparison.answer()
+
+
+def test_held_out_losses_are_subtracted_in_the_last_step_that_both_were_evaluated_in(tmp_path):
+    runs = []
+    for name, evaluations in (("done", {2: 3.0, 4: 2.0}), ("going", {2: 3.25})):
+        path = make_run(tmp_path / name, LEVEL, held_out=False)
+        with (path / "metrics.jsonl").open("a") as file:
+            for step, loss in evaluations.items():
+                file.write(json.dumps({"step": step, "event": "evaluation", "held_out_loss": loss}) + "\n")
+        runs.append(read_run(path))
+    assert RunComparison.over(runs).standings[1].held_out_gap == 0.25
+
+
+def test_the_hours_of_a_horizon_in_epochs_are_those_of_all_of_it(tmp_path):
+    run = trained(tmp_path / "run", LEVEL, "train.epochs=3")  # one epoch so far
+    assert hours_to_horizon(run, 4096.0) == pytest.approx(3 * len(LEVEL) / 3600)
+
+
+def test_a_key_to_vary_that_no_recipe_has_is_refused(tmp_path):
+    runs = [trained(tmp_path / "a"), trained(tmp_path / "b")]
+    with pytest.raises(InputError, match="--vary optimizr: no recipe"):
+        check_comparable(runs, ["optimizr"])
+    check_comparable(runs, ["optimizer", "model.config.hidden_size", "data.fingerprint"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["--out", "report.pdf"], "ends in none of .html, .png and .md"),
         (["--watch"], "add --out report.html"),
         (["--out", "x.html", "--watch", "0"], "1 at least"),
+        (["--out", "x.html", "--watch", "inf"], "86,400 at most"),
         (["--published", "x.csv"], "add --out report.html"),
         (["--gate", "-1"], "0 or more"),
         (["--gate", "nan"], "0 or more"),

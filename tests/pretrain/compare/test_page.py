@@ -108,6 +108,9 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     assert heat["steps"] == [1, 9] and heat["layers"] == ["3 q_proj"]
     assert heat["values"]["underflow"]["input"] == [[0.25, 0.5]] and heat["values"]["scale"]["input"] == [[-1.0, None]]
     assert heat_maps(tmp_path / "none") is None
+    odd = ['{"step": 3}', "[]", '{"step": 3, "operands": 3}', '{"step": 3, "operands": [{"scale": -1}]}', "\xff"]
+    path.write_bytes("\n".join([*odd, json.dumps(lines[0]), ""]).encode("latin-1"))
+    assert heat_maps(path)["steps"] == [1]
     assert [short_name(each) for each in ("lm_head", "transformer.h.11.attn.c_attn")] == ["lm_head", "11 c_attn"]
 
 
@@ -150,7 +153,9 @@ def test_published_results_that_lack_a_column_or_a_number_are_refused(tmp_path, 
     header, row = PUBLISHED.read_text().splitlines()[-21:-19]
     for text, said in (
         (header.replace("loss", "los"), "no column `loss`"),
-        (f"{header}\n{row.replace('1.3667', 'low')}", "`loss`"),
+        (f"{header}\n{row.replace('1.3667', 'low')}", "`loss` is no number"),
+        (f"{header}\n{row.replace('1.3667', 'nan')}", "`loss` is nan"),
+        (f"{header}\n{row.replace('1.3667', '0')}", "`loss` is 0"),
     ):
         path.write_text(text + "\n")
         assert main(["report", str(run), "--published", str(path), "--out", str(tmp_path / "x.html")]) == 2

@@ -104,3 +104,10 @@ def test_the_command_shows_utilisations_of_a_device_that_it_knows(counts: dict[s
     assert re.search(r"^  ours +586\.6 TFLOP/s, 59\.3 %$", text, re.MULTILINE)
     with pytest.raises(InputError, match="no BF16 peak of it is known"):
         table(counts["Qwen3-1.7B"], [4096], device="Tesla V100-SXM2-16GB")
+
+
+@pytest.mark.parametrize("value", ["nan", "0", "many"])
+def test_a_count_that_is_none_is_refused_with_what_is_wanted(value: str, capsys):
+    with pytest.raises(SystemExit):
+        main(["my.yaml", "--tokens", value])
+    assert f"{value}: a number of 1 or more is wanted" in capsys.readouterr().err
