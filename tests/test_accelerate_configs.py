@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
+from pretrain.settings.config import load_recipe
+from pretrain.settings.launch_environment import with_precision
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
@@ -27,17 +30,6 @@ from pathlib import Path
 Path(sys.argv[1], os.environ.get("RANK", "0") + ".json").write_text(json.dumps(dict(os.environ)))
 """
 
-# As far as the launcher goes with precision before it looks at the device.
-SETTLE = """
-import json, os, sys
-from pathlib import Path
-from pretrain.settings.config import load_recipe
-from pretrain.settings.launch_environment import with_precision
-recipe = with_precision(load_recipe(Path(sys.argv[1], "recipe.yaml")), os.environ)
-left = [key for key in os.environ if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"]
-found = {"precision": recipe.precision, "fp8_config": recipe.fp8_config.model_dump(), "left": left}
-Path(sys.argv[1], "settled.json").write_text(json.dumps(found))
-"""
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
 TOPOLOGIES = {"ddp", "fsdp2", "hsdp", "zero"}
 
@@ -85,18 +77,30 @@ def test_the_file_states_its_precision(name: str, precision: str):
     assert load_config_from_file(str(by_name(name))).mixed_precision == precision
 
 
-def launch(name: str, folder: Path, script: str = REPORT, **environment: str) -> list[dict[str, Any]]:
+def launch(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
     """What each process that `accelerate launch` starts with a configuration reports, in order of rank."""
     path = folder / "script.py"
-    path.write_text(script)
+    path.write_text(REPORT)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(path), str(folder)]
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     subprocess.run(command, env=inherited | environment, check=True, capture_output=True)
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
+def environment_of_one_process(name: str) -> dict[str, str]:
+    """The variables that `accelerate launch` with a configuration for one device would start its process with."""
+    inherited = [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]
+    arguments, *_ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(by_name(name)), "script.py"])
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for key in inherited:
+            patch.delenv(key)
+        return prepare_simple_launcher_cmd_env(arguments)[1]
+
+
 def a_library_for_fp8(folder: Path) -> str:
-    """A folder for PYTHONPATH in which accelerate, which only looks whether there is one, finds Transformer Engine."""
+    """A folder for Python's path in which accelerate, which only looks whether there is one, finds Transformer Engine."""
     (folder / "transformer_engine").mkdir()
     (folder / "transformer_engine" / "__init__.py").touch()
     (folder / "transformer_engine-2.20.2.dist-info").mkdir()
@@ -105,15 +109,20 @@ def a_library_for_fp8(folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.multi
 @pytest.mark.parametrize("name", ONE_DEVICE)
-def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothing_of_it(name: str, tmp_path: Path):
+def test_a_file_for_one_device_settles_its_precision_and_leaves_accelerate_nothing_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As far as the launcher goes with precision before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    (found,) = launch(name, tmp_path, SETTLE, PYTHONPATH=os.pathsep.join([a_library_for_fp8(tmp_path), str(ROOT)]))
-    assert found["precision"] == ONE_DEVICE[name]
-    assert found["left"] == []
+    monkeypatch.syspath_prepend(a_library_for_fp8(tmp_path))
+    environment = environment_of_one_process(name)
+    assert "ACCELERATE_MIXED_PRECISION" in environment
+    recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
+    assert recipe.precision == ONE_DEVICE[name]
+    assert [key for key in environment if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"] == []
     backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
-    assert found["fp8_config"] == LowPrecisionSettings(backend=backend).resolved(ONE_DEVICE[name]).model_dump()
+    assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(ONE_DEVICE[name]).model_dump()
 
 
 @pytest.mark.multi

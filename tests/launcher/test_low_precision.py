@@ -56,15 +56,16 @@ def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = low_precision_recipe | {"precision": "delayed", "weights": weights}
-    whole = train_here(recipe=recipe | {"run_dir": str(tmp_path / "whole")})
+    whole = train_here(recipe=recipe)
     assert whole.status == 0, whole.output
-    halves = str(tmp_path / "halves")
-    assert train_here(recipe=recipe | {"run_dir": halves}).status == 0
-    again = train_here("--resume", f"{halves}/checkpoints/step-00000004", recipe=recipe | {"run_dir": halves})
+    losses, checkpoints = whole.losses(), whole.run_dir / "checkpoints"
+    end = (checkpoints / "step-00000012").rename(tmp_path / "whole")
+    again = train_here("--resume", str(checkpoints / "step-00000004"), recipe=recipe)
     assert again.status == 0, again.output
     assert "resumed from" in again.output
-    assert again.losses() == whole.losses()
-    last = [sorted((run.run_dir / "checkpoints" / "step-00000012").glob("*.safetensors")) for run in (whole, again)]
+    assert again.losses() == losses
+    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000012")]
+    assert len(last[0]) > 0
     for ours, theirs in zip(*last, strict=True):
         one, other = load_file(ours), load_file(theirs)
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,26 @@
+"""The GPU tests of our Triton kernels on a CPU, through Triton's interpreter: in one process, for the sake of its imports."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERPRETED = ["softmax", "activation_kernel", "rotary", "exact_adamw"]
+
+
+def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> None:
+    reason = "earlier interpreters round an fma twice, convert elsewhere, and 3.6 has no range up to a tensor under NumPy 2.4"
+    pytest.importorskip("triton", minversion="3.9", reason=reason)
+    files = [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED]
+    command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:xdist", *files]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    for file in files:
+        assert re.search(rf"^{re.escape(file)}::.* PASSED", finished.stdout, re.MULTILINE), finished.stdout
