@@ -364,7 +364,9 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     return {
         "step": state.step,
         "tokens": state.tokens,
+        **({"trained_tokens": state.valid_tokens} if run.job.plan.trained_share is not None else {}),
         "epoch": batches.epoch,
+        **batches.sources,
         "loss": loss,
         **({"penalty": penalty[0]} if penalty else {}),
         "learning_rate": learning_rate,

@@ -15,7 +15,7 @@ import sysconfig
 from pathlib import Path
 
 from demo.corpus import library_documents
-from demo.tokenizer import save_tokenizer, train_tokenizer
+from packing.vocabulary import save_tokenizer, train_tokenizer
 
 VOCABULARY = 16_384
 MOST_BYTES = {"code": 60_000_000, "prose": 30_000_000}
@@ -45,7 +45,7 @@ def main() -> None:
             file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
         print(f"{kind}: {len(documents):,} documents, {sizes[kind] / 1e6:.1f} million characters")
     taught = itertools.chain.from_iterable(documents[:: max(1, len(documents) // TAUGHT_ON)] for documents in texts.values())
-    save_tokenizer(train_tokenizer(taught, VOCABULARY), arguments.out / "tokenizer", model_max_length=4096)
+    save_tokenizer(train_tokenizer(taught, VOCABULARY), arguments.out / "tokenizer")
 
 
 if __name__ == "__main__":

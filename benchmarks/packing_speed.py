@@ -93,6 +93,9 @@ class PacksInMemory:
     def lengths(self, index: int) -> np.ndarray:
         return self.block.lengths_of(index)
 
+    def trained(self, index: int) -> None:
+        return None
+
     def verify(self) -> None: ...
 
 

@@ -77,13 +77,6 @@ def write_corpus(path: Path, root: Path, most_bytes: int = MOST_BYTES) -> Corpus
     return CorpusSummary(documents, text_bytes, tuple(unreadable))
 
 
-def read_texts(corpus: Path) -> Iterator[str]:
-    """The texts of a file that `write_corpus` wrote, in order."""
-    with corpus.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)["text"]
-
-
 def library_documents(root: Path, unreadable: list[str]) -> Iterator[Document]:
     """Every document under `root`; the names of modules that cannot be read are appended to `unreadable`."""
     paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))

@@ -78,7 +78,15 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         others = [part for part in union(field.annotation) if part not in below]
         if others or not below:
             yield key, kind(field), options or default(field), meaning
+        for section in in_list(field.annotation):
+            known = {name for base in section.__mro__[1:] for name in getattr(base, "model_fields", {})}
+            for inner, *said_of_it in rows(section, ""):
+                if inner not in known:
+                    yield f"{key}[].{inner}", *said_of_it
         for section in below:
+            if issubclass(cls, section):  # its keys are those of the table
+                yield key, "section", default(field), meaning
+                continue
             for inner, type_, default_, meaning in rows(section, f"{key}."):
                 yield inner, type_, "" if others else default_, meaning  # beside `others` none of the section's keys is needed
 
@@ -116,6 +124,12 @@ def settings_classes(annotation: Any) -> list[type[BaseModel]]:
     return [part for part in union(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
 
 
+def in_list(annotation: Any) -> list[type[BaseModel]]:
+    """The settings classes of which `annotation` is a list."""
+    tuples = [part for part in union(annotation) if typing.get_origin(part) is tuple]
+    return [inner for part in tuples for inner in settings_classes(typing.Union[typing.get_args(part)[:1]])]  # noqa: UP007
+
+
 def union(annotation: Any) -> list[Any]:
     """The members of a union without None; anything else by itself."""
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
@@ -138,6 +152,8 @@ def words(annotation: Any, constraints: list[Any]) -> str:
         return words(inner[0], [each for item in nested for each in item])
     if origin is tuple:
         return f"list of {' or '.join(dict.fromkeys(words(part, []) for part in inner if part is not Ellipsis))}"
+    if settings_classes(annotation):
+        return "sections"
     if dict in (origin, annotation):
         return "mapping"
     names = {bool: "`true`, `false`", int: "whole number", float: "number", str: "text", Path: "path"}

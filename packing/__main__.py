@@ -1,5 +1,6 @@
 """`python -m packing`: prepare packs from text, look at packs, convert packs of other formats to ours.
 
+    python -m packing tokenizer my_text --vocabulary 8192 --out my_tokenizer
     python -m packing prepare recipes/smoke.yaml data.length=1024
     python -m packing prepare --source corpus.jsonl --tokenizer Qwen/Qwen3-0.6B --out packs/corpus --length 4096
     python -m packing inspect packs/corpus --index 0
@@ -13,7 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from foundation.errors import InputError
@@ -33,8 +34,17 @@ _FLAGS = {
     "format": ("KIND", "auto, jsonl, parquet, text or dataset (auto)"),
     "subset": ("NAME", "Hugging Face datasets: the config's name"),
     "split": ("NAME", "Hugging Face datasets (train)"),
+    "revision": ("REVISION", "Hugging Face datasets: branch, tag or commit (the newest)"),
     "streaming": (None, "Hugging Face datasets: read without a download first"),
     "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}" (text)'),
+    "messages": ("COLUMN", "a chat instead of text: the column with its list of messages"),
+    "prompt": ("COLUMN", "a chat of two messages: the column, or template, of what is asked"),
+    "response": ("COLUMN", "the column, or template, of the answer"),
+    "train_on": ("WHAT", "of a chat: response or all (response)"),
+    "chat_template": ("JINJA", "file or text of a chat template (the tokenizer's own)"),
+    "input_ids": ("COLUMN", "tokens instead of text: the column with the ids of a source that is tokenized"),
+    "labels": ("COLUMN", "of tokens: the column with the same ids, and -100 where there is no loss"),
+    "document_lengths": ("COLUMN", "of tokens: the column with the lengths of a record's documents"),
     "tokenizer": ("TOKENIZER", "tokenizer.json, folder or hub name"),
     "length": ("N", "tokens of a pack (4096)"),
     "packing": ("HOW", "truncate or best_fit (truncate)"),
@@ -70,7 +80,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m packing", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="prepare | inspect | import")
+    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect | import")
+
+    tokenizer = commands.add_parser(
+        "tokenizer",
+        help="text to a tokenizer",
+        description="Learn a byte-level BPE tokenizer. Its end-of-text token, id 0, closes documents.",
+    )
+    tokenizer.add_argument("data.source", metavar="SOURCE", help=_FLAGS["source"][1])
+    tokenizer.add_argument("--vocabulary", type=int, required=True, metavar="N", help="tokens to learn, all bytes included")
+    tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
+    tokenizer.add_argument(
+        "--special", action="append", default=[], metavar="TOKEN", help="one more, as <|im_start|>; repeatable"
+    )
+    most = "bytes of text to learn from, from the beginning (1000000000)"
+    tokenizer.add_argument("--most-bytes", type=int, default=10**9, metavar="N", help=most)
+    _add_flags(tokenizer, ("format", "subset", "split", "revision", "streaming", "text", "on_bad_line"))
+    tokenizer.set_defaults(run=_tokenizer)
 
     prepare = commands.add_parser(
         "prepare",
@@ -80,9 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     prepare.add_argument("recipe", nargs="*", help="RECIPE.yaml, whose data section counts, then key=value to override it")
     prepare.add_argument("--out", dest="data.packs", metavar="FOLDER", help="where the packs go (data.packs)")
-    for name, (metavar, text) in _FLAGS.items():
-        shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
-        prepare.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+    _add_flags(prepare, _FLAGS)
     prepare.set_defaults(run=_prepare)
 
     inspect = commands.add_parser(
@@ -106,6 +130,23 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--length", type=int, help="tokens of a pack: for token .bin, which does not say")
         command.add_argument("--end-token", type=int, help="token .bin: the id that ends a document")
     return parser
+
+
+def _add_flags(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
+    for name in names:
+        metavar, text = _FLAGS[name]
+        shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
+        command.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+
+
+def _tokenizer(options: argparse.Namespace) -> None:
+    from packing.vocabulary import make_tokenizer
+
+    named = {"recipe": [], "data.packs": str(options.out), "data.tokenizer": str(options.out)}
+    settings = _data_settings(argparse.Namespace(**vars(options) | named))
+    given = {"special": options.special, "most_bytes": options.most_bytes}
+    tokenizer = make_tokenizer(settings, options.out, options.vocabulary, **given)
+    print(f"{options.out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
 
 def _prepare(options: argparse.Namespace) -> None:
@@ -141,8 +182,16 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
+    from packing.arrow import MANIFEST
     from packing.inspection import decoded, describe, open_splits
 
+    sources = [] if (options.path / MANIFEST).exists() else sorted(each.parent for each in options.path.glob(f"*/{MANIFEST}"))
+    if sources:
+        if options.index is not None:
+            raise InputError(f"{options.path}: holds the packs of several sources; name one, as in {sources[0]} --index 0")
+        for path in sources:
+            _inspect(argparse.Namespace(**vars(options) | {"path": path}))
+        return
     splits = open_splits(options.path, options.length, options.end_token)
     print("\n".join(describe(options.path, splits)))
     if options.verify:
@@ -163,6 +212,11 @@ def _import(options: argparse.Namespace) -> None:
     manifest = import_packs(options.path, options.out, **given)
     numbers = manifest["statistics"]
     print(f"{options.out}: {numbers['packs']:,} packs of {manifest['length']:,} tokens, {numbers['fill']:.2%} filled")
+    trained = numbers.get("trained_tokens")
+    print(
+        "  trained on    "
+        + ("every token: nothing there says otherwise" if trained is None else f"{trained:,} tokens, by its labels")
+    )
 
 
 if __name__ == "__main__":

@@ -29,10 +29,11 @@ Split = Literal["train", "held_out"]
 
 MANIFEST = "packs.json"
 VERSION = 1
+MASKED_VERSION = 2  # packs with a column more, `trained`: programs that do not know it would train on every token
 _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 _OWN = re.compile(
-    r"train|held_out|tokenizer\.json|lengths\.png|dataset_dict\.json|packs\.json"
+    r"train|held_out|tokenizer\.json|chat_template\.jinja|lengths\.png|dataset_dict\.json|packs\.json"
 )  # what a writer puts into its folder
 MOST_LENGTH = 2**31 - 1  # tokens of a pack: Arrow counts the values of a fixed list in 32 bits
 
@@ -73,6 +74,8 @@ class Statistics(BaseModel):
     cut_documents: Size = 0
     held_out_documents: Size = 0
     held_out_packs: Size = 0
+    trained_tokens: Size | None = None  # None: all
+    held_out_tail: Size | None = None  # tokens at the end of the only document
     skipped_lines: Size = 0
     first_skipped: str | None = None
     empty_documents: Size = 0
@@ -99,6 +102,9 @@ class Pack:
     input_ids: np.ndarray  # [length] uint32; a read-only view into the file where the format allows it
     lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
     first_position: int = 0  # position of the first token in its document; > 0 only with `positions: continue`
+    trained: np.ndarray | None = (
+        None  # [length] bool, which tokens are to be learnt, so are the label of the one before; None: all
+    )
 
 
 class Packs(Protocol):
@@ -116,6 +122,9 @@ class Packs(Protocol):
 
     def lengths(self, index: int) -> np.ndarray:
         """[documents] int32 of one pack, without reading its tokens where the format allows it."""
+
+    def trained(self, index: int) -> np.ndarray | None:
+        """`Pack.trained` of one pack, read like `lengths`."""
 
     def verify(self) -> None:
         """Hash every file, also those checked before; InputError names the first that is not what its writer recorded."""
@@ -173,13 +182,20 @@ class PackWriter:
 
     def add(self, split: Split, pack: Pack) -> None:
         """Append one pack; `write` is the faster way to append many."""
-        self.write(split, pack.input_ids[None], [pack.lengths], np.array([pack.first_position]))
+        trained = None if pack.trained is None else pack.trained[None]
+        self.write(split, pack.input_ids[None], [pack.lengths], np.array([pack.first_position]), trained)
 
     def write(
-        self, split: Split, input_ids: np.ndarray, lengths: Sequence[np.ndarray], first_positions: np.ndarray | None = None
+        self,
+        split: Split,
+        input_ids: np.ndarray,
+        lengths: Sequence[np.ndarray],
+        first_positions: np.ndarray | None = None,
+        trained: np.ndarray | None = None,
     ) -> None:
         """Append packs: `input_ids` [packs, length] integers, `lengths` one [documents] array a pack, `first_positions` [packs],
-        by default zeros. The arrays are copied. Raises ValueError where the three do not fit together.
+        by default zeros, `trained` [packs, length] bool, by default all: with it for every pack of a folder, or for none. The
+        arrays are copied. Raises ValueError where they do not fit together.
         """
         packs = len(input_ids)
         first_positions = np.zeros(packs, np.int32) if first_positions is None else first_positions
@@ -194,8 +210,15 @@ class PackWriter:
         if counts.min() < 1 or flat.min() < 1 or max(tokens) > self.length or first_positions.min() < 0:
             raise ValueError("every pack needs documents of 1 token or more that fit into it, and a first position of 0 or more")
         if split not in self._splits:
-            self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes)
-        self._splits[split].append(as_token_ids(input_ids, "packs"), flat, counts, first_positions.astype(np.int32, copy=False))
+            self._splits[split] = _SplitWriter(self.folder / split, self.length, self._shard_bytes, masked=trained is not None)
+        if {writer.masked for writer in self._splits.values()} != {trained is not None}:
+            raise ValueError("some packs of this folder say which tokens are to be learnt, and others do not")
+        columns = [as_token_ids(input_ids, "packs"), flat, counts, first_positions.astype(np.int32, copy=False)]
+        if trained is not None:
+            if trained.shape != input_ids.shape or trained.dtype != np.bool_:
+                raise ValueError(f"a mask of {trained.dtype} {trained.shape} does not fit packs of {input_ids.shape}")
+            columns.append(np.packbits(trained, axis=1, bitorder="little"))
+        self._splits[split].append(*columns)
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
         """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
@@ -206,7 +229,7 @@ class PackWriter:
             raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
         manifest = {
-            "version": VERSION,
+            "version": MASKED_VERSION if self._splits["train"].masked else VERSION,
             "length": self.length,
             "tokenizer": tokenizer,
             "settings": settings,
@@ -228,23 +251,25 @@ class PackWriter:
 class _SplitWriter:
     """The shards of one split: buffers packs to record batches and record batches to files."""
 
-    def __init__(self, folder: Path, length: int, shard_bytes: int) -> None:
+    def __init__(self, folder: Path, length: int, shard_bytes: int, *, masked: bool = False) -> None:
         folder.mkdir()
+        self.masked = masked
         self.folder = folder
         self.length = length
         self.rows_per_batch = max(1, _BATCH_BYTES // (4 * length))
         self.shard_bytes = shard_bytes
-        self.schema = _schema(length)
+        self.schema = _schema(length, masked)
         self.buffered: list[tuple[np.ndarray, ...]] = []
         self.buffered_rows = 0
         self.shard_packs: list[int] = []
         self.documents = self.tokens = 0
-        self.hashes = [hashlib.sha256() for _ in range(4)]
+        self.hashes = [hashlib.sha256() for _ in range(4 + masked)]
         self.stream: pa.ipc.RecordBatchStreamWriter | None = None
 
     def append(self, *columns: np.ndarray) -> None:
-        """Columns: ids [packs, length], lengths of all documents, documents of each pack, first position of each pack."""
-        _, lengths, counts, _ = columns
+        """Columns: ids [packs, length], lengths of all documents, documents of each pack, first position of each pack, and, where
+        the packs have masks, these in bits [packs, bytes] uint8."""
+        _, lengths, counts, *_ = columns
         for hasher, column in zip(self.hashes, columns, strict=True):  # each by itself: batches must not change the hash
             hasher.update(np.ascontiguousarray(column))
         self.documents += len(lengths)
@@ -267,7 +292,7 @@ class _SplitWriter:
         packs = sum(self.shard_packs)
         content = {"length": self.length, "packs": packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
         fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-        _write_json(self.folder / "dataset_info.json", {"features": _features(self.length)})
+        _write_json(self.folder / "dataset_info.json", {"features": _features(self.length, self.masked)})
         state = {
             "_data_files": [{"filename": file["name"]} for file in files],
             "_fingerprint": fingerprint[:16],
@@ -284,13 +309,14 @@ class _SplitWriter:
     def _flush(self) -> None:
         if not self.buffered:
             return
-        ids, lengths, counts, first_positions = (np.concatenate(column) for column in zip(*self.buffered, strict=True))
+        ids, lengths, counts, first_positions, *masks = (np.concatenate(each) for each in zip(*self.buffered, strict=True))
         self.buffered, self.buffered_rows = [], 0
         offsets = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
         columns = [
             pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), self.length),
             pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
             pa.array(first_positions),
+            *(pa.FixedSizeListArray.from_arrays(pa.array(bits.reshape(-1)), bits.shape[1]) for bits in masks),
         ]
         if self.stream is None:
             self.file = pa.OSFile(str(self._shard_path(len(self.shard_packs))), "wb")
@@ -325,6 +351,7 @@ class ArrowPacks:
         self.length: int = self.manifest["length"]
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = part["fingerprint"]
+        self.tokens: int = part.get("tokens", part["packs"] * self.length)  # without padding
         self._records = _records(part["files"], f"{split}/")
         check_files(self.path, self._records, _REMEDY)
         self._batches = [batch for record in self._records for batch in self._map(record.name)]
@@ -337,12 +364,19 @@ class ArrowPacks:
         return self._starts[-1]
 
     def __getitem__(self, index: int) -> Pack:
-        (ids, lengths, offsets, first_positions), row = self._locate(index)
-        return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]))
+        (ids, lengths, offsets, first_positions, *masks), row = self._locate(index)
+        return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), self._bits(masks, row))
 
     def lengths(self, index: int) -> np.ndarray:
-        (_, lengths, offsets, _), row = self._locate(index)
+        (_, lengths, offsets, *_), row = self._locate(index)
         return lengths[offsets[row] : offsets[row + 1]]
+
+    def trained(self, index: int) -> np.ndarray | None:
+        (_, _, _, _, *masks), row = self._locate(index)
+        return self._bits(masks, row)
+
+    def _bits(self, masks: list[np.ndarray], row: int) -> np.ndarray | None:
+        return np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_) if masks else None
 
     def verify(self) -> None:
         check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, trust_stamp=False)
@@ -350,7 +384,7 @@ class ArrowPacks:
     def _locate(self, index: int) -> tuple[tuple[np.ndarray, ...], int]:
         batch = bisect_right(self._starts, checked_index(index, len(self))) - 1
         if batch in self._unchecked:
-            self._check_documents(*self._batches[batch][1:])
+            self._check_documents(*self._batches[batch][1:4])
             self._unchecked.discard(batch)
         return self._batches[batch], index - self._starts[batch]
 
@@ -365,10 +399,12 @@ class ArrowPacks:
             raise InputError(f"{self.path}: holds documents of lengths that make no packs of {self.length} tokens; {_REMEDY}")
 
     def _map(self, name: str) -> list[tuple[np.ndarray, ...]]:
-        """Ids [rows, length], lengths, offsets [rows + 1] and first positions of each record batch, as views of the file."""
+        """Of each record batch ids [rows, length], lengths, offsets [rows + 1], first positions and, with masks, their bits
+        [rows, bytes], as views of the file."""
+        masked = self.manifest["version"] == MASKED_VERSION
         try:
             with pa.ipc.open_stream(pa.memory_map(str(self.path / name))) as stream:
-                if stream.schema != _schema(self.length):
+                if stream.schema != _schema(self.length, masked):
                     raise InputError(f"{self.path / name}: its columns are not those of packs of {self.length} tokens; {_REMEDY}")
                 return [
                     (
@@ -376,8 +412,9 @@ class ArrowPacks:
                         _view(lengths.values, np.int32),
                         _view(lengths.offsets, np.int32),
                         _view(first_positions, np.int32),
+                        *(_view(bits.values, np.uint8).reshape(len(bits), -1) for bits in masks),
                     )
-                    for ids, lengths, first_positions in (batch.columns for batch in stream if len(batch))
+                    for ids, lengths, first_positions, *masks in (batch.columns for batch in stream if len(batch))
                 ]
         except (pa.ArrowException, OSError, ValueError, TypeError) as error:
             raise InputError(f"{self.path / name}: damaged: {reason_of(error)}; {_REMEDY}") from None
@@ -391,8 +428,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{file}: not a manifest of packs; {_REMEDY}")
     if manifest.pop("checksum", None) != _checksum(manifest):
         raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {_REMEDY}")
-    if manifest["version"] != VERSION:
-        raise InputError(f"{file}: format version {manifest['version']}, this program reads {VERSION}; prepare the packs again")
+    if manifest["version"] not in (VERSION, MASKED_VERSION):
+        known = f"{VERSION} and {MASKED_VERSION}"
+        raise InputError(f"{file}: format version {manifest['version']}, this program reads {known}; prepare the packs again")
     try:
         PackManifest.model_validate(manifest, strict=True)
     except ValidationError as error:
@@ -418,22 +456,25 @@ def _checksum(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _schema(length: int) -> pa.Schema:
+def _schema(length: int, masked: bool) -> pa.Schema:
     columns = [
         ("input_ids", pa.list_(pa.uint32(), length)),
         ("lengths", pa.list_(pa.int32())),
         ("first_position", pa.int32()),
     ]
-    return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": _features(length)}})})
+    if masked:
+        columns.append(("trained", pa.list_(pa.uint8(), -(-length // 8))))
+    return pa.schema(columns, metadata={"huggingface": json.dumps({"info": {"features": _features(length, masked)}})})
 
 
-def _features(length: int) -> dict[str, Any]:
+def _features(length: int, masked: bool) -> dict[str, Any]:
     """The columns as `datasets` describes them. Every version reads `Sequence`; from 4.0 on it means `List`."""
+    bits = {"feature": {"dtype": "uint8", "_type": "Value"}, "length": -(-length // 8), "_type": "Sequence"}
     return {
         "input_ids": {"feature": {"dtype": "uint32", "_type": "Value"}, "length": length, "_type": "Sequence"},
         "lengths": {"feature": {"dtype": "int32", "_type": "Value"}, "_type": "Sequence"},
         "first_position": {"dtype": "int32", "_type": "Value"},
-    }
+    } | ({"trained": bits} if masked else {})
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Generic, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from packing.arrow import Pack, Packs
+from packing.mixture import MixedOrder
 from packing.order import PackOrder, spread
 
 T = TypeVar("T")
@@ -60,13 +61,15 @@ class StepBatches:
     sum_squared_lengths: int  # over all ranks
     packs: int  # over all ranks
     epoch: float  # epochs consumed once this step is done
+    sources: dict[str, float] = field(default_factory=dict)  # of several sources, epochs and share of each once it is done
 
 
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
     """Lay packs of one length end to end.
 
     The last token of a pack has no label, nor has that of a document with `mask_boundaries`; without, it has to predict the next
-    document's first. Padding at a pack's end is never a label, and is a document of its own to attention.
+    document's first. Nor is a token a label that is not to be learnt (`Pack.trained`). Padding at a pack's end is never a label,
+    and is a document of its own to attention.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
@@ -83,6 +86,9 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
+    for begin, pack in zip(range(0, total, length), packs, strict=True):
+        if pack.trained is not None:
+            labels[begin : begin + length - 1][~pack.trained[1:]] = IGNORE
     for end, tail in zip(range(length, total + 1, length), tails, strict=True):
         if tail:  # from the last real token on, which would have to guess padding
             labels[end - min(tail + 1, length) : end] = IGNORE
@@ -113,10 +119,14 @@ def sum_of_squares(lengths: np.ndarray) -> int:
     return int(lengths @ lengths)
 
 
-def count_valid_tokens(lengths: np.ndarray, *, mask_boundaries: bool) -> int:
-    """Labels of a pack with these document lengths, without building it: the last token of each document, or pack, has none."""
+def count_valid_tokens(lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool) -> int:
+    """Labels of a pack with these document lengths, without building it: every token to be learnt is one but for the first of
+    each document, or of the pack."""
     real = int(lengths.sum())
-    return real - len(lengths) if mask_boundaries else max(real - 1, 0)
+    if trained is None:
+        return real - len(lengths) if mask_boundaries else max(real - 1, 0)
+    firsts = np.cumsum(lengths) - lengths if mask_boundaries else np.zeros(min(len(lengths), 1), np.int64)
+    return int(np.count_nonzero(trained[:real]) - np.count_nonzero(trained[firsts]))
 
 
 class Prefetch(Generic[T]):
@@ -180,7 +190,7 @@ class BatchStream:
     """
 
     packs: Packs
-    order: PackOrder
+    order: PackOrder | MixedOrder
     _: KW_ONLY
     microbatch: int  # packs in one forward pass
     rank: int
@@ -214,10 +224,14 @@ class BatchStream:
         return StepBatches(
             microbatches=[self._build([indices[place] for place in places if place < len(indices)]) for places in mine],
             tokens=len(indices) * self.packs.length,
-            valid_tokens=sum(count_valid_tokens(each, mask_boundaries=self.mask_boundaries) for each in lengths),
+            valid_tokens=sum(
+                count_valid_tokens(each, self.packs.trained(index), mask_boundaries=self.mask_boundaries)
+                for index, each in zip(indices, lengths, strict=True)
+            ),
             sum_squared_lengths=sum(squares),
             packs=len(indices),
             epoch=self.order.epoch_of(number + 1),
+            sources=self.order.figures(number + 1) if isinstance(self.order, MixedOrder) else {},
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:

@@ -1,4 +1,4 @@
-"""The unit of work of `prepare`: a chunk of raw records that one process cuts from a source and another turns into texts.
+"""The unit of work of `prepare`: a chunk of raw records that one process cuts from a source and another turns into documents.
 
 A reader that also parsed would be the bottleneck from a few dozen cores on.
 """
@@ -10,7 +10,7 @@ import string
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import pyarrow as pa
 
@@ -31,11 +31,29 @@ class Chunk:
     progress: float | None = None  # share of the whole source that is read after this chunk, where its size is known
 
 
+Document = TypeVar("Document")
+
+
+class Records(Protocol[Document]):
+    """How a record becomes a document; a source asks it for its columns before any is read."""
+
+    columns: tuple[str, ...]
+
+    def missing(self, names: list[str]) -> str | None:
+        """The message for a source whose columns `names` lack one of these; None if they have all."""
+
+    def mistyped(self, schema: pa.Schema) -> str | None:
+        """The message for a table, with all columns, in which one cannot hold what is wanted; None where all may."""
+
+    def fill(self, record: dict[str, Any]) -> Document:
+        """The document that `record` holds, something false for none. Raises BadRecord."""
+
+
 @dataclass
-class Texts:
+class Texts(Generic[Document]):
     """What a chunk holds: documents in order, and what was left out."""
 
-    documents: list[str] = field(default_factory=list)
+    documents: list[Document] = field(default_factory=list)
     skipped: int = 0  # malformed records, with on_bad_line: skip
     first_skipped: str | None = None  # where, and why
     empty: int = 0  # records without any text
@@ -58,53 +76,68 @@ class TextTemplate:
 
     columns: tuple[str, ...]
     pieces: tuple[tuple[str, str | None], ...] | None  # literal text, then a column; None: the one column as it is
+    key: str = "data.text"  # the setting it comes from
 
     @classmethod
-    def parse(cls, text: str) -> TextTemplate:
+    def parse(cls, text: str, key: str = "data.text") -> TextTemplate:
         if "{" not in text and "}" not in text:
-            return cls((text,), None)
+            return cls((text,), None, key)
         try:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
             raise InputError(
-                f"data.text: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
+                f"{key}: {text!r} is no template: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
             ) from None
         if any(spec or conversion for _, _, spec, conversion in parsed) or any(name == "" for _, name, _, _ in parsed):
-            raise InputError(f"data.text: {text!r}: only plain column names can stand between braces, as in {{title}}")
+            raise InputError(f"{key}: {text!r}: only plain column names can stand between braces, as in {{title}}")
         columns = tuple(dict.fromkeys(name for _, name, _, _ in parsed if name is not None))
         if not columns:
-            raise InputError(f"data.text: the template {text!r} names no column, so every document would be the same")
-        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed))
+            raise InputError(f"{key}: the template {text!r} names no column, so every document would be the same")
+        return cls(columns, tuple((literal, name) for literal, name, _, _ in parsed), key)
 
     def missing(self, names: list[str]) -> str | None:
-        """The message for a source whose columns `names` lack one of the template's; None if they have all."""
-        absent = [column for column in self.columns if column not in names]
-        if not absent:
+        return no_column(self.columns, names, self.key)
+
+    def mistyped(self, schema: pa.Schema) -> str | None:
+        if self.pieces is not None:
+            return None  # which writes out whatever there is
+        kind = schema.field(self.columns[0]).type
+        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+        of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+        if any(is_of(kind) for is_of in of_text):
             return None
-        there = ", ".join(map(str, names)) or "none"
-        return f"no column `{'`, `'.join(absent)}`; the columns are: {there}. Set data.text to one of them"
+        return f"column `{self.columns[0]}` holds {kind}, not text; the columns are: {', '.join(schema.names)}"
 
     def fill(self, record: dict[str, Any]) -> str:
-        """The document that `record` holds, "" for none. Raises BadRecord."""
+        """The text that `record` holds, "" for none. Raises BadRecord."""
         if problem := self.missing(list(record)):
             raise MissingColumn(problem)
         if self.pieces is None:
             value = record[self.columns[0]]
             if value is not None and not isinstance(value, str):
                 raise BadRecord(f"column `{self.columns[0]}` holds {type(value).__name__}, not text")
-            return _encodable(value or "")
+            return encodable(value or "")
         if all(record[column] in (None, "") for column in self.columns):
             return ""
         values = {column: "" if record[column] is None else str(record[column]) for column in self.columns}
-        return _encodable("".join(literal + (values[name] if name is not None else "") for literal, name in self.pieces))
+        return encodable("".join(literal + (values[name] if name is not None else "") for literal, name in self.pieces))
 
 
-def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
+def no_column(wanted: tuple[str, ...], names: list[str], setting: str) -> str | None:
+    """The message where the columns `names` lack some of those that `setting` names; None if they have all."""
+    absent = [column for column in wanted if column not in names]
+    if not absent:
+        return None
+    there = ", ".join(map(str, names)) or "none"
+    return f"no column `{'`, `'.join(absent)}`; the columns are: {there}. Set {setting} to one of them"
+
+
+def read_chunk(chunk: Chunk, records: Records[Document], skip_bad: bool) -> Texts[Document]:
     """The documents of `chunk`. A malformed record raises InputError with its place, or is counted with `skip_bad`."""
     texts = Texts()
-    for place, text_of, *arguments in _records(chunk, template):
+    for place, document_of, *arguments in _records(chunk, records):
         try:
-            text = text_of(*arguments)
+            document = document_of(*arguments)
         except BadRecord as error:
             message = f"{place}: {error}"
             if not skip_bad:
@@ -113,43 +146,43 @@ def read_chunk(chunk: Chunk, template: TextTemplate, skip_bad: bool) -> Texts:
             texts.skipped += 1
             texts.first_skipped = texts.first_skipped or message
             continue
-        if text:
-            texts.documents.append(text)
+        if document:
+            texts.documents.append(document)
         else:
             texts.empty += 1
     return texts
 
 
-def _records(chunk: Chunk, template: TextTemplate) -> Iterator[tuple[Any, ...]]:
-    """The place of every record, and the call that gives its text."""
+def _records(chunk: Chunk, records: Records) -> Iterator[tuple[Any, ...]]:
+    """The place of every record, and the call that gives its document."""
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
-                yield f"{chunk.origin}:{number}", _line_text, line, template
+                yield f"{chunk.origin}:{number}", _of_line, line, records
     elif chunk.kind == "files":
         for path in json.loads(chunk.payload):
             yield path, _file_text, path
     else:
-        table = pa.ipc.open_stream(chunk.payload).read_all().select(template.columns)
+        table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
         try:
             for number, record in enumerate(table.to_pylist(), chunk.first):
-                yield f"{chunk.origin}, row {number}", template.fill, record
+                yield f"{chunk.origin}, row {number}", records.fill, record
         except UnicodeDecodeError:  # raised for the table before its first row: each row is tried by itself, which takes longer
             for row in range(len(table)):
-                yield f"{chunk.origin}, row {chunk.first + row}", _row_text, table, row, template
+                yield f"{chunk.origin}, row {chunk.first + row}", _of_row, table, row, records
 
 
-def _row_text(table: pa.Table, row: int, template: TextTemplate) -> str:
+def _of_row(table: pa.Table, row: int, records: Records[Document]) -> Document:
     record = {}
     for name in table.column_names:
         try:
             record[name] = table[name][row].as_py()
         except UnicodeDecodeError as error:
             raise BadRecord(f"column `{name}` is not UTF-8 ({error.reason} at byte {error.start})") from None
-    return template.fill(record)
+    return records.fill(record)
 
 
-def _line_text(line: bytes, template: TextTemplate) -> str:
+def _of_line(line: bytes, records: Records[Document]) -> Document:
     try:
         record = json.loads(str(line, "utf-8"))
     except UnicodeDecodeError as error:
@@ -160,7 +193,7 @@ def _line_text(line: bytes, template: TextTemplate) -> str:
         raise BadRecord(f"not JSON that can be read: {error}") from None
     if not isinstance(record, dict):
         raise BadRecord(f'an object such as {{"text": ...}} is wanted, the line holds {type(record).__name__}')
-    return template.fill(record)
+    return records.fill(record)
 
 
 def _file_text(path: str) -> str:
@@ -173,7 +206,7 @@ def _file_text(path: str) -> str:
         raise BadRecord(f"cannot be read: {error}") from None
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """`text` itself. JSON can hold half of a surrogate pair (`\\ud800`), which is no character and which no tokenizer takes."""
     try:
         text.encode()

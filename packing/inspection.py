@@ -62,8 +62,12 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         yield f"    fill          {lengths.sum() / (seen * packs.length):.2%}{sampled}"
         numbers = length_statistics(lengths)
         spread = ", ".join(f"{name.replace('_', ' ')} {numbers[name]:,.0f}" for name in list(numbers)[:6])
+        if first.trained(0) is not None:
+            share = sum(int(np.count_nonzero(packs.trained(int(index)))) for index in chosen) / max(int(lengths.sum()), 1)
+            yield f"    trained on    {share:.2%} of the tokens; the others are masked{sampled}"
         yield f"    documents     {len(lengths) / seen:,.1f} a pack; tokens each: {spread}{sampled}"
-    whole = isinstance(first, ArrowPacks) and first.manifest["statistics"].keys() >= Statistics.model_fields.keys()
+    recorded = Statistics.model_fields.keys() - {"trained_tokens", "held_out_tail"}  # which only some packs have
+    whole = isinstance(first, ArrowPacks) and first.manifest["statistics"].keys() >= recorded
     if whole and all((first.tokenizer or {}).get(key) for key in ("name", "vocab_size", "fingerprint")):
         yield "  as prepared"
         yield from summary(first.manifest).splitlines()
@@ -81,10 +85,21 @@ def decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[st
         ids = pack.input_ids[start : start + size]
         positions = f"positions {position:,} to {position + size - 1:,}"
         yield _rule(f"document {number + 1} of {len(pack.lengths)} · {size:,} tokens · {positions}")
-        yield _text(ids, tokenizer)
+        if pack.trained is None:
+            yield _text(ids, tokenizer)
+        else:
+            yield from _answers_marked(ids, pack.trained[start : start + size], tokenizer)
         start += size
     if start < packs.length:
         yield _rule(f"padding · {packs.length - start:,} tokens")
+
+
+def _answers_marked(ids: np.ndarray, trained: np.ndarray, tokenizer: TextTokenizer | None) -> Iterator[str]:
+    """The text of a document in parts, each under a word on whether it is trained on."""
+    changes = np.flatnonzero(trained[1:] != trained[:-1]) + 1
+    for part, learnt in zip(np.split(ids, changes), np.split(trained, changes), strict=True):
+        yield f"[{'trained on' if learnt[0] else 'masked'}]"
+        yield _text(part, tokenizer)
 
 
 def _rule(text: str) -> str:
@@ -109,6 +124,7 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
     first, total = next(iter(splits.values())), sum(map(len, splits.values()))
     width = first.length
     lengths: list[np.ndarray] = []
+    masked, trained = first.trained(0) is not None, 0
     with PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
         for split, packs in splits.items():
             for index in range(len(packs)):
@@ -120,6 +136,7 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
                     )
                 writer.add(split, pack)
                 lengths.append(pack.lengths)
+                trained += 0 if pack.trained is None else int(np.count_nonzero(pack.trained))
                 line.update(len(lengths), len(lengths) / total)
         everything = np.concatenate(lengths)
         if known is not None:
@@ -130,6 +147,7 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
             "tokens": int(everything.sum()),
             "fill": float(everything.sum() / (total * width)),
             "held_out_packs": len(splits.get("held_out", ())),
+            **({"trained_tokens": trained} if masked else {}),
             "lengths": length_statistics(everything),  # of documents as they lie in packs: a cut one counts as its pieces
         }
         origin = {

@@ -242,7 +242,8 @@ class MDSReader:
 
 
 class MDSPacks(MDSReader):
-    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` if there are any."""
+    """Packs in MDS: `input_ids` (or `tokens`), cut into documents by `attention_mask` and `position_ids` if there are any. Where
+    there are `labels`, those of -100 are of tokens that are not to be learnt."""
 
     tokenizer: dict | None = None  # the format has no place for it
 
@@ -256,19 +257,36 @@ class MDSPacks(MDSReader):
         self._tokens = next((name for name in ("input_ids", "tokens") if name in names), None)
         if self._tokens is None:
             raise InputError(f"{path}: has the columns {', '.join(sorted(names))}; packs need one named input_ids")
+        self._labelled = "labels" in names
         self.fingerprint = self._hash()
         self[0]  # a wrong length or dtype shows here, before anything costs time
 
     def __getitem__(self, index: int) -> Pack:
-        sample = self.sample(index, (self._tokens, "attention_mask", "position_ids"))
+        sample = self.sample(index, (self._tokens, "attention_mask", "position_ids", "labels"))
         tokens = self._vector(sample, self._tokens, index)
         if len(tokens) != self.length:
             raise InputError(f"{self._where(index)}: holds {len(tokens)} tokens, `data.length` says {self.length}; set it to fit")
         lengths, first_position = self._documents(sample, index)
-        return Pack(as_token_ids(tokens, self._where(index)), lengths, first_position)
+        ids = as_token_ids(tokens, self._where(index))
+        return Pack(ids, lengths, first_position, self._mask(ids, sample, index))
 
     def lengths(self, index: int) -> np.ndarray:
         return self._documents(self.sample(index, ("attention_mask", "position_ids")), index)[0]
+
+    def trained(self, index: int) -> np.ndarray | None:
+        return self[index].trained if self._labelled else None
+
+    def _mask(self, ids: np.ndarray, sample: dict[str, Any], index: int) -> np.ndarray | None:
+        """[length] bool from the column `labels`, which is `input_ids` with -100 in places; InputError for any other."""
+        if "labels" not in sample:
+            return None
+        labels = self._vector(sample, "labels", index)
+        if len(labels) != len(ids) or ((labels != ids) & (labels != -100)).any():
+            raise InputError(
+                f"{self._where(index)}: its labels are neither its tokens nor -100; write them as the tokens themselves, not "
+                "shifted (the loss shifts them), or leave the column out"
+            )
+        return labels != -100
 
     def _documents(self, sample: dict[str, Any], index: int) -> tuple[np.ndarray, int]:
         columns = {name: self._vector(sample, name, index) for name in ("attention_mask", "position_ids") if name in sample}

@@ -46,10 +46,15 @@ class PackOrder:
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
         place = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
-        epoch, within = np.divmod(place, self.packs_count)
-        # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
-        keys = splitmix64(splitmix64(np.asarray([self.seed]).astype(np.uint64)) + epoch.astype(np.uint64))
-        return permute(within, self.packs_count, keys)
+        return packs_at(place, self.packs_count, self.seed)
+
+
+def packs_at(places: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """The packs at `places` of the endless stream of `count` packs, shuffled anew in each epoch; int64, the shape of `places`."""
+    epoch, within = np.divmod(places, count)
+    # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
+    keys = splitmix64(splitmix64(np.asarray([seed]).astype(np.uint64)) + epoch.astype(np.uint64))
+    return permute(within, count, keys)
 
 
 def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:

@@ -41,6 +41,7 @@ class PackBlock:
     lengths: np.ndarray  # [pieces] int32, lengths of all packs' pieces; a pack's own sum to its real tokens
     offsets: np.ndarray  # [packs + 1] int64, where each pack's lengths begin
     first_position: np.ndarray  # [packs] int32
+    trained: np.ndarray | None = None  # [packs, length] bool, which tokens are to be learnt; None: all
 
     def lengths_of(self, pack: int) -> np.ndarray:
         """Lengths of the pieces of one pack of the block, int32."""
@@ -93,11 +94,14 @@ def best_fit(lengths: np.ndarray, length: int, positions: Positions) -> Layout:
     return _layout(length, (document, start, stop), pack, packs, positions)
 
 
-def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int) -> PackBlock:
+def materialise(
+    layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int, trained: np.ndarray | None = None
+) -> PackBlock:
     """Copy the tokens of packs `first` to `last` (exclusive) together.
 
     tokens: flat integer array that holds every document, memory-mapped or not, any integer type. starts: [documents] int64,
-    where each document begins in it, in the order that the layout's lengths were given. Takes about 12 bytes of memory a token.
+    where each document begins in it, in the order that the layout's lengths were given. trained: bool, which of them
+    are to be learnt. Takes about 12 bytes of memory a token.
     """
     own = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[own] - layout.start[own]
@@ -106,16 +110,24 @@ def materialise(layout: Layout, first: int, last: int, tokens: np.ndarray, start
     # Token i of the range comes from i plus its piece's offset: one gather for any number of pieces.
     index = np.repeat(source - (ends - sizes), sizes)
     index += np.arange(len(index))
-    real = np.take(tokens, index)
-
     offsets = layout.offsets[first : last + 1] - layout.offsets[first]
-    if len(real) == (last - first) * layout.length:
-        input_ids = real.astype(np.uint32, copy=False).reshape(last - first, layout.length)
-    else:
-        input_ids = np.full((last - first, layout.length), fill_id, dtype=np.uint32)
-        filled = np.diff(np.concatenate([[0], ends])[offsets])
-        input_ids[np.arange(layout.length) < filled[:, None]] = real
-    return PackBlock(input_ids, sizes.astype(np.int32), offsets, layout.first_position[first:last].astype(np.int32))
+    filled = np.diff(np.concatenate([[0], ends])[offsets])
+
+    def rows(values: np.ndarray, fill: int, dtype: type) -> np.ndarray:
+        real = np.take(values, index)
+        if len(real) == (last - first) * layout.length:
+            return real.astype(dtype, copy=False).reshape(last - first, layout.length)
+        full = np.full((last - first, layout.length), fill, dtype)
+        full[np.arange(layout.length) < filled[:, None]] = real
+        return full
+
+    return PackBlock(
+        rows(tokens, fill_id, np.uint32),
+        sizes.astype(np.int32),
+        offsets,
+        layout.first_position[first:last].astype(np.int32),
+        None if trained is None else rows(trained, False, np.bool_),
+    )
 
 
 def _checked(lengths: np.ndarray, length: int) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
 from packing.arrow import MANIFEST, PackWriter, read_manifest
-from packing.chunks import CHUNK_BYTES, TextTemplate
+from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
+from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.order import permute
 from packing.pack import Layout, best_fit, materialise, truncate
+from packing.parts import check_parts, training_parts, validation_part
+from packing.records import records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths, length_statistics
@@ -32,17 +36,45 @@ from packing.workers import TokenizerWorkers
 # The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
 # ...) changes the packs.
 _TOKEN_KEYS = ("source", "format", "subset", "split", "text", "tokenizer", "add_bos", "add_eos", "on_bad_line")
+# These came later. At its default none of them is recorded, so that packs from before are still those that are asked for.
+_LATER_KEYS = (
+    *("revision", "messages", "prompt", "response", "train_on", "chat_template"),
+    *("input_ids", "labels", "document_lengths"),
+)
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, unless they exist, and return their folder.
+    """Make the packs that `settings` describe, unless they exist, and return their folder: of each source and of the text to
+    validate on.
 
     Waits for another process that prepares the same folder. Raises InputError for what cannot be used and for a full disk.
     """
-    if settings.source is None or settings.tokenizer is None:
+    if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    validation = validation_part(settings)
+    training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
+    parts = [part for part in [*training, validation] if part is not None and part.source is not None]
+    missing = [part for part in parts if not part.packs.exists()]
+    if missing and (settings.sources or validation):
+        check_parts(settings)
+        for part in missing:
+            check_first_records(part)
+    for part in parts:
+        _prepare_part(part, progress)
+    return settings.packs
+
+
+def check_first_records(settings: DataSettings) -> None:
+    """InputError where the first records cannot be read, before hours go into another source."""
+    tokenizer = load_tokenizer(str(settings.tokenizer))
+    records = prepared_records(settings, tokenizer)
+    for chunk in islice(open_source(settings).chunks(), 1):
+        read_chunk(chunk, records, settings.on_bad_line == "skip")
+
+
+def _prepare_part(settings: DataSettings, progress: bool) -> Path:
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
     if not _prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
@@ -97,6 +129,12 @@ def _prepared_already(settings: DataSettings) -> bool:
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
+    if settings.is_chat and (packs / CHAT_TEMPLATE).is_file():
+        try:  # packs travel without their tokenizer
+            now["chat template"] = chat_template(settings.chat_template, str(settings.tokenizer))
+            then["chat template"] = (packs / CHAT_TEMPLATE).read_text(encoding="utf-8")
+        except InputError:
+            now.pop("chat template", None)
     if different := differences(then, now):
         raise InputError(
             f"{packs}: holds packs prepared with other settings ({'; '.join(different)}); "
@@ -126,18 +164,22 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
 def _content_settings(settings: DataSettings) -> dict[str, Any]:
     """All settings that the packs depend on, as the manifest records them."""
     values = settings.model_dump(mode="json")
-    return {key: values[key] for key in _TOKEN_KEYS + _LAYOUT_KEYS}
+    later = [key for key in _LATER_KEYS if getattr(settings, key) != DataSettings.model_fields[key].default]
+    return {key: values[key] for key in [*_TOKEN_KEYS, *later, *_LAYOUT_KEYS]}
 
 
 def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
     """All documents as ids, in the order of the source."""
+    records = prepared_records(settings, tokenizer)
     head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
-    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos else []
+    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and isinstance(records, TextTemplate) else []
     source = open_source(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    key = {name: value for name, value in _content_settings(settings).items() if name in _TOKEN_KEYS and name != "on_bad_line"}
+    key = {name: value for name, value in _content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
     key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
-    log = TokenLog(partial, key)
+    if isinstance(records, ChatColumns):
+        key["chat template fingerprint"] = sha256(records.template.encode()).hexdigest()
+    log = TokenLog(partial, key, masked=settings.masks)
     if log.moved_to:
         say(f"{settings.source}: has changed, so this starts over; what was tokenised before is in {log.moved_to}", progress)
     if settings.on_bad_line == "error" and log.counts.skipped:
@@ -149,14 +191,14 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         return log
     file = partial / "tokenizer.json"
     tokenizer.save(file)
-    template, skip_bad = TextTemplate.parse(settings.text), settings.on_bad_line == "skip"
+    skip_bad = settings.on_bad_line == "skip"
     processes = settings.processes or _cores()
     say(f"reading {source.description} with {processes} processes", progress)
     if log.counts.chunks:
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
     try:
         with (
-            TokenizerWorkers(processes, file, template, skip_bad=skip_bad, head=head, tail=tail) as workers,
+            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, head=head, tail=tail) as workers,
             log.writing(),
             Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
         ):
@@ -177,43 +219,64 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     return log
 
 
+def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
+    """How records become documents, for chats with the template that writes them. InputError where there is none."""
+    records = records_of(settings, tokenizer.vocab_size)
+    if not isinstance(records, ChatColumns):
+        return records
+    tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
+    return records.written_by(chat_template(settings.chat_template, tokenizer.name), tokens)
+
+
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
     lengths = log.lengths()
-    begins = np.cumsum(lengths) - lengths
-    places = split_documents(len(lengths), settings)
+    pieces = without_tail(lengths, settings) if log.key[SOURCE_FILES].get("kind") == "text" else lengths
+    begins = np.cumsum(pieces) - pieces
+    places = split_documents(len(pieces), settings) if pieces is lengths else {"train": np.array([0]), "held_out": np.array([1])}
     lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
-    layouts = {split: lay_out(lengths[order], settings.length, settings.positions) for split, order in places.items()}
+    layouts = {split: lay_out(pieces[order], settings.length, settings.positions) for split, order in places.items()}
     _check_space(settings, layouts)
     fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
-    tokens, total = log.tokens(), sum(map(len, layouts.values()))
+    tokens, trained, total = log.tokens(), log.trained(), sum(map(len, layouts.values()))
     written, step = 0, max(1, _PACKS_TOKENS // settings.length)
     with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
         for split, layout in layouts.items():
             starts = begins[places[split]]
             for first in range(0, len(layout), step):
                 last = min(first + step, len(layout))
-                block = materialise(layout, first, last, tokens, starts, fill_id)
-                writer.write(split, block.input_ids, [block.lengths_of(i) for i in range(last - first)], block.first_position)
+                block = materialise(layout, first, last, tokens, starts, fill_id, trained)
+                lengths_of = [block.lengths_of(i) for i in range(last - first)]
+                writer.write(split, block.input_ids, lengths_of, block.first_position, block.trained)
                 written += last - first
                 line.update(written, written / total)
         tokenizer.save(writer.folder / "tokenizer.json")
+        if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):
+            (writer.folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
         statistics = {
             "documents": log.counts.documents,
             "tokens": log.counts.tokens,
             "packs": total,
             "fill": log.counts.tokens / (total * settings.length),
             "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
-            "held_out_documents": len(places.get("held_out", ())),
+            "held_out_documents": len(places.get("held_out", ())) if pieces is lengths else 0,
+            **({} if pieces is lengths else {"held_out_tail": int(pieces[1])}),
             "held_out_packs": len(layouts.get("held_out", ())),
             "skipped_lines": log.counts.skipped,
             "first_skipped": log.counts.first_skipped,
             "empty_documents": log.counts.empty,
             "lengths": length_statistics(lengths),
+            **({"trained_tokens": log.counts.trained} if log.masked else {}),
             "source_bytes": log.key[SOURCE_FILES].get("bytes"),
         }
         draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
         return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
+
+
+def without_tail(lengths: np.ndarray, settings: DataSettings) -> np.ndarray:
+    """`lengths` of text files; of a single one those of the part to train on and of the tail to hold out."""
+    tail = max(1, round(int(lengths[0]) * settings.held_out)) if len(lengths) == 1 and settings.held_out else 0
+    return np.array([lengths[0] - tail, tail]) if 0 < tail < lengths[0] else lengths
 
 
 def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]:
@@ -226,7 +289,8 @@ def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
     if held_out >= count:
         raise InputError(
-            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0 or add documents"
+            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0 or add documents to "
+            f"{settings.source}"
         )
     parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
     return {split: part if settings.shuffle else np.sort(part) for split, part in parts.items() if len(part)}
@@ -234,7 +298,10 @@ def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]
 
 def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
     """InputError before packs are written that the disk has no space for."""
-    needed = sum(4 * (len(layout) * layout.length + len(layout.document)) for layout in layouts.values())
+    needed = sum(
+        4 * (len(layout) * layout.length + len(layout.document)) + settings.masks * len(layout) * layout.length // 8
+        for layout in layouts.values()
+    )
     free = shutil.disk_usage(settings.packs.absolute().parent).free
     if needed > free:
         raise InputError(
@@ -246,10 +313,12 @@ def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
     numbers, tokenizer = manifest["statistics"], manifest["tokenizer"]
-    lengths = numbers["lengths"]
+    lengths, trained, tail = numbers["lengths"], numbers.get("trained_tokens"), numbers.get("held_out_tail")
+    held_out = f"its last {tail:,} tokens" if tail else f"{numbers['held_out_documents']:,}"
     lines = {
-        "documents": f"{numbers['documents']:,} ({numbers['held_out_documents']:,} held out)",
+        "documents": f"{numbers['documents']:,} ({held_out} held out)",
         "tokens": f"{numbers['tokens']:,}; a document has {lengths['median']:,.0f} in the median, {lengths['longest']:,} at most",
+        **({"trained tokens": f"{trained:,}, {trained / max(numbers['tokens'], 1):.2%}"} if trained is not None else {}),
         "packs": f"{numbers['packs']:,} of {manifest['length']:,} tokens ({numbers['held_out_packs']:,} held out)",
         "fill": f"{numbers['fill']:.2%}",
         "cut documents": f"{numbers['cut_documents']:,}",

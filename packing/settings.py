@@ -3,22 +3,86 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from foundation.settings import FilePath, PathText, PositiveCount, Seed, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
+SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
+_CHAT = ("train_on", "chat_template")
 
 # The settings that are used only to prepare packs from a source.
 _FOR_PREPARING = (
-    *("format", "subset", "split", "streaming", "text", "on_bad_line", "processes"),
+    *("format", "subset", "split", "revision", "streaming", "text", "on_bad_line", "processes"),
+    *("messages", "prompt", "response", "train_on", "chat_template", "input_ids", "labels", "document_lengths"),
     *("packing", "positions", "add_bos", "add_eos", "shuffle", "seed"),
 )
 
 
-class DataSettings(Settings):
+class SourceSettings(Settings):
+    """Which documents, and what a record of them is."""
+
+    source: PathText | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
+    format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"  # auto: by the files' suffixes
+    subset: str | None = None  # Hugging Face datasets: the config's name
+    split: str = "train"  # Hugging Face datasets
+    revision: str | None = None  # Hugging Face datasets: branch, tag or commit of the hub's repository; null: its newest
+    # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
+    text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`.
+    # A chat instead of `text`: written out by a chat template, which puts in what BOS and EOS it wants:
+    messages: str | None = None  # a chat instead of `text`: column with a list of {role, content}
+    prompt: str | None = None  # with `response`, a chat of two messages: a column, or a template over columns, for each
+    response: str | None = None  # what answers `prompt`
+    train_on: Literal["response", "all"] = "response"  # of a chat: the loss is that of the assistant's tokens, or of all
+    chat_template: str | None = None  # of a chat: a Jinja file, or the template itself; null: the tokenizer's own
+
+    # Tokens instead of `text`, as they are, of a source that is tokenized already:
+    input_ids: str | None = None  # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names
+    labels: str | None = None  # column with the same ids and -100 where there is no loss; null: every token is trained on
+    document_lengths: str | None = None  # column with the lengths of a record's documents; null: a record is one
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages is not None or self.prompt is not None
+
+    @property
+    def masks(self) -> bool:
+        """Whether some tokens have no loss because of what the source says of them."""
+        return (self.is_chat and self.train_on == "response") or self.labels is not None
+
+    @model_validator(mode="after")
+    def _one_kind_of_record(self) -> SourceSettings:
+        if (self.prompt is None) != (self.response is None):
+            given, lacking = ("prompt", "response") if self.response is None else ("response", "prompt")
+            raise ValueError(f"`{given}` is set but `{lacking}` is not; a chat of two messages needs both")
+        if len(kinds := self.changed(("text", "messages", "prompt", "input_ids"))) > 1:
+            raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
+        if self.input_ids is None and (idle := self.changed(("labels", "document_lengths"))):
+            raise ValueError(f"`{idle[0]}`: for sources that are tokenized; set `input_ids`, or leave it out")
+        return self
+
+    def changed(self, names: tuple[str, ...]) -> list[str]:
+        """Which of the settings `names` are not at their defaults."""
+        return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+
+
+class WeightedSource(SourceSettings):
+    """One of several sources."""
+
+    # The folder of its packs and its name in figures; null: the last part of `source`, without suffixes.
+    name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
+    weight: float = Field(gt=0, le=1)  # its share of the tokens; those of all sources add up to 1
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> WeightedSource:
+        if self.name is None and self.source is None:
+            raise ValueError("a source needs `source`, or the `name` of packs that exist")
+        return self
+
+
+class DataSettings(SourceSettings):
     """Where tokens come from and how they are packed.
 
     `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer` they are prepared into `packs`
@@ -32,36 +96,78 @@ class DataSettings(Settings):
     # token .bin only: the id that ends a document; null: a pack is one document
     end_token: int | None = Field(None, ge=0, lt=2**32)
 
-    source: PathText | None = None  # file, folder or Hugging Face dataset name; null: `packs` exist
-    format: Literal["auto", "jsonl", "parquet", "text", "dataset"] = "auto"  # auto: by the files' suffixes
-    subset: str | None = None  # Hugging Face datasets: the config's name
-    split: str = "train"  # Hugging Face datasets
+    # Several sources in place of `source`, each with keys from `source` to `chat_template` of its own; what it leaves open is as
+    # for all. Its packs are prepared into `packs`/name.
+    sources: tuple[WeightedSource, ...] | None = None
+    # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
+    # `chat_template`. Its packs are prepared into a folder beside `packs`, with `-validation` behind its name.
+    validation: SourceSettings | None = None
     streaming: bool = False  # Hugging Face datasets: read without a download first
-    # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
-    text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`.
     tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
     positions: Literal["restart", "continue"] = "restart"  # of a cut document's rest: from 0, or on from where it was cut
-    add_bos: bool = False  # a BOS token before each document
-    add_eos: bool = True  # an EOS token after each document
+    add_bos: bool = False  # a BOS token before each text
+    add_eos: bool = True  # an EOS token after each text; chats and tokens have their own
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
     processes: PositiveCount | None = None  # that tokenise; null: one a core
 
+    @property
+    def prepares(self) -> bool:
+        """Whether something is to be prepared before packs can be opened."""
+        validates = self.validation is not None
+        return self.source is not None or validates or any(each.source is not None for each in self.sources or ())
+
     @model_validator(mode="after")
     def _every_setting_is_used(self) -> DataSettings:
-        if self.source is None:
-            fields = type(self).model_fields
-            if unused := [name for name in _FOR_PREPARING if getattr(self, name) != fields[name].default]:
+        if self.source is None and not self.prepares:
+            if unused := self.changed(_FOR_PREPARING):
                 raise ValueError(
                     f"`{'`, `'.join(unused)}`: for preparing packs, but no `source` is set; packs that exist stay as they are"
                 )
-        elif not self.source:
+        elif self.source is not None and not self.source:
             raise ValueError("`source` is empty; name a file, folder or dataset, or leave it out to read packs that exist")
         elif self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
         elif self.end_token is not None:
             raise ValueError("`end_token` is for token .bin files; packs that are prepared from a `source` know their documents")
+        return self
+
+    @model_validator(mode="after")
+    def _chats_are_asked_for(self) -> DataSettings:
+        parts = [self, *(self.sources or ()), *([self.validation] if self.validation else [])]
+        if not any(part.is_chat for part in parts) and (unused := self.changed(_CHAT)):
+            raise ValueError(f"`{unused[0]}`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
+        if self.add_bos and any(part.is_chat for part in parts):
+            raise ValueError("`add_bos`: the chat template puts in the BOS token that it wants; leave it out")
+        if self.add_bos and any(part.input_ids is not None for part in parts):
+            raise ValueError("`add_bos`: tokens are taken as they are; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _sources_are_whole(self) -> DataSettings:
+        if self.sources is None:
+            return self
+        if self.source is not None:
+            raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
+        if not self.sources:
+            raise ValueError("`sources` is empty; name some, or one `source`")
+        if abs((total := sum(each.weight for each in self.sources)) - 1) > 1e-6:
+            raise ValueError(
+                f"`sources`: the weights add up to {total:.6g}; they are shares of the tokens: make them add up to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _validates_on_one_thing(self) -> DataSettings:
+        if self.validation is None:
+            return self
+        if self.held_out:
+            raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
+        if self.validation.source is None and self.source is None:
+            raise ValueError("`validation` names no `source`; name one, as there is no single `source` to take another split of")
+        if not self.validation.model_fields_set:
+            raise ValueError("`validation` is empty; name a `source`, or a `split` of the same one")
         return self

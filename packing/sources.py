@@ -19,7 +19,8 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.reading import parse_json, reason_of
-from packing.chunks import CHUNK_BYTES, Chunk, TextTemplate, open_stream
+from packing.chunks import CHUNK_BYTES, Chunk, Records, open_stream
+from packing.records import records_of
 from packing.settings import HUB_NAME, DataSettings
 
 if TYPE_CHECKING:
@@ -38,18 +39,18 @@ _ROWS = 1024  # read from tables at once, then cut by size
 
 def open_source(settings: DataSettings) -> FileSource | DatasetSource:
     """The source that `settings` name, from names only. InputError where there is none or its format is unclear."""
-    template = TextTemplate.parse(settings.text)
+    records = records_of(settings)
     path = Path(settings.source or "")
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
     if settings.format == "dataset" or (settings.format == "auto" and saved):
-        return DatasetSource(settings, template)
+        return DatasetSource(settings, records)
     if path.exists():
         if not path.is_file() and not path.is_dir():
             raise InputError(f"data.source: {path}: is no file or folder but a pipe, socket or device; write the text to a file")
         if path.is_dir():
-            source = _open_folder(path, settings, template)
+            source = _open_folder(path, settings, records)
         else:
-            source = FileSource([path], _kind_of_file(path, settings.format), template)
+            source = FileSource([path], _kind_of_file(path, settings.format), records)
         _refuse_unused_settings(settings, source)
         return source
     if (
@@ -57,7 +58,7 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
         and HUB_NAME.fullmatch(str(settings.source))
         and not _suffix(path) & (_JSONL | _PARQUET | _TEXT | {".json"})
     ):
-        return DatasetSource(settings, template)
+        return DatasetSource(settings, records)
     raise InputError(f"data.source: {settings.source}: no such file or folder (relative paths start at the current directory)")
 
 
@@ -69,10 +70,16 @@ def _suffix(path: Path) -> set[str]:
 
 def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
     """InputError for a setting that files do not use: someone who sets `split` must not get all of them."""
-    unused = {"subset": None, "split": "train", "streaming": False} | ({"text": "text"} if source.kind == "text" else {})
+    unused = {"subset": None, "split": "train", "revision": None, "streaming": False}
+    if source.kind == "text":
+        unused |= {"text": "text", "messages": None, "prompt": None, "input_ids": None}
     for name, default in unused.items():
         if getattr(settings, name) != default:
-            why = "a text file is one document, without columns" if name == "text" else "only Hugging Face datasets have that"
+            why = (
+                "a text file is one document, without columns"
+                if name in ("text", "messages", "prompt", "input_ids")
+                else "only Hugging Face datasets have that"
+            )
             raise InputError(
                 f"data.{name}: {settings.source} is read as {source.kind}: {why}; leave it out, or set data.format to what it is"
             )
@@ -94,7 +101,7 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     )
 
 
-def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -> FileSource:
+def _open_folder(folder: Path, settings: DataSettings, records: Records) -> FileSource:
     """All files below `folder` of one kind, in order of their relative paths, without hidden files and the packs being prepared.
 
     Data files come before text, since many data sets carry a README. Where two kinds are possible, `data.format` has to name one.
@@ -118,7 +125,7 @@ def _open_folder(folder: Path, settings: DataSettings, template: TextTemplate) -
         counts = " and ".join(f"{len(paths)} {kind} files" for kind, paths in found.items())
         raise InputError(f"data.source: {folder}: holds {counts}; set data.format to the kind you mean, or name a file")
     ((kind, paths),) = found.items()
-    return FileSource(paths, kind, template, folder)
+    return FileSource(paths, kind, records, folder)
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -141,8 +148,8 @@ def _files_below(folder: Path) -> Iterator[Path]:
 class FileSource:
     """Files of one kind."""
 
-    def __init__(self, paths: list[Path], kind: str, template: TextTemplate, folder: Path | None = None) -> None:
-        self.paths, self.kind, self.template = paths, kind, template
+    def __init__(self, paths: list[Path], kind: str, records: Records, folder: Path | None = None) -> None:
+        self.paths, self.kind, self.records = paths, kind, records
         stats = [path.stat() for path in paths]
         self.sizes = [stat.st_size for stat in stats]
         self.bytes = sum(self.sizes)
@@ -207,9 +214,9 @@ class FileSource:
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            _check_columns(str(path), file.schema_arrow, self.template)
+            _check_columns(str(path), file.schema_arrow, self.records)
             rows, row, size = max(file.metadata.num_rows, 1), 0, path.stat().st_size
-            for batch in file.iter_batches(_ROWS, columns=list(self.template.columns)):
+            for batch in file.iter_batches(_ROWS, columns=list(self.records.columns)):
                 yield from _table_chunks(batch, str(path), row, self._progress(before + size * (row + len(batch)) // rows))
                 row += len(batch)
 
@@ -236,30 +243,35 @@ class FileSource:
 class DatasetSource:
     """A Hugging Face dataset: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes, streamed or not."""
 
-    def __init__(self, settings: DataSettings, template: TextTemplate) -> None:
-        self.settings, self.template, self.name = settings, template, str(settings.source)
+    def __init__(self, settings: DataSettings, records: Records) -> None:
+        self.settings, self.records, self.name = settings, records, str(settings.source)
         how = ", streaming" if settings.streaming else ""
-        self.description = f"Hugging Face dataset {self.name} ({settings.subset or 'default'}, {settings.split}{how})"
+        at = f", revision {settings.revision}" if settings.revision else ""
+        self.description = f"Hugging Face dataset {self.name} ({settings.subset or 'default'}, {settings.split}{at}{how})"
+
+    @property
+    def place(self) -> dict[str, Any]:
+        """Which dataset it is, by names alone; a revision only where one is named, as versions before that have none."""
+        found = {"kind": "dataset", "name": self.name, "subset": self.settings.subset, "split": self.settings.split}
+        return found | ({"revision": self.settings.revision} if self.settings.revision else {})
 
     @property
     def identity(self) -> dict[str, Any]:
-        fingerprint = None if self.settings.streaming else self._data._fingerprint
-        of = {"subset": self.settings.subset, "split": self.settings.split}
-        return {"kind": "dataset", "name": self.name, **of, "fingerprint": fingerprint}
+        return self.place | {"fingerprint": None if self.settings.streaming else self._data._fingerprint}
 
     def chunks(self) -> Iterator[Chunk]:
         import datasets
 
         data = self._data
         if data.features is not None:
-            _check_columns(self.name, data.features.arrow_schema, self.template)
-            data = data.select_columns(list(self.template.columns))
+            _check_columns(self.name, data.features.arrow_schema, self.records)
+            data = data.select_columns(list(self.records.columns))
         total = len(data) if isinstance(data, datasets.Dataset) else None
         row = 0
         try:
             for table in data.with_format("arrow").iter(_ROWS):
-                _check_columns(self.name, table.schema, self.template)
-                rows = table.select(list(self.template.columns))
+                _check_columns(self.name, table.schema, self.records)
+                rows = table.select(list(self.records.columns))
                 yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
                 row += len(rows)
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
@@ -275,13 +287,14 @@ class DatasetSource:
             if saved:
                 data = datasets.load_from_disk(self.name)
             else:
-                data = datasets.load_dataset(self.name, settings.subset, split=settings.split, streaming=settings.streaming)
+                chosen = {"split": settings.split, "revision": settings.revision, "streaming": settings.streaming}
+                data = datasets.load_dataset(self.name, settings.subset, **chosen)
         # RuntimeError: it has a loading script, whose code is not run.
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise InputError(
                 f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
-                f"(data.subset: {settings.subset}, data.split: {settings.split}): {reason}"
+                f"(data.subset: {settings.subset}, data.split: {settings.split}, data.revision: {settings.revision}): {reason}"
             ) from None
         if not isinstance(data, datasets.DatasetDict):
             return data
@@ -290,18 +303,10 @@ class DatasetSource:
         return data[settings.split]
 
 
-def _check_columns(where: str, schema: pa.Schema, template: TextTemplate) -> None:
-    """InputError where a table lacks a column, or the one column to take as it is holds no text."""
-    if problem := template.missing(schema.names):
+def _check_columns(where: str, schema: pa.Schema, records: Records) -> None:
+    """InputError where a table lacks a column, or one cannot hold what is wanted."""
+    if problem := records.missing(schema.names) or records.mistyped(schema):
         raise InputError(f"{where}: {problem}")
-    if template.pieces is None:
-        kind = schema.field(template.columns[0]).type
-        kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-        of_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-        if not any(is_of(kind) for is_of in of_text):
-            raise InputError(
-                f"{where}: column `{template.columns[0]}` holds {kind}, not text; the columns are: {', '.join(schema.names)}"
-            )
 
 
 def _table_chunks(table: pa.RecordBatch | pa.Table, origin: str, first: int, progress: float | None) -> Iterator[Chunk]:

@@ -11,7 +11,9 @@ import numpy as np
 from foundation.errors import InputError
 from packing.arrow import MANIFEST, ArrowPacks, Pack, Packs, Split, checked_index, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
+from packing.mixture import MixedPacks
 from packing.order import splitmix64
+from packing.parts import training_parts, validation_part
 from packing.settings import DataSettings
 from packing.token_bin import TokenBin
 
@@ -25,8 +27,19 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Where the data has no held-out split of its own, the share `settings.held_out` of the training packs is set apart, the same
     packs every time. (A document that was cut between packs may then have a part on either side; `prepare` holds out whole ones.)
 
+    Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out.
+
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
+    if settings.validation is not None:
+        if split == "held_out":
+            return open_packs(validation_part(settings), "train")
+        settings = settings.model_copy(update={"validation": None})
+    if parts := training_parts(settings):
+        opened = {name: open_packs(part, split) for name, part in parts.items()}
+        weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
+        found = {name: packs for name, packs in opened.items() if packs is not None}
+        return MixedPacks(settings.packs, found, weights) if found else None
     openers = _find_splits(settings.packs, settings)
     if settings.end_token is not None and openers["train"].func is not TokenBin:
         raise InputError(f"{settings.packs}: `data.end_token` is for token .bin files; these know their documents: leave it out")
@@ -91,6 +104,9 @@ class PartOfPacks:
 
     def lengths(self, index: int) -> np.ndarray:
         return self._packs.lengths(int(self._indices[checked_index(index, len(self))]))
+
+    def trained(self, index: int) -> np.ndarray | None:
+        return self._packs.trained(int(self._indices[checked_index(index, len(self))]))
 
     def verify(self) -> None:
         self._packs.verify()

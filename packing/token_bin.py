@@ -80,6 +80,9 @@ class TokenBin:
     def lengths(self, index: int) -> np.ndarray:
         return self._documents(self._window(index))
 
+    def trained(self, index: int) -> np.ndarray | None:
+        return None  # the format has no place for it
+
     def verify(self, *, trust_stamp: bool = False) -> None:
         """Compare the file with the .sha256 beside it, where there is one."""
         recorded = self.path.with_name(f"{self.path.name}.sha256")

@@ -1,6 +1,7 @@
-"""Tokens on their way from text to packs: two files that only grow, and a note of how much of them is complete.
+"""Tokens on their way from text to packs: files that only grow, and a note of how much of them is complete.
 
-Every few seconds `tokens.bin` (uint32) and `lengths.bin` (int64, one a document) are flushed and `progress.json` is replaced.
+Every few seconds `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where some tokens are not to be learnt,
+`trained.bin` (a byte a token) are flushed and `progress.json` is replaced.
 Bytes beyond the sizes it names are cut off when the log is opened again, so a kill or a power cut loses seconds.
 """
 
@@ -12,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ SOURCE_FILES = "source files"  # the part of a log's key that no setting changes
 _COMMIT_SECONDS = 5.0
 _PROGRESS = "progress.json"
 OWN = re.compile(
-    r"tokens\.bin|lengths\.bin|tokenizer\.json|progress\.json|\.progress\.json\.\d+\.partial"
+    r"tokens\.bin|lengths\.bin|trained\.bin|tokenizer\.json|progress\.json|\.progress\.json\.\d+\.partial"
 )  # all that a log holds
 
 
@@ -42,6 +43,7 @@ class TokenCounts:
     chunks: Size = 0  # of the source, done from the first on
     documents: Size = 0
     tokens: Size = 0
+    trained: Size = 0  # of the tokens, those that are to be learnt; 0 where all are
     skipped: Size = 0
     first_skipped: str | None = None
     empty: Size = 0
@@ -49,14 +51,15 @@ class TokenCounts:
 
 
 class TokenLog:
-    """The log in `folder`, for the settings `key`. Append inside `with log.writing():`; read once it is complete.
+    """The log in `folder`, for the settings `key`. Append inside `with log.writing():`; read once it is complete. `masked`: some
+    tokens are not to be learnt.
 
     Tokens take hours, so none are ever thrown away. InputError where `folder` holds tokens of other settings, or lacks some.
     Where the source has changed since (SOURCE_FILES), the folder is moved aside (`moved_to`) and an empty log begins.
     """
 
-    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
-        self.folder, self.key = folder, key
+    def __init__(self, folder: Path, key: dict[str, Any], *, masked: bool = False) -> None:
+        self.folder, self.key, self.masked = folder, key, masked
         self.moved_to: Path | None = None
         self.counts, made_with = TokenCounts(), {}
         if (folder / _PROGRESS).is_file():
@@ -83,13 +86,12 @@ class TokenLog:
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Open for `append`; commits on leaving for whatever reason. On a full disk the last commit remains."""
-        with (
-            open(self.folder / "tokens.bin", "ab", buffering=0) as tokens,
-            open(self.folder / "lengths.bin", "ab", buffering=0) as lengths,
-        ):
-            tokens.truncate(self.counts.tokens * 4)
-            lengths.truncate(self.counts.documents * 8)
-            self._files = (tokens, lengths)
+        with ExitStack() as stack:
+            self._files = []
+            for name, size in self._sizes().items():
+                file = stack.enter_context(open(self.folder / name, "ab", buffering=0))
+                file.truncate(size)
+                self._files.append(file)
             self._committed = time.monotonic()
             try:
                 yield
@@ -98,13 +100,15 @@ class TokenLog:
 
     def append(self, result: Tokenized) -> None:
         """Add the next chunk's documents."""
-        for file, array in zip(self._files, (result.tokens, result.lengths), strict=True):
+        columns = (result.tokens, result.lengths, *([_mask_of(result)] if self.masked else ()))
+        for file, array in zip(self._files, columns, strict=True):
             _write_all(file, memoryview(array).cast("B"))
         counts = self.counts
         self.counts = TokenCounts(
             chunks=counts.chunks + 1,
             documents=counts.documents + len(result.lengths),
             tokens=counts.tokens + len(result.tokens),
+            trained=counts.trained + (int(_mask_of(result).sum()) if self.masked else 0),
             skipped=counts.skipped + result.skipped,
             first_skipped=counts.first_skipped or result.first_skipped,
             empty=counts.empty + result.empty,
@@ -116,9 +120,20 @@ class TokenLog:
         """[tokens] uint32, memory-mapped."""
         return np.memmap(self.folder / "tokens.bin", np.uint32, "r", shape=(self.counts.tokens,))
 
+    def trained(self) -> np.ndarray | None:
+        """[tokens] bool, memory-mapped: which are to be learnt; None where all are."""
+        if not self.masked:
+            return None
+        return np.memmap(self.folder / "trained.bin", np.bool_, "r", shape=(self.counts.tokens,))
+
     def lengths(self) -> np.ndarray:
         """[documents] int64."""
         return np.fromfile(self.folder / "lengths.bin", np.int64, self.counts.documents)
+
+    def _sizes(self) -> dict[str, int]:
+        """Of each file of the log, the bytes that `progress.json` vouches for."""
+        sizes = {"tokens.bin": self.counts.tokens * 4, "lengths.bin": self.counts.documents * 8}
+        return sizes | ({"trained.bin": self.counts.tokens} if self.masked else {})
 
     def _commit(self) -> None:
         for file in self._files:
@@ -135,7 +150,7 @@ class TokenLog:
                 f"{self.folder}: holds {self.counts.tokens:,} tokens made with other settings ({'; '.join(different)}); set them "
                 "back, set data.packs to another folder, or remove this one to start over"
             )
-        for name, wanted in (("tokens.bin", self.counts.tokens * 4), ("lengths.bin", self.counts.documents * 8)):
+        for name, wanted in self._sizes().items():
             path = self.folder / name
             if not path.is_file() or path.stat().st_size < wanted:
                 raise InputError(f"{path}: is not all there; remove {self.folder} to start over")
@@ -145,6 +160,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """`name: before -> now` for every key whose value differs."""
     names = dict.fromkeys([*before, *now])
     return [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
+
+
+def _mask_of(result: Tokenized) -> np.ndarray:
+    """[tokens] bool; a chunk without documents knows of no mask."""
+    return np.ones(len(result.tokens), bool) if result.trained is None else result.trained
 
 
 def _write_all(file: Any, data: memoryview) -> None:

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foundation.errors import InputError
-from packing.chunks import Chunk, Texts, TextTemplate, read_chunk
+from packing.chat import Rendered
+from packing.chunks import Chunk, Records, Texts, read_chunk
+from packing.records import Ids
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -36,6 +38,7 @@ class Tokenized:
 
     tokens: np.ndarray  # [sum of lengths] uint32
     lengths: np.ndarray  # [documents] int64, BOS and EOS included
+    trained: np.ndarray | None  # [sum of lengths] bool, which tokens are to be learnt; None: all
     skipped: int
     first_skipped: str | None
     empty: int
@@ -45,13 +48,13 @@ class Tokenized:
 class TokenizerWorkers:
     """`processes` workers, started when first needed and stopped on leaving the `with` block.
 
-    tokenizer: path of a tokenizer.json. head, tail: ids to put before and after each document.
+    tokenizer: path of a tokenizer.json. head, tail: ids to put before and after each text; chats and tokens have their own.
     """
 
     def __init__(
-        self, processes: int, tokenizer: Path, template: TextTemplate, *, skip_bad: bool, head: list[int], tail: list[int]
+        self, processes: int, tokenizer: Path, records: Records, *, skip_bad: bool, head: list[int], tail: list[int]
     ) -> None:
-        self._processes, self._arguments = processes, (str(tokenizer), template, skip_bad, head, tail)
+        self._processes, self._arguments = processes, (str(tokenizer), records, skip_bad, head, tail)
         self._workers: list[BaseProcess] = []
         self._idle: queue.SimpleQueue[tuple[BaseProcess, Connection]] = queue.SimpleQueue()
         self._threads = ThreadPoolExecutor(processes, thread_name_prefix="tokenize")
@@ -110,33 +113,71 @@ class TokenizerWorkers:
         self._idle.put((worker, ours))
 
 
-def _serve(pipe: Connection, file: str, template: TextTemplate, skip_bad: bool, head: list[int], tail: list[int]) -> None:
+def _serve(pipe: Connection, file: str, records: Records, skip_bad: bool, head: list[int], tail: list[int]) -> None:
     """What a worker does: it answers until the parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(file)
+    tokenizer = plain_tokenizer(file)
     with suppress(EOFError, ConnectionError):
         while True:
             chunk = pipe.recv()
             try:
-                pipe.send(_tokenize(chunk, read_chunk(chunk, template, skip_bad), tokenizer, head, tail))
+                pipe.send(tokenize(chunk, read_chunk(chunk, records, skip_bad), tokenizer, head, tail))
             except InputError as error:
                 pipe.send(error)
 
 
-def _tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
+def plain_tokenizer(file: str) -> Tokenizer:
+    """A tokenizer without its post-processor: that adds special tokens nobody asks for, and takes blanks out of offsets."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(file)
+    tokenizer.post_processor = None
+    return tokenizer
+
+
+def tokenize(chunk: Chunk, texts: Texts, tokenizer: Tokenizer, head: list[int], tail: list[int]) -> Tokenized:
     """A document without tokens of its own is left out: many tokenizers give none for blanks."""
+    documents, empty = texts.documents, texts.empty
+    first = documents[0] if documents else None
+    if isinstance(first, Ids):
+        columns = zip(*((each.tokens, each.lengths, each.trained) for each in documents), strict=True)
+        ids, lengths, trained = (None if column[0] is None else np.concatenate(column) for column in columns)
+    else:
+        ids, ends, trained = (
+            _of_chats(documents, tokenizer) if isinstance(first, Rendered) else _of_texts(documents, tokenizer, head, tail)
+        )
+        ids, lengths = np.array(ids, np.uint32), np.diff(ends).astype(np.int64)
+        empty += len(documents) - len(lengths)
+    return Tokenized(ids, lengths, trained, texts.skipped, texts.first_skipped, empty, chunk.progress)
+
+
+def _of_texts(texts: list[str], tokenizer: Tokenizer, head: list[int], tail: list[int]) -> tuple[list[int], list[int], None]:
     ids: list[int] = []  # one list for all: an array for each short document would take more memory than its tokens
     ends = [0]
     # encode_batch_fast computes no character offsets.
-    for encoding in tokenizer.encode_batch_fast(texts.documents, add_special_tokens=False):
+    for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
         if own := encoding.ids:
             ids += head
             ids += own
             ids += tail
             ends.append(len(ids))
-    lengths = np.diff(ends).astype(np.int64)
-    empty = texts.empty + len(texts.documents) - len(lengths)
-    return Tokenized(np.array(ids, np.uint32), lengths, texts.skipped, texts.first_skipped, empty, chunk.progress)
+    return ids, ends, None
+
+
+def _of_chats(chats: list[Rendered], tokenizer: Tokenizer) -> tuple[list[int], list[int], np.ndarray | None]:
+    """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach: left out."""
+    masked = bool(chats[0].answers)
+    ids: list[int] = []
+    ends, masks = [0], []
+    for chat, encoding in zip(
+        chats, tokenizer.encode_batch([chat.text for chat in chats], add_special_tokens=False), strict=True
+    ):
+        begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        answers = [(begins < stop) & (stops > begin) for begin, stop in chat.answers]
+        trained = np.logical_or.reduce(answers) if masked else np.ones(len(begins), bool)
+        if trained.any():
+            ids += encoding.ids
+            ends.append(len(ids))
+            masks.append(trained)
+    return ids, ends, np.concatenate([np.zeros(0, bool), *masks]) if masked else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import colorsys
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 # A line's dash in plotly and in matplotlib, and a marker's shape in both: the n-th kind of run within a precision has the n-th.
 DASHES = (("solid", "-"), ("dash", "--"), ("dot", ":"), ("dashdot", "-."))
 MARKERS = (("circle", "o"), ("square", "s"), ("diamond", "D"), ("triangle-up", "^"), ("cross", "P"), ("star", "*"))
-SHADES = 0.22  # how far the lightest and the darkest of one precision lie from its colour
+SHADES = 0.16  # how far the lightest and the darkest of one precision lie from its colour
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def shade(colour: str, nth: int, of: int) -> str:
 
 
 def as_text(value: Any) -> str:
-    """A setting as a reader writes it: a fingerprint's beginning, a float without its noise."""
-    if isinstance(value, str) and len(value) == 64:
-        return value[:8]
+    """A setting as a reader writes it: the beginning of a fingerprint or a commit, a float without its noise."""
+    if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
+        return value[:10]
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -34,11 +34,7 @@ class Standing:
     hours: float | None  # to the horizon that its recipe names, at its median speed
     hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
     on_front: bool  # no other run is both faster and lower
-
-    @property
-    def loss(self) -> float | None:
-        """Its last held-out loss or, where it has none, the mean of its last training losses."""
-        return self.run.summary.get("held_out_loss", self.run.summary.get(LOSS_KEY))
+    loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
     def diverged(self) -> bool:
@@ -62,14 +58,15 @@ class RunComparison:
         """`runs`: comparable, the baseline first."""
         looks, speeds = looks_of(runs), [own_speed(run) for run in runs]
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
-        held_out = all("held_out_loss" in run.summary for run in runs)
-        ends = [run.summary.get("held_out_loss" if held_out else LOSS_KEY) for run in runs]
+        by_held_out = all("held_out_loss" in run.summary for run in runs)
+        ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
         front = pareto_front(speeds, ends)
         standings = []
         for place, run in enumerate(runs):
             reason = why_not_paired(runs[0], run) if place else None
             differences = loss_differences(runs[0], run)[1] if place and not reason else None
-            both_held_out = place and held_out and same_held_out(runs[0], run)
+            held_out = [each.summary.get("held_out_loss") for each in (runs[0], run)]
+            both_held_out = place and None not in held_out and same_held_out(runs[0], run)
             standings.append(
                 Standing(
                     run=run,
@@ -78,15 +75,21 @@ class RunComparison:
                     gap=None if differences is None else Gap.of(differences),
                     end_gap=None if differences is None else float(last_fifth(differences).mean()),
                     not_paired=reason,
-                    held_out_gap=ends[place] - ends[0] if both_held_out else None,
+                    held_out_gap=held_out[1] - held_out[0] if both_held_out else None,
                     speed=speeds[place],
                     speedup=speeds[place] / speeds[0] if place and speeds[place] and speeds[0] else None,
                     hours=hours_to_horizon(run, speeds[place]),
                     hours_to_match=hours_to_match[place],
                     on_front=place in front,
+                    loss=ends[place],
                 )
             )
         return cls(standings, tolerance, matched)
+
+    @property
+    def by_held_out(self) -> bool:
+        """Whether every run has a held-out loss, so that this is what they are ranked by."""
+        return all("held_out_loss" in each.run.summary for each in self.standings)
 
     @property
     def baseline(self) -> Standing:
@@ -101,33 +104,38 @@ class RunComparison:
         return [each for each in self.paired if each.diverged or not each.gap.mean <= self.tolerance]
 
     def answer(self) -> str:
-        """The comparison in a sentence or two, from its figures alone."""
+        """The comparison in a sentence, from its figures alone; a second one where a run's loss ends as no number."""
         if len(self.standings) == 1:
             return answer_for_one(self.baseline)
+        lost = [each.look.label for each in self.standings if each.diverged]
+        said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
+        sound = [each for each in self.paired if not each.diverged]
         kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
-        if len(kinds) == 1 or not self.paired:
-            return self._lowest()
-        name, within = self.baseline.look.label, f"{self.tolerance:g} nats of {self.baseline.look.label}"
-        equal = [each for each in self.paired if each.gap.mean <= self.tolerance]
-        if any(each.speedup for each in self.paired):
+        return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
+
+    def _fastest_or_nearest(self, sound: Sequence[Standing]) -> str:
+        """Of `sound` runs, which are paired: the fastest that ends near the baseline; without speeds, how many end near it."""
+        name = self.baseline.look.label
+        equal = [each for each in sound if each.gap.mean <= self.tolerance]
+        if any(each.speedup for each in sound):
             faster = [each for each in equal if each.speedup and each.speedup > 1]
             if faster:
                 best = max(faster, key=lambda each: each.speedup)
                 return f"{best.look.label}: {best.speedup:.2f} × the speed of {name}, {described_gap(best)}."
-            fastest = max((each for each in self.paired if each.speedup), key=lambda each: each.speedup)
+            fastest = max((each for each in sound if each.speedup), key=lambda each: each.speedup)
             return (
                 f"No run is both faster than {name} and within {self.tolerance:g} nats of it. The fastest other, "
                 f"{fastest.look.label}, has {fastest.speedup:.2f} × its speed, {described_gap(fastest)}."
             )
-        said = f"{len(equal)} of {len(self.paired)} runs end within {within}"
-        beyond = [each for each in self.paired if each not in equal]
-        if beyond:
+        if len(sound) == 1:
+            return f"{sound[0].look.label} against {name}: {described_gap(sound[0])}."
+        said = f"{len(equal)} of {len(sound)} runs end within {self.tolerance:g} nats of {name}"
+        if beyond := [each for each in sound if each not in equal]:
             means = sorted(each.gap.mean for each in beyond)
             by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
             who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
             said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
-        steps = max(each.gap.steps for each in self.paired)
-        return f"{said} (means of the last {steps} steps)."
+        return f"{said} (means of the last {max(each.gap.steps for each in sound)} steps)."
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
         """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
@@ -157,10 +165,10 @@ class RunComparison:
         known = sorted((each for each in self.standings if each.loss is not None), key=lambda each: each.loss)
         if not known:
             return "No run has a loss that is a number."
-        what = "held-out loss" if all("held_out_loss" in each.run.summary for each in known) else "training loss"
+        what = "held-out loss" if self.by_held_out else "training loss"
         best = known[0]
         said = f"Lowest {what}: {named(best)} with {best.loss:.4f}"
-        if best is not self.baseline and best.gap is not None:
+        if best.gap is not None and best.run.summary["steps"] == self.baseline.run.summary["steps"]:
             said += f"; training {described_gap(best, held_out=False)} against {self.baseline.look.label}"
         elif known[1:]:
             said += f"; next is {named(known[1])}, {signed(known[1].loss - best.loss)}"

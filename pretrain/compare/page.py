@@ -50,7 +50,7 @@ def render(
         about=about(comparison),
         gate=gate and bool(comparison.paired),
         every=every,
-        loss_is="held-out loss" if _held_out(comparison) else f"training loss, mean of the last {LAST_STEPS} steps at most",
+        loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
         speeds=any(run["speed"] is not None for run in data["runs"]),
         gap_steps=max((each.gap.steps for each in comparison.paired), default=0),
         without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
@@ -114,7 +114,3 @@ def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str
         "frozen": largest("frozen_updates") >= FROZEN_MATTERS,
     }
     return [panel for panel, due in wanted.items() if due]
-
-
-def _held_out(comparison: RunComparison) -> bool:
-    return all("held_out_loss" in each.run.summary for each in comparison.standings)

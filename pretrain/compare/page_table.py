@@ -56,29 +56,20 @@ def columns_of(comparison: RunComparison) -> list[TableColumn]:
             "tokens/s over the baseline's, of hardware that computes the precision itself",
             _figure(lambda each: each.speedup, "{:.2f}".format),
         ),
-        *(
-            TableColumn(*_mfu(key), _figure(lambda each, key=key: _of_hardware(each, key), percent))
-            for key in _keys(comparison, "mfu_")
-        ),
-        TableColumn(
-            "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
-        ),
-        TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
-        TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
-        TableColumn(
-            f"hours to loss {matched}",
-            "speed at matched loss: time in steps until the mean loss was at the lowest that all of them reached",
-            _figure(lambda each: each.hours_to_match, _hours),
-        ),
-        TableColumn(
-            f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)
-        ),
-        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
         TableColumn(
             f"loss − baseline, last {steps}",
             "paired by step; ± half of the 95 % interval, by Student's t over means of batches of steps; "
             f"of fewer than {FEWEST_STEPS} steps there is none",
             _gap if comparison.paired else _nothing,
+        ),
+        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
+        TableColumn(
+            "held-out − baseline",
+            "of the last evaluation, on the same packs",
+            _figure(lambda each: each.held_out_gap, signed),
+        ),
+        TableColumn(
+            f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)
         ),
         TableColumn(
             "loss − baseline, last fifth",
@@ -86,9 +77,18 @@ def columns_of(comparison: RunComparison) -> list[TableColumn]:
             _figure(lambda each: each.end_gap if ends_apart else None, signed),
         ),
         TableColumn(
-            "held-out − baseline",
-            "of the last evaluation, on the same packs",
-            _figure(lambda each: each.held_out_gap, signed),
+            "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
+        ),
+        TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
+        *(
+            TableColumn(*_mfu(key), _figure(lambda each, key=key: _of_hardware(each, key), percent))
+            for key in _keys(comparison, "mfu_")
+        ),
+        TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
+        TableColumn(
+            f"hours to loss {matched}",
+            "speed at matched loss: time in steps until the mean loss was at the lowest that all of them reached",
+            _figure(lambda each: each.hours_to_match, _hours),
         ),
         TableColumn(
             "frozen updates",

@@ -99,8 +99,12 @@ class Console:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
         what = f"{self._shade(BOLD, 'eval')} {self._position(record['step'])}"
         loss = f"held-out loss {self._shade(BOLD, format(record['held_out_loss'], '.4f'))}"
+        prefix = "held_out_loss/"
+        sources = [f"{key.removeprefix(prefix)} {record[key]:.4f}" for key in record if key.startswith(prefix)]
+        by_source = f" ({', '.join(sources)})" if sources else ""
         penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
-        self._write(f"{what}   {loss}   perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}")
+        perplexity = f"perplexity {record['held_out_perplexity']:.4g}{penalty}"
+        self._write(f"{what}   {loss}{by_source}   {perplexity}   in {duration(seconds)}")
 
     def sample(self, prompt: str, text: str) -> None:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""

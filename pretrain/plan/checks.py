@@ -65,7 +65,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
         )
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
-    if recipe.data.source is not None and not recipe.data.held_out:
+    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
 
 

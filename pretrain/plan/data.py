@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packing.batch import Microbatch, build_microbatch, read_pack, sum_of_squares
+from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
+from packing.mixture import MixedPacks
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import Pack, Packs, check_model, open_packs
@@ -32,13 +35,36 @@ class Data:
         """What the packs remember of their tokenizer: name, fingerprint, vocab_size, bos_id, eos_id, pad_id, or some of it."""
         return self.train.tokenizer or {}
 
+    def beside(self, name: str) -> Path | None:
+        """The file of this name that travels with the packs: tokenizer.json or, of chats, their template."""
+        return next((file for packs in self._parts if (file := packs.path / name).is_file()), None)
+
     @property
     def mean_squared(self) -> float:
         """Mean over packs, sampled evenly, of the sum of squared document lengths divided by the pack's length: what a token's
         attention costs."""
-        sampled = range(0, len(self.train), max(1, len(self.train) // _SAMPLED_PACKS))
-        squares = [sum_of_squares(self.train.lengths(index)) for index in sampled]
-        return float(np.mean(squares)) / self.train.length
+        return self._mean(lambda packs, index: sum_of_squares(packs.lengths(index))) / self.train.length
+
+    @property
+    def trained_share(self) -> float | None:
+        """Of the tokens of the packs, sampled evenly, the share that is a label; None where no mask says which are."""
+        if all(packs.trained(0) is None for packs in self._parts):
+            return None
+        return self._mean(_labels_of) / self.train.length
+
+    @property
+    def _parts(self) -> list[Packs]:
+        return list(self.train.parts.values()) if isinstance(self.train, MixedPacks) else [self.train]
+
+    def _mean(self, figure: Callable[[Packs, int], int]) -> float:
+        """Of a figure of a pack, the mean over what is trained on, sampled evenly from each source."""
+        means = []
+        for packs in self._parts:
+            sampled = range(0, len(packs), max(1, len(packs) // _SAMPLED_PACKS))
+            means.append(float(np.mean([figure(packs, index) for index in sampled])))
+        if not isinstance(self.train, MixedPacks):
+            return means[0]
+        return float(np.average(means, weights=self.train.mixture().share_of_packs))
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
@@ -55,10 +81,14 @@ class Data:
         return build_microbatch(chosen, mask_boundaries=True)
 
 
+def _labels_of(packs: Packs, index: int) -> int:
+    return count_valid_tokens(packs.lengths(index), packs.trained(index), mask_boundaries=True)
+
+
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
     call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake."""
-    if settings.source is not None:
+    if settings.prepares:
         prepare(settings, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from foundation import units
+from packing.mixture import Mixture
 from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
@@ -53,6 +54,8 @@ class Plan:
     mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
     layers: Sequence[LayerMemory] | None = None  # what each layer of the model takes of memory; None: they are compiled
     packs: int | None = None  # to train on; None: not known before they are prepared
+    mixture: Mixture | None = None  # of several sources
+    trained_share: float | None = None  # of the packs' tokens, those that are labels; None: no mask says which are
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
@@ -271,9 +274,26 @@ def _step_line(plan: Plan) -> str:
 def _horizon_lines(plan: Plan) -> list[str]:
     tokens = f"{units.count(plan.total_tokens)} tokens"
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
+    trained = (
+        f", {units.count(plan.total_tokens * plan.trained_share)} of them trained on" if plan.trained_share is not None else ""
+    )
     return [
-        f"{plural(plan.steps, 'step')} = {tokens}{epochs}",
+        f"{plural(plan.steps, 'step')} = {tokens}{epochs}{trained}",
+        *_source_lines(plan),
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
+    ]
+
+
+def _source_lines(plan: Plan) -> list[str]:
+    """Of each of several sources its share of the tokens, and how often the run goes through it."""
+    if plan.mixture is None:
+        return []
+    places = plan.steps * plan.packs_per_step
+    shares, epochs = plan.mixture.shares(places), plan.mixture.epochs(places)
+    counts = dict(zip(plan.mixture.names, plan.mixture.counts, strict=True))
+    return [
+        f"{units.percent(shares[name])} of the tokens from {name}: {epochs[name]:.2f} epochs of {plural(count, 'pack')}"
+        for name, count in counts.items()
     ]
 
 

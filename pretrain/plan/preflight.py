@@ -13,7 +13,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
-from packing.order import PackOrder
+from packing.mixture import MixedPacks, order_of
+from packing.parts import prepared
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
@@ -102,7 +103,7 @@ class Job:
     def batches(self, accelerator: Accelerator) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe and the packs."""
         packs = self.data.train
-        return BatchStream(packs, PackOrder(len(packs), self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
+        return BatchStream(packs, order_of(packs, self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """How packs become batches on this rank, in training and in evaluation."""
@@ -140,9 +141,9 @@ def prepare_job(
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
     # comes before them, and before a tokenizer that is still to be trained.
-    to_come = not may_prepare and not recipe.data.packs.exists()
+    to_come = not may_prepare and not prepared(recipe.data)
     recipe, absent = without_absent_tokenizer(recipe) if to_come else (recipe, None)
-    opened_now = recipe.data.source is None and not to_come
+    opened_now = not recipe.data.prepares and not to_come
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
 
     # The model's shapes, without memory for its weights.
@@ -168,7 +169,7 @@ def prepare_job(
             encoded_prompt(tokenizer, prompt, model_config)
         except InputError as error:
             raise InputError(f"`evaluate.samples`: {error}") from None
-    if data is None and (may_prepare or recipe.data.packs.exists()):
+    if data is None and (may_prepare or prepared(recipe.data)):
         before = waited.go_on_to("packs") if waited else ""
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
         if waited:
@@ -192,6 +193,8 @@ def prepare_job(
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         packs=len(data.train) if data else None,
+        trained_share=data.trained_share if data else None,
+        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
         vocabulary=absent or vocabulary,
         tokens_per_second=tokens_per_second or measured_speed(run_dir),
         weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrai
 
 from foundation.errors import InputError
 from foundation.settings import shown
+from packing.chat import CHAT_TEMPLATE, chat_template
+from packing.parts import training_parts
 from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
@@ -147,9 +149,27 @@ def load_tokenizer(
 
     None where none is there; InputError where one is `needed`, or named and unreadable.
     """
+    found = _load_tokenizer(settings, model, data, needed=needed)
+    if found is not None and (template := _template_of_chats(settings, data)):
+        found.chat_template = template
+    return found
+
+
+def _template_of_chats(settings: DataSettings, data: Data | None) -> str | None:
+    """What chats are written with, where that is not the tokenizer's own; of several sources, the first that says so."""
+    named = (part.chat_template for part in list(training_parts(settings).values()) or [settings])
+    if (given := next(filter(None, named), None)) is not None:
+        return chat_template(given, str(settings.tokenizer))
+    file = data.beside(CHAT_TEMPLATE) if data is not None else None
+    return file.read_text(encoding="utf-8") if file else None
+
+
+def _load_tokenizer(
+    settings: DataSettings, model: ModelSettings, data: Data | None, *, needed: bool
+) -> PreTrainedTokenizerBase | None:
     source = settings.tokenizer or model.source
-    with_packs = data.train.path / "tokenizer.json" if data is not None else None
-    if model.from_scratch and settings.tokenizer is None and with_packs is not None and with_packs.is_file():
+    with_packs = data.beside("tokenizer.json") if data is not None else None
+    if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         source = None  # its weights, which meant the source's own ids, are not taken
     if settings.tokenizer is not None:
         text = load_text_tokenizer(settings.tokenizer)  # names what is wrong with it better than the library below
@@ -164,7 +184,7 @@ def load_tokenizer(
             key = "data.tokenizer" if settings.tokenizer else "model.source"
             reason = " ".join(str(error).split())[:300]
             raise InputError(f"`{key}`: no tokenizer can be read from {source!r}: {reason}; set `data.tokenizer`") from None
-    if with_packs is not None and with_packs.is_file():
+    if with_packs is not None:
         text = load_text_tokenizer(str(with_packs))
         return _with_special_tokens(text, data.tokenizer or text.describe())
     if needed:

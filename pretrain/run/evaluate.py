@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.progress import advance
 from packing.batch import Microbatch, evaluation_batches
+from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.run_record import is_evaluation, read_metrics
@@ -48,10 +49,22 @@ def evaluate(run: Run) -> None:
 
 
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
-    """`held_out_loss` of the held-out packs that the recipe evaluates on. Collective."""
-    limit = job.recipe.evaluate.packs
-    with evaluation_batches(job.data.held_out, limit=limit, **job.batching(accelerator)) as batches:
-        return held_out_loss(model, batches, accelerator)
+    """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, each by as large a part of its
+    packs, also that of each as `held_out_loss/NAME`. Collective."""
+    held_out, limit = job.data.held_out, job.recipe.evaluate.packs
+    parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
+    found = {}
+    for name, packs in parts.items():
+        most = limit if limit is None else max(1, round(limit * len(packs) / len(held_out)))
+        with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
+            found[name] = held_out_loss(model, batches, accelerator)
+    if len(parts) == 1:
+        return next(iter(found.values()))
+    tokens = sum(figures["held_out_tokens"] for figures in found.values())
+    means = {key: sum(each[key] * each["held_out_tokens"] for each in found.values()) / max(tokens, 1) for key in found[name]}
+    perplexity = math.exp(min(means["held_out_loss"], 700.0))
+    by_source = {f"held_out_loss/{name}": figures["held_out_loss"] for name, figures in found.items()}
+    return means | {"held_out_perplexity": perplexity, "held_out_tokens": tokens} | by_source
 
 
 def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluation | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
 from pretrain.compare.figures import plot_losses
@@ -26,7 +27,7 @@ from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step, read_
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
-from pretrain.plan.data import open_data
+from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import BestEvaluation, Run
@@ -153,8 +154,7 @@ def _shapes(recipe: Recipe, dtype: torch.dtype) -> PreTrainedModel:
 def tokenizer_of(recipe: Recipe) -> tuple[PreTrainedTokenizerBase | None, str]:
     """The run's tokenizer; or None, and why in words for the user."""
     try:
-        packs = recipe.data.model_copy(update={"source": None})  # opened, never prepared
-        data = open_data(packs, is_main_process=False) if recipe.data.packs.exists() else None
+        data = Data(open_packs(recipe.data, "train"), None) if recipe.data.packs.exists() else None  # opened, never prepared
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
     except InputError as error:
         return None, f"; WITHOUT a tokenizer: {error}"

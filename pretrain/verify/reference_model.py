@@ -1,6 +1,6 @@
 """Plain transformers, to hold the fast path against: eager attention, one document at a time, nothing of ours in between.
 
-What a document is, which tokens it has to predict and at which positions they stand is made here from tokens and lengths alone.
+What a document is, which tokens it has to predict and at which positions they stand is made here from tokens, lengths and masks.
 So a batch that was put together wrongly differs from it, as a model that computes something else does.
 """
 
@@ -69,6 +69,9 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
         targets[:-1] = pack.input_ids[at + 1 : at + length]
         if not mask_boundaries and at + length < real:
             targets[-1] = pack.input_ids[at + length]
+        for place in range(length if pack.trained is not None else 0):  # a token that is not to be learnt is nobody's target
+            if at + place + 1 < real and not pack.trained[at + place + 1]:
+                targets[place] = IGNORE
         tokens = pack.input_ids[at : at + length].astype(np.int64)
         found.append(Document(tokens, targets, pack.first_position if number == 0 else 0, begin + at))
         at += length
@@ -76,7 +79,10 @@ def documents_of(pack: Pack, *, mask_boundaries: bool, begin: int = 0) -> list[D
 
 
 def valid_tokens_of(pack: Pack, *, mask_boundaries: bool) -> int:
-    """How many tokens of a pack have something to predict: all but each document's last, or but the last of all."""
+    """How many tokens of a pack have something to predict: all but each document's last, or but the last of all; with a mask,
+    those of them whose next token it says."""
+    if pack.trained is not None:
+        return sum(document.valid_tokens for document in documents_of(pack, mask_boundaries=mask_boundaries))
     documents = len(pack.lengths) if mask_boundaries else min(len(pack.lengths), 1)
     return int(pack.lengths.sum()) - documents
 

@@ -106,6 +106,28 @@ def test_text_that_gives_no_packs_is_refused_with_its_place(content, override, s
     assert not Path(source.parent / "prepared" / "packs").exists()
 
 
+CHAT = '{"p": "one two", "r": "three"}'
+
+
+@pytest.mark.parametrize(
+    "data, says",
+    [
+        ({"prompt": "p", "response": "r"}, r"data.chat_template: the tokenizer .* has no chat template .*set data.chat_template"),
+        ({"prompt": "p"}, r"`prompt` is set but `response` is not"),
+        ({"messages": "m", "chat_template": "{{ messages }}"}, r"text.jsonl:1: no column `m`; the columns are: p, r"),
+        ({"input_ids": "p"}, r"text.jsonl:1: column `p` holds no list of whole numbers"),
+        ({"source": None, "sources": [{"source": "a", "weight": 0.5}]}, r"weights add up to 0.5"),
+        ({"source": None, "sources": [{"source": "a", "weight": -1}, {"source": "b", "weight": 2}]}, r"sources.0.weight.* is -1"),
+        ({"text": "r", "held_out": 0.0, "validation": {"text": "{r}"}}, r"data.validation: .*text.jsonl is also trained on"),
+    ],
+)
+def test_what_a_source_is_said_to_hold_and_does_not_is_refused_before_packs(data, says, source, small_recipe, refusal):
+    source.write_text(f"{CHAT}\n" * 8)
+    small_recipe["data"] |= data
+    assert re.search(says, refusal())
+    assert not Path(source.parent / "prepared" / "packs").exists()
+
+
 def test_lines_left_out_are_counted_and_the_rest_is_packed(source, small_recipe, capfd):
     source.write_text("\n".join([DOCUMENT, "{", DOCUMENT, '{"text": 5}', *[DOCUMENT] * 8]))
     prepare(DataSettings(**small_recipe["data"], on_bad_line="skip"))

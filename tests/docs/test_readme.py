@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import library_documents, standard_library
-from demo.tokenizer import save_tokenizer, train_tokenizer
+from packing.vocabulary import save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def checkout(tmp_path: Path) -> Path:
     (tmp_path / ".venv").symlink_to(sys.prefix)
     texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
     (tmp_path / "demo/work").mkdir(parents=True)
-    save_tokenizer(train_tokenizer(texts, vocab_size=4000), tmp_path / "demo/work/tokenizer", model_max_length=512)
+    save_tokenizer(train_tokenizer(texts, 4000), tmp_path / "demo/work/tokenizer")
     (tmp_path / "my_text").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")

@@ -43,6 +43,9 @@ class PacksInMemory:
         self.reads.append(index)
         return self.packs[index]
 
+    def trained(self, index: int) -> np.ndarray | None:
+        return self.packs[index].trained
+
     def lengths(self, index: int) -> np.ndarray:
         return self.packs[index].lengths
 
@@ -58,7 +61,9 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
         while (room := length - sum(lengths)) and (not lengths or draw(st.integers(0, 9))):
             lengths.append(draw(st.integers(1, room)))
         ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
-        packs.append(Pack(np.array(ids, np.uint32), np.array(lengths, np.int32), draw(st.sampled_from([0, 0, 7]))))
+        mask = draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
+        trained = None if mask is None else np.array(mask)
+        packs.append(Pack(np.array(ids, np.uint32), np.array(lengths, np.int32), draw(st.sampled_from([0, 0, 7])), trained))
     return packs
 
 
@@ -113,7 +118,7 @@ def plain_rows(packs: list[Pack], mask_boundaries: bool) -> tuple[list[int], lis
                 ids.append(int(pack.input_ids[here]))
                 positions.append(place + (pack.first_position if number == 0 else 0))
                 ends_document = place == size - 1 and mask_boundaries
-                guessable = here + 1 < real and not ends_document
+                guessable = here + 1 < real and not ends_document and (pack.trained is None or pack.trained[here + 1])
                 labels.append(int(pack.input_ids[here + 1]) if guessable else IGNORE)
             if size:
                 ends.append(len(ids))
@@ -142,10 +147,10 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
 
 @settings(deadline=None)
 @given(packs_of_one_length(), st.booleans())
-def test_valid_tokens_follow_from_lengths_alone(packs, mask_boundaries):
+def test_valid_tokens_follow_from_lengths_and_masks(packs, mask_boundaries):
     for pack in packs:
         built = build_microbatch([pack], mask_boundaries=mask_boundaries).valid_tokens
-        assert count_valid_tokens(pack.lengths, mask_boundaries=mask_boundaries) == built
+        assert count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) == built
 
 
 def test_labels_cross_documents_without_the_mask_but_never_packs_nor_into_padding():

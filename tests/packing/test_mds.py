@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.__main__ import main
 from packing.mds import MDSPacks, MDSReader, decoder, documents
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -279,3 +280,35 @@ def test_lengths_that_do_not_fill_the_pack_are_refused(mask):
 def test_opening_packs_of_no_tokens_names_the_columns_there_are():
     with pytest.raises(InputError, match=r"an_int.*packs need one named input_ids"):
         MDSPacks([FIXTURES / "encodings"], FIXTURES / "encodings", LENGTH)
+
+
+def write_labelled(folder: Path, labels: np.ndarray) -> Path:
+    """One sample of 8 tokens with labels, in raw MDS."""
+    folder.mkdir()
+    tokens = np.arange(8, dtype="<u4")
+    sample = tokens.tobytes() + labels.astype("<i4").tobytes()
+    table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
+    (folder / "shard.00000.mds").write_bytes(table + sample)
+    encodings = ["ndarray:uint32:8", "ndarray:int32:8"]
+    columns = {"column_names": ["input_ids", "labels"], "column_encodings": encodings, "column_sizes": [32, 32]}
+    raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
+    shard = {"version": 2, "format": "mds", "compression": None, "samples": 1, "raw_data": raw, "zip_data": None} | columns
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    return folder
+
+
+def test_labels_are_the_mask_of_packs_and_an_import_keeps_them(tmp_path: Path, capsys: pytest.CaptureFixture):
+    labels = np.array([-100, -100, 2, 3, -100, 5, 6, 7])
+    packs = open_mds(write_labelled(tmp_path / "mds", labels), 8)
+    assert packs[0].trained.tolist() == packs.trained(0).tolist() == (labels >= 0).tolist()
+    assert main(["import", str(tmp_path / "mds"), "--out", str(tmp_path / "arrow")]) == 0
+    assert "trained on    5 tokens, by its labels" in capsys.readouterr().out
+    imported = open_packs(DataSettings(packs=tmp_path / "arrow", length=8), "train")
+    assert imported.trained(0).tolist() == (labels >= 0).tolist()
+    assert main(["import", str(FIXTURES / "reference"), "--out", str(tmp_path / "all")]) == 0
+    assert "every token: nothing there says otherwise" in capsys.readouterr().out
+
+
+def test_labels_that_are_shifted_are_refused(tmp_path: Path):
+    with pytest.raises(InputError, match=r"neither its tokens nor -100.*not shifted"):
+        open_mds(write_labelled(tmp_path / "mds", np.append(np.arange(1, 8), -100)), 8)

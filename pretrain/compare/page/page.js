@@ -91,7 +91,8 @@ const axis = (title, more = {}) => ({
 function layout(more) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, margin: { l: 8, r: 12, t: 8, b: 8 },
-    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink("--ink") }, hovermode: "closest", dragmode: "zoom",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink("--ink") }, hovermode: "closest",
+    dragmode: narrow() ? false : "zoom",  // on a phone a finger scrolls the page
     hoverlabel: { bgcolor: ink("--card"), bordercolor: ink("--line"), font: { color: ink("--ink"), size: 12 }, align: "left" }, ...more,
   };
 }
@@ -147,7 +148,7 @@ function drawPublished() {
   if (find("published")) scatter("published", data.published, []);
 }
 
-const endsHeight = (runs) => Math.max(narrow() ? 150 : find("speed") ? 380 : 170, 70 + 23 * runs);
+const endsHeight = (runs) => Math.max(narrow() ? 150 : find("speed") ? 320 : 170, 70 + 23 * runs);
 function drawEnds() {
   if (!find("ends")) return;
   const paired = data.runs.some((run) => run.gap !== null);
@@ -360,8 +361,7 @@ function drawHeat() {
 const PARTS = ["#4C78A8", "#72B7B2", "#EECA3B", "#F58518", "#B279A2", "#9D755D", "#54A24B", "#E45756", "#8CA0B3", "#BAB0AC"];
 function bars(id, rows, traces, unit) {
   draw(id, traces, {
-    height: 62 + 26 * rows.length + (traces.length > 2 ? 44 : 0), barmode: "stack", bargap: 0.3, showlegend: traces.length > 2,
-    legend: { orientation: "h", y: 1, yanchor: "bottom", x: 0, font: { size: 11, color: ink("--soft") }, traceorder: "normal" },
+    height: 62 + 26 * rows.length, barmode: "stack", bargap: 0.3,
     xaxis: axis(unit, { rangemode: "tozero" }),
     yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: rows.map((r) => r.name), ticktext: rows.map((r) => shorten(r.name, narrow() ? 16 : 30)) }),
   });
@@ -369,16 +369,18 @@ function bars(id, rows, traces, unit) {
 function drawCosts() {
   if (find("time")) {
     const rows = data.runs.filter((run) => run.time), parts = [...new Set(rows.flatMap((run) => Object.keys(run.time.parts)))];
+    const several = parts.length > 2;
+    find("time-key").innerHTML = several ? parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join("") : "";
     bars("time", rows, parts.map((part, i) => ({
       type: "bar", orientation: "h", name: part, y: rows.map((r) => r.name), x: rows.map((r) => r.time.parts[part] ?? 0),
-      marker: { color: parts.length > 2 ? PARTS[i % PARTS.length] : i ? ink("--soft") : rows.map((r) => r.colour), opacity: 0.9 },
-      showlegend: parts.length > 2, hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms<extra></extra>`,
+      marker: { color: several ? PARTS[i % PARTS.length] : i ? ink("--soft") : rows.map((r) => r.colour), opacity: 0.9 },
+      hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms<extra></extra>`,
     })), "ms");
   }
   if (find("memory")) {
     const rows = data.runs.filter((run) => run.memory);
     const bar = (values, opacity, what) => ({
-      type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity }, showlegend: false,
+      type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity },
       hovertemplate: `<b>%{y}</b><br>${what} %{x:.4~g} GiB<extra></extra>`,
     });
     const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 } };

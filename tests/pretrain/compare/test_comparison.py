@@ -131,6 +131,16 @@ def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
     assert answer.startswith("Lowest training loss: b (learning_rate 0.2) with 2.8") and answer.endswith("nats against a.")
 
 
+def test_runs_are_ranked_by_held_out_loss_only_where_all_have_one(tmp_path):
+    runs = [trained(tmp_path / "a", noisy(3.0, 1)), trained(tmp_path / "b", noisy(3.1, 2), "precision=delayed")]
+    both = RunComparison.over(runs)
+    assert both.by_held_out and [each.loss for each in both.standings] == [2.4, 2.4] and both.standings[1].held_out_gap == 0.0
+    runs.append(trained(tmp_path / "c", noisy(2.9, 3), held_out=False))
+    some = RunComparison.over(runs)
+    assert not some.by_held_out and [round(each.loss, 1) for each in some.standings] == [3.0, 3.1, 2.9]
+    assert [each.held_out_gap for each in some.standings] == [None, 0.0, None]
+
+
 def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends_lower(tmp_path, capsys):
     base, same = make_run(tmp_path / "base", noisy(3.0, 1)), make_run(tmp_path / "same", noisy(3.002, 2), "precision=delayed")
     worse, better = make_run(tmp_path / "worse", noisy(3.05, 3)), make_run(tmp_path / "better", noisy(2.9, 4))

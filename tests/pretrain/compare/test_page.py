@@ -78,6 +78,26 @@ def test_a_loss_that_is_no_number_is_a_gap_and_hours_that_were_shared_are_no_axi
     assert data["runs"][0]["speed"] is None
 
 
+ODD = {
+    "one step": [3.0],
+    "no finite loss": [None, None, None],
+    "a flat line": [2.0] * 300,
+    "a gap": [11.0, None, *(8 - 0.01 * step for step in range(300))],
+    "lost at its end": [3.0, 2.0, None],
+}
+
+
+@pytest.mark.parametrize("losses", ODD.values(), ids=ODD)
+def test_any_run_has_a_page_alone_beside_another_and_beside_one_over_other_text(losses, tmp_path):
+    run = trained(tmp_path / "run", losses, held_out=len(losses) > 1)
+    other, text = trained(tmp_path / "other", (4.0, 3.0, 2.0)), trained(tmp_path / "text", losses, fingerprint="cd34")
+    for runs in ([run], [run, other], [other, run, text]):
+        comparison = RunComparison.over(runs)
+        assert carried(render(comparison))["runs"][0]["steps"] and comparison.answer()
+        lost = [each.look.label for each in comparison.standings if losses[-1] is None and each.run is not other]
+        assert len(runs) == 1 or (f"The loss of {', '.join(lost)} ends as no number." in comparison.answer()) == bool(lost)
+
+
 def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
     name = "model.layers.3.self_attn.q_proj"
     operands = [{"layer": name, "operand": "input", "amax": 4.0, "scale": 0.5, "underflow": 0.25, "saturation": 0.0}]

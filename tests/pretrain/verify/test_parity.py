@@ -68,7 +68,8 @@ def packs(draw: st.DrawFn) -> Pack:
     cuts = sorted(draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
     lengths = np.diff([0, *cuts, draw(st.integers(max(cuts, default=1), LENGTH))]).astype(np.int32)
     tokens = np.random.default_rng(draw(st.integers(0, 1000))).permutation(100)[:LENGTH]
-    return Pack(tokens.astype(np.uint32), lengths[lengths > 0], draw(st.integers(0, 50)))
+    trained = draw(st.none() | st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH).map(np.array))
+    return Pack(tokens.astype(np.uint32), lengths[lengths > 0], draw(st.integers(0, 50)), trained)
 
 
 @given(st.lists(packs(), min_size=1, max_size=3, unique_by=lambda pack: pack.input_ids.tobytes()), st.booleans())
@@ -89,6 +90,15 @@ def test_whatever_is_wrong_in_a_batch_is_named(name: str) -> None:
     changed = getattr(batch, name).clone()
     changed.view(-1)[1] += 1
     assert differences(replace(batch, **{name: changed}), documents) == [name]
+
+
+def test_a_token_that_is_masked_and_has_a_label_is_found() -> None:
+    trained = np.arange(LENGTH) % 3 > 0
+    pack = Pack(np.arange(LENGTH, dtype=np.uint32), np.array([5, 7], dtype=np.int32), 0, trained)
+    forgotten = build_microbatch([replace(pack, trained=None)], mask_boundaries=True)
+    (documents,) = documents_in([forgotten], [pack], mask_boundaries=True)
+    assert differences(forgotten, documents) == ["labels"]
+    assert valid_tokens_of(pack, mask_boundaries=True) == 7 < forgotten.valid_tokens == 10
 
 
 def test_a_pack_that_comes_twice_and_one_that_is_not_of_the_step_have_no_documents() -> None:

@@ -1,0 +1,276 @@
+"""Several sources in shares of the tokens, text to validate on, and the tail of a single file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from foundation.errors import InputError
+from packing import sources
+from packing.__main__ import main
+from packing.arrow import read_manifest
+from packing.batch import BatchStream
+from packing.mixture import MixedOrder, MixedPacks, Mixture, order_of
+from packing.order import PackOrder
+from packing.prepare import prepare
+from packing.settings import DataSettings
+from packing.store import open_packs
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> Mixture:
+    count = draw(st.integers(1, 4))
+    raw = draw(st.lists(st.floats(0.02, 1), min_size=count, max_size=count))
+    return Mixture(
+        names=tuple("abcd"[:count]),
+        counts=tuple(draw(st.lists(st.integers(1, 40), min_size=count, max_size=count))),
+        weights=tuple(weight / sum(raw) for weight in raw),
+        tokens_per_pack=tuple(draw(st.lists(st.floats(20, 64), min_size=count, max_size=count))),
+    )
+
+
+@settings(max_examples=40)
+@given(mixtures(), st.integers(1, 9), st.integers(0, 5))
+def test_every_source_has_its_share_at_any_time_and_each_of_its_epochs_every_pack(
+    mixture: Mixture, per_step: int, seed: int
+) -> None:
+    stream = MixedOrder(mixture, 300, seed).packs_of_step(0)
+    steps = [MixedOrder(mixture, per_step, seed).packs_of_step(step) for step in range(3)]
+    assert np.concatenate(steps).tolist() == stream[: 3 * per_step].tolist()
+    firsts = np.cumsum([0, *mixture.counts])
+    source = np.searchsorted(firsts, stream, "right") - 1
+    tokens = np.cumsum(np.eye(len(mixture.names))[source] * mixture.tokens_per_pack, axis=0)
+    wanted = tokens.sum(1)[:, None] * mixture.weights
+    # A source is at most a pack behind of what those before it have left, and these are so, too.
+    assert (abs(tokens - wanted) <= len(mixture.names) * max(mixture.tokens_per_pack)).all()
+    for first, count in zip(firsts, mixture.counts, strict=False):
+        own = [int(pack - first) for pack in stream if first <= pack < first + count]
+        for begin in range(0, len(own), count):
+            epoch = own[begin : begin + count]
+            assert len(set(epoch)) == len(epoch) and (len(epoch) < count or set(epoch) == set(range(count)))
+    taken = dict(zip(mixture.names, map(int, mixture.taken(len(stream))), strict=True))
+    seen = Counter(mixture.names[number] for number in source)
+    assert taken == {name: seen[name] for name in mixture.names}
+    assert mixture.epochs(len(stream)) == pytest.approx({n: taken[n] / c for n, c in zip(taken, mixture.counts, strict=True)})
+    assert sum(mixture.shares(len(stream)).values()) == pytest.approx(1)
+
+
+def test_the_order_is_this_one_and_stays_it() -> None:
+    mixture = Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0))
+    assert MixedOrder(mixture, 6, 42).packs_of_step(0).tolist() == [10, 0, 8, 13, 4, 5]
+    assert MixedOrder(mixture, 6, 42).packs_of_step(50).tolist() == [1, 3, 7, 11, 2, 4]
+    alone = Mixture(("a",), (10,), (1.0,), (64.0,))
+    assert sorted(MixedOrder(alone, 10, 1).packs_of_step(3)) == list(range(10))
+
+
+def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
+    path.write_text("".join(json.dumps({"text": text} | more) + "\n" for text in texts))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("mixture")
+
+
+@pytest.fixture(scope="module")
+def values(folder: Path, documents: list[str], tokenizer_file: Path) -> dict[str, Any]:
+    """Two sources; the second, of other columns, is short."""
+    web = write_texts(folder / "web.jsonl", [text[:900] for text in documents])
+    code = folder / "code.jsonl"
+    code.write_text("".join(json.dumps({"body": text[:300], "n": 1}) + "\n" for text in documents[:20]))
+    both = [
+        {"source": str(web), "weight": 0.7},
+        {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
+    ]
+    more = {"length": 64, "processes": 1, "held_out": 0.1}
+    return {"packs": str(folder / "packs"), "sources": both, "tokenizer": str(tokenizer_file), **more}
+
+
+@pytest.fixture(scope="module")
+def data(values: dict[str, Any]) -> DataSettings:
+    """Prepared."""
+    made = DataSettings(**values)
+    prepare(made, progress=False)
+    return made
+
+
+def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(data: DataSettings, values: dict[str, Any]) -> None:
+    packs, held_out = open_packs(data, "train"), open_packs(data, "held_out")
+    assert isinstance(packs, MixedPacks) and list(packs.parts) == ["web", "short"] == list(held_out.parts)
+    assert len(packs) == sum(len(part) for part in packs.parts.values())
+    assert packs[len(packs.parts["web"])].input_ids.tolist() == packs.parts["short"][0].input_ids.tolist()
+    assert read_manifest(data.packs / "web")["settings"]["source"] == values["sources"][0]["source"]
+
+    order = order_of(packs, 10, seed=3)
+    steps = 3 * len(packs) // 10
+    tokens = {name: 0 for name in packs.parts}
+    for index in np.concatenate([order.packs_of_step(step) for step in range(steps)]).tolist():
+        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(packs.lengths(index).sum())
+    assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
+    figures = order.figures(steps)
+    assert figures["share/web"] == pytest.approx(0.7, abs=0.005) and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
+    # Other weights are other data to a checkpoint; the same packs serve them.
+    other = [part | {"weight": 0.5} for part in values["sources"]]
+    assert open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint != packs.fingerprint
+
+
+def test_any_number_of_processes_takes_the_same_packs_of_several_sources(data: DataSettings) -> None:
+    packs = open_packs(data, "train")
+
+    def rows(world: int, step: int) -> list[list[int]]:
+        found = []
+        for rank in range(world):
+            stream = BatchStream(packs, order_of(packs, 6, 7), microbatch=2, rank=rank, world_size=world, mask_boundaries=True)
+            batches = stream.step(step)
+            assert batches.sources == order_of(packs, 6, 7).figures(step + 1)
+            for part in batches.microbatches:
+                found += part.input_ids.reshape(-1, 64).tolist()
+        return sorted(row for row in found if any(row))
+
+    assert rows(1, 4) == rows(2, 4) == rows(3, 4)
+
+
+def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
+    there = [{"name": "web", "weight": 0.7}, {"name": "short", "weight": 0.3}]
+    again = DataSettings(packs=data.packs, length=64, sources=there)
+    gone = [
+        {**part, "source": str(data.packs / "gone.jsonl"), "name": each.name}
+        for part, each in zip(there, again.sources, strict=True)
+    ]
+    moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer="t")
+    with pytest.raises(InputError, match="prepared with other settings"):  # not that its text is gone
+        prepare(moved, progress=False)
+    assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
+
+
+def test_inspect_shows_every_source(data: DataSettings, capsys: pytest.CaptureFixture) -> None:
+    assert main(["inspect", str(data.packs)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{data.packs}/short: Arrow" in shown and f"{data.packs}/web: Arrow" in shown
+    assert shown.count("as prepared") == 2
+    assert main(["inspect", str(data.packs), "--index", "0"]) == 2
+
+
+def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+    train, other = write_texts(tmp_path / "a.jsonl", documents[:30]), write_texts(tmp_path / "b.jsonl", documents[30:40])
+    common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
+    by_file = DataSettings(packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common)
+    prepare(by_file, progress=False)
+    shown = [open_packs(by_file, "held_out")[0].input_ids[:8].tolist(), Tokenizer.from_file(str(tokenizer_file))]
+    assert documents[30].startswith(shown[1].decode(shown[0]))
+    saved = tmp_path / "saved"
+    splits = {"train": documents[:30], "test": documents[30:40]}
+    datasets.DatasetDict({name: datasets.Dataset.from_dict({"body": each}) for name, each in splits.items()}).save_to_disk(saved)
+    by_split = DataSettings(packs=tmp_path / "split", source=str(saved), text="body", validation={"split": "test"}, **common)
+    prepare(by_split, progress=False)
+    for split in ("train", "held_out"):
+        assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
+    # Packs that exist, and text to validate on.
+    onto = DataSettings(packs=tmp_path / "packs", validation={"source": str(other)}, length=64, tokenizer=str(tokenizer_file))
+    assert onto.prepares
+    prepare(onto, progress=False)
+    assert open_packs(onto, "held_out").fingerprint == open_packs(by_file, "held_out").fingerprint
+
+
+def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+    text = tmp_path / "input.txt"
+    text.write_text("".join(documents[:5]))
+    data = DataSettings(
+        packs=tmp_path / "packs", source=str(text), tokenizer=str(tokenizer_file), length=64, held_out=0.1, processes=1
+    )
+    prepare(data, progress=False)
+    tokens = {split: [] for split in ("train", "held_out")}
+    for split, found in tokens.items():
+        packs = open_packs(data, split)
+        for pack in (packs[index] for index in range(len(packs))):
+            found += pack.input_ids[: pack.lengths.sum()].tolist()
+    whole = data.model_copy(update={"packs": tmp_path / "whole", "held_out": 0.0})
+    prepare(whole, progress=False)
+    packs = open_packs(whole, "train")
+    everything = np.concatenate([packs[index].input_ids[: packs.lengths(index).sum()] for index in range(len(packs))]).tolist()
+    assert tokens["train"] + tokens["held_out"] == everything
+    assert len(tokens["held_out"]) == round(0.1 * len(everything)) == read_manifest(data.packs)["statistics"]["held_out_tail"]
+
+
+def test_a_revision_reaches_the_hub_and_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    asked = {}
+
+    def load(name: str, subset: str | None, **options: Any) -> datasets.Dataset:
+        asked.update(options, name=name)
+        return datasets.Dataset.from_dict({"text": ["some text"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = DataSettings(
+        packs=tmp_path / "packs", source="org/corpus", revision="v2", tokenizer=str(tokenizer_file), length=8, processes=1
+    )
+    prepare(data, progress=False)
+    assert asked["name"] == "org/corpus" and asked["revision"] == "v2" and asked["split"] == "train"
+    assert read_manifest(data.packs)["settings"]["revision"] == "v2"
+    with pytest.raises(InputError, match="revision: v2 -> v3"):
+        prepare(data.model_copy(update={"revision": "v3"}), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"sources": [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.4}]}, "weights add up to 0.9"),
+        ({"sources": [{"source": "a", "weight": -0.5}, {"source": "b", "weight": 1.5}]}, "greater than 0"),
+        ({"sources": [{"weight": 1.0}]}, "needs `source`, or the `name`"),
+        ({"sources": []}, "`sources` is empty"),
+        ({"sources": [{"source": "a", "weight": 1}], "source": "b"}, "both set"),
+        ({"source": "a", "validation": {"source": "b"}, "held_out": 0.1}, "`held_out` and `validation` are both set"),
+        ({"source": "a", "validation": {}}, "`validation` is empty"),
+        ({"validation": {"split": "test"}}, "names no `source`"),
+    ],
+)
+def test_settings_of_sources_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataSettings(packs=Path("packs"), tokenizer="t", **values)
+
+
+def test_what_cannot_be_used_is_said_before_any_pack_is_made(
+    values: dict[str, Any], tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    web, short = values["sources"]
+
+    def refused(**changed: Any) -> str:
+        with pytest.raises(InputError) as error:
+            prepare(DataSettings(**values | {"packs": tmp_path / "packs"} | changed), progress=False)
+        assert not (tmp_path / "packs").exists() and not list(tmp_path.glob("*.partial"))
+        return str(error.value)
+
+    assert "no column `text`; the columns are: body, n" in refused(sources=[web, {**short, "text": "text"}])
+    assert "two are called web" in refused(sources=[web, {**web, "weight": 0.3}])
+    assert "gives no name for its packs" in refused(sources=[web, {"source": str(folder / ".hidden"), "weight": 0.3}])
+    assert "no such file" in refused(sources=[web, {**short, "source": str(tmp_path / "gone.jsonl")}])
+    again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
+    assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
+    links = tmp_path / "all"
+    links.mkdir()
+    (links / "web.jsonl").symlink_to(folder / "web.jsonl")
+    assert "also trained on" in refused(validation={"source": str(links)}, held_out=0.0)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
+    one = {"sources": None, "source": "org/corpus", "held_out": 0.0, "validation": {"split": "train"}}
+    assert "org/corpus (default, train) is also trained on (data.source)" in refused(**one)
+
+
+def test_packs_of_one_source_keep_their_order_and_are_not_mixed(data: DataSettings, values: dict[str, Any]) -> None:
+    source = values["sources"][0]["source"]
+    one = DataSettings(**values | {"sources": None, "source": source, "packs": data.packs / "web"})
+    prepare(one, progress=False)
+    packs = open_packs(one, "train")
+    assert order_of(packs, 4, 5) == PackOrder(len(packs), 4, 5)
+    with pytest.raises(InputError, match=r"holds the packs of one source, and `data\.sources` names 2"):
+        prepare(DataSettings(**values | {"packs": data.packs / "web"}), progress=False)
