@@ -18,7 +18,7 @@ from foundation.errors import InputError
 from pretrain.metrics.flops import TERA
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
-from pretrain.model.attention.backends import MIN_CUDNN_HEAD_DIM
+from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
 from pretrain.plan.memory import LayerMemory, layers_of
 from pretrain.plan.plan import ASSUMED_SHARES, Devices, Plan, plural
 from pretrain.plan.preflight import KEPT_FREE, Job
@@ -30,7 +30,7 @@ USUAL = ("H100", "H200", "B200", "8xB200")
 # GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
 MEMORY = {"H100": 80, "H200": 141, "B200": 180}
 UNKNOWN = "—"
-CUDNN_HEADS = range(MIN_CUDNN_HEAD_DIM, 129)  # head sizes for which `model.attention: auto` takes cuDNN there
+CUDNN_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which `model.attention: auto` takes cuDNN there
 NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
