@@ -121,7 +121,7 @@ def filled_in(run_dir: str, fields: Mapping[str, Any]) -> str:
 def in_a_name(value: Any) -> str:
     """A setting's value as a part of a folder's name: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B."""
     text = value if isinstance(value, str) else json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
-    return re.sub(r"^\.+|[^A-Za-z0-9._+=,-]+", "_", text)
+    return re.sub(r"^\.+[^A-Za-z0-9._+=,-]*|[^A-Za-z0-9._+=,-]+", "_", text)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
