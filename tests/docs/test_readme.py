@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import library_documents, standard_library
-from packing.vocabulary import save_tokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,14 +24,12 @@ WIDTH = 100
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout with an environment, the demo's tokenizer and a folder of texts: what the block asks for."""
+    """A copy of the checkout with an environment and a folder of texts: what the block asks for."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
-    (tmp_path / "demo/work").mkdir(parents=True)
-    save_tokenizer(train_tokenizer(texts, 4000), tmp_path / "demo/work/tokenizer")
     (tmp_path / "my_text").mkdir()
     for number, text in enumerate(texts):
         (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")
@@ -47,8 +44,7 @@ def test_the_block_for_your_own_text_trains_and_generates_as_it_stands(checkout:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (run,) = (checkout / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 7.0, "8.3 is a uniform guess over 4,000 tokens"
-    # Sampled, so it may begin with a line's end.
-    assert re.search(r"^The .*\S", done.stdout, re.MULTILINE | re.DOTALL), "the continuation, which begins with its prompt"
+    assert re.search(r"sample after The $(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), "the continuation, behind its prompt"
     config = json.loads((run / "final/config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), "the tokenizer's 4,000 ids, and its end of text"
 
@@ -108,4 +104,4 @@ def test_files_that_are_named_exist(page: Path):
 def test_prose_wraps_at_100(page: Path):
     text = re.sub(r"<!-- throughput -->.*?<!-- /throughput -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith(("|", "!["))] == []
+    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith(("|", "![", "[!["))] == []
