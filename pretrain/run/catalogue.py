@@ -202,8 +202,8 @@ def notes(recipes: Sequence[ListedRecipe]) -> list[str]:
     slow, fast = sorted(ASSUMED_SHARES)
     small = units.count(LEAST)
     said = [
-        f"time is that of training steps at {100 * slow:g} and {100 * fast:g} % of the peak, which is assumed, in {PRECISION.upper()} "
-        f"where a recipe names no precision; of models below {small} parameters such a share says nothing",
+        f"time is that of training steps at {100 * slow:g} and {100 * fast:g} % of the peak, which is assumed, in "
+        f"{PRECISION.upper()} where a recipe names no precision; of models below {small} parameters such a share says nothing",
         "memory is the plan's estimate, on the fewest H200s of a machine that hold the model",
     ]
     return said + [f"{each.recipe.name}: {each.obstacle}" for each in recipes if each.obstacle]
@@ -214,7 +214,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         "python -m pretrain recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: the recipes that come along")
+    parser.add_argument("paths", nargs="*", type=Path, metavar="RECIPE", help="files or folders; without: those that come along")
     recipes = catalogue(files(parser.parse_args(arguments).paths or [FOLDER]))
     print(table(recipes))
     print("\n".join(f"* {note}" for note in notes(recipes)))

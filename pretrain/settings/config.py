@@ -67,7 +67,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """What a file says over what it builds on: section by section and key by key; a key's value, `model.config` say, as a whole."""
+    """What a file says over what it builds on: key by key of each section; a key's value, `model.config` say, as a whole."""
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for group in _ALTERNATIVES:
         section = group[0].partition(".")[0]

@@ -16,7 +16,12 @@ ROOT = Path(__file__).parents[2]
 RECIPES = files([FOLDER])
 # Billions of parameters, by the arithmetic of the documents' own shapes.
 SIZES = {"gpt2_fineweb_edu": 0.124, "gpt2_slimpajama": 1.27, "llama2_slimpajama": 1.294, "llama3_1_5b_slimpajama": 1.545}
-SIZES |= {"llama3_2_2b_slimpajama": 2.224, "qwen3_slimpajama": 1.830, "llama3_2_1b_openmath": 1.236, "llama3_2_3b_openmath": 3.213}
+SIZES |= {
+    "llama3_2_2b_slimpajama": 2.224,
+    "qwen3_slimpajama": 1.830,
+    "llama3_2_1b_openmath": 1.236,
+    "llama3_2_3b_openmath": 3.213,
+}
 SIZES |= {"llama3_1_8b_openmath": 8.030, "qwen2_5_14b_openmath": 14.77, "small_malaysian_lm": 1.72}
 
 

@@ -21,11 +21,20 @@ from packing.__main__ import main as packing
 from pretrain.__main__ import main as pretrain
 from tests.conftest import ROOT
 
-LINES = [f"{word}: count {n} and {n + 1}, then {n * 7 % 97} and {n * 5 % 89}." for n in range(150) for word in ("ROMEO", "JULIET")]
+LINES = [
+    f"{word}: count {n} and {n + 1}, then {n * 7 % 97} and {n * 5 % 89}." for n in range(150) for word in ("ROMEO", "JULIET")
+]
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 384}
 LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA |= {"head_dim": 8, "vocab_size": 384}
-EVERYWHERE = ["data.length=64", "data.processes=1", "batch.tokens=512", "schedule.warmup=1", "evaluate.every=2", "evaluate.packs=4"]
+EVERYWHERE = [
+    "data.length=64",
+    "data.processes=1",
+    "batch.tokens=512",
+    "schedule.warmup=1",
+    "evaluate.every=2",
+    "evaluate.packs=4",
+]
 EVERYWHERE += ["evaluate.sample_tokens=4", "checkpoint.every=2", "log.every=1", "parity=off"]
 
 Trained = Callable[..., list[dict[str, Any]]]
@@ -100,3 +109,10 @@ def test_problems_are_masked_and_an_unsupported_mxfp8_falls_back(trained, here, 
     last = [each for each in metrics if "loss" in each][-1]
     assert 0 < last["trained_tokens"] < 0.6 * last["tokens"], "half of an example is its problem"
     assert AutoTokenizer.from_pretrained(tmp_path / "run/final").chat_template, "it goes along with the model"
+
+
+def test_a_recipe_whose_validation_and_tokenizer_are_out_of_reach_is_planned(launcher_here, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    status, out, err = launcher_here(str(ROOT / "recipes/qwen3_slimpajama.yaml"), "--plan", "precision=bf16")
+    assert status == 0, out + err
+    assert "7,630 steps = 6.00 B tokens" in out and "not there yet, or out of reach" in " ".join(out.split())
