@@ -6,7 +6,7 @@ The real launcher under `accelerate launch`, on the CPU unless `--gpu` is given.
 microbatches. Each process adds up its own, and then all are added up. So figures differ by the order of additions in FP32, and by
 what the following steps make of that. How much that is by itself shows one process that takes the microbatches of each step in
 backward order. `key=value` arguments go to the launcher of every run. A topology is the name of a file in accelerate_configs/;
-figures of other topologies stay in the result file.
+figures of other topologies stay in the result file. `--picture FILE` draws all that is in it, and trains nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import yaml
 from benchmarks.kill_resume import LENGTH, MODELS, write_packs
 from benchmarks.machine import processor
 from packing.batch import BatchStream, StepBatches
+from pretrain.compare.figures import GREY, new_figure, save, style_panel
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
@@ -112,6 +113,44 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return results
 
 
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """The losses of every number of processes, and how far they are from those of one; a column for each case that is there."""
+    found = {
+        case: {
+            number if number in ("1", ORDER) else f"{topology}, {number}": curves
+            for topology, number, curves in fused(report, case)
+        }
+        for case in CASES
+    }
+    cases = [case for case, curves in found.items() if curves]
+    figure = new_figure(5.4 * len(cases), 6.4)
+    rows = figure.subplots(2, len(cases), sharex=True, squeeze=False)
+    for case, (losses, differences) in zip(cases, rows.T, strict=True):
+        one, others = found[case].pop("1")["loss"], found[case]
+        steps = range(1, len(one) + 1)
+        losses.plot(steps, one, color=GREY, linewidth=5, alpha=0.4)
+        for name, curves in others.items():
+            topology, _, number = name.partition(", ")
+            colour = GREY if name == ORDER else f"C{list(report).index(topology)}"
+            style = {"color": colour, "linewidth": 1, "linestyle": "-" if number == "2" else "--"}
+            losses.plot(steps, curves["loss"], **style)
+            apart = [max(abs(b / a - 1), 1e-9) for a, b in zip(one, curves["loss"], strict=True)]
+            differences.plot(steps, apart, label=name if case == cases[0] else None, **style)
+        losses.set(title=case, ylabel="loss, nats; one process wide and grey")
+        differences.set(yscale="log", ylim=(1e-9, 1e-3), xlabel="step", ylabel="relative difference from one process")
+        for panel in (losses, differences):
+            style_panel(panel)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    save(figure, path)
+
+
+def fused(report: Mapping[str, Any], case: str) -> Iterator[tuple[str, str, Mapping[str, Sequence[float]]]]:
+    """Topology, number of processes and curves of a case with fused layers."""
+    for topology, each in report.items():
+        for number, curves in each["results"].get(f"{case}, fused on", {}).get("curves", {}).items():
+            yield topology, number, curves
+
+
 def launch_backwards() -> int:
     """The launcher, its microbatches in backward order."""
     import train_accelerate
@@ -136,8 +175,12 @@ def main() -> None:
     parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--folder", type=Path, help="keep the runs there; those that are finished there are not repeated")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--picture", type=Path, help="draw what the result file holds, there")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     arguments = parser.parse_args()
+    if arguments.picture:
+        draw(json.loads(arguments.out.read_text()), arguments.picture)
+        return
     with tempfile.TemporaryDirectory(prefix="equality-") as passing:
         results = compare(arguments, (arguments.folder or Path(passing)).resolve())
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
