@@ -14,7 +14,7 @@ help:
 	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (5 minutes, no GPU)"
 	@echo "make test    install what the tests need, and run them (6 minutes on 2 cores)"
 	@echo "make lint    check style and formatting with ruff"
-	@echo "make docs    write docs/settings.md from the classes that check recipes"
+	@echo "make docs    write docs/settings.md from the classes that check recipes, docs/recipes.md from the recipes"
 	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
 	@echo
 	@echo ".venv is made with python3; to use another Python (3.11 or newer): make PYTHON=python3.12 ..."
@@ -29,9 +29,10 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# docs/settings.md lists every key; the classes that check recipes say what each one means.
+# docs/settings.md lists every key; the classes that check recipes say what each one means. docs/recipes.md lists the recipes.
 docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
+	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
 
 clean:
 	rm -rf demo/work runs/smoke runs/demo .pytest_cache .ruff_cache .hypothesis

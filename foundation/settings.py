@@ -192,3 +192,25 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
     return values
+
+
+def load_with_bases(path: str | os.PathLike[str]) -> list[tuple[Path, dict[str, Any]]]:
+    """The YAML file at `path` and those that it builds on, each with what it holds itself; the first is what all build on.
+
+    A file names the one before it as `base`, relative to itself. InputError where there is none, or where they go in a circle.
+    """
+    path, chain = Path(path), []
+    while True:
+        values = load_yaml(path)
+        base = values.pop("base", None)
+        chain.insert(0, (path, values))
+        if base is None:
+            return chain
+        if not isinstance(base, str) or not base or unusable_text(base):
+            raise InputError(f"{path}: `base` is {shown(base, repr)}; it should be the path of a recipe, from this file on")
+        wanted = path.parent / base
+        if any(wanted.resolve() == there.resolve() for there, _ in chain):
+            raise InputError(f"{path}: `base`: {base} builds on this file itself; leave one of the two out")
+        if not wanted.is_file():
+            raise InputError(f"{path}: `base`: {wanted} is no file; the path is taken from this file on")
+        path = wanted

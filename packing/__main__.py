@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.settings import Settings, load_yaml, parse, value_from_text
+from foundation.settings import Settings, load_with_bases, parse, value_from_text
 from packing.settings import DataSettings
 
 
@@ -161,9 +161,12 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
     files = [text for text in options.recipe if "=" not in text]
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
-    data = (load_yaml(files[0]).get("data") if files else None) or {}
-    if not isinstance(data, dict):
-        raise InputError(f"`data`: a section of keys is wanted, the recipe holds {data!r}")
+    data = {}
+    for path, own in load_with_bases(files[0]) if files else ():
+        section = own.get("data") or {}
+        if not isinstance(section, dict):
+            raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
+        data |= section
     given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
     given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
     for key, value in given.items():

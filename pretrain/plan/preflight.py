@@ -173,7 +173,7 @@ def prepare_job(
             encoded_prompt(tokenizer, prompt, model_config)
         except InputError as error:
             raise InputError(f"`evaluate.samples`: {error}") from None
-    if data is None and (may_prepare or prepared(recipe.data)):
+    if data is None and not to_come:
         before = waited.go_on_to("packs") if waited else ""
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
         if waited:

@@ -1,4 +1,4 @@
-"""A recipe from its file and the command line: defaults < recipe file < `key=value` overrides.
+"""A recipe from its file and the command line: defaults < the `base` that it names < recipe file < `key=value` overrides.
 
 Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. A key that excludes
 others in the recipe (steps, tokens or epochs, say) replaces them when it stands on the command line.
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import load_yaml, parse, shown, value_from_text
+from foundation.settings import load_with_bases, parse, shown, value_from_text
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
@@ -51,16 +51,43 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises InputError naming the file (or the command line) and the key of every mistake.
     """
-    values = load_yaml(path)
+    chain = load_with_bases(path)
+    values: dict[str, Any] = {}
+    for _, own in chain:
+        values = _over(values, own)
     overridden = [_parse_override(text) for text in overrides]
     for key, value in overridden:
         _set(values, key, value)
 
     def origin(key: str) -> str:
         from_command_line = any(key == k or key.startswith(f"{k}.") for k, _ in overridden)
-        return f"command line, over {path}" if from_command_line else str(path)
+        return f"command line, over {path}" if from_command_line else str(_file_of(key, chain))
 
     return parse(Recipe, values, origin)
+
+
+def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """What a file says over what it builds on: key by key of each section; a key's value, `model.config` say, as a whole."""
+    values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for group in _ALTERNATIVES:
+        section = group[0].partition(".")[0]
+        said = own.get(section)
+        if isinstance(said, dict) and any(said.get(key.partition(".")[2]) is not None for key in group):
+            values[section] = {k: v for k, v in (values.get(section) or {}).items() if f"{section}.{k}" not in group}
+    for key, value in own.items():
+        there = values.get(key)
+        values[key] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
+    return values
+
+
+def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
+    """The file that said `key` last; for a key that none has said, the one that the others are bases of."""
+    section, _, name = key.partition(".")
+    for path, own in reversed(chain):
+        said = own.get(section)
+        if section in own and (not isinstance(said, dict) or name.partition(".")[0] in said):
+            return path
+    return chain[-1][0]
 
 
 def run_dir_of(recipe: Recipe) -> Path:

@@ -46,6 +46,14 @@ def test_prepare_takes_a_recipes_data_section_and_overrides(
     assert (settings["length"], settings["seed"]) == (64, 8)
 
 
+def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recipe: Path, tmp_path: Path) -> None:
+    path = tmp_path / "built.yaml"
+    path.write_text(yaml.safe_dump({"base": recipe.name, "data": {"length": 64}}))
+    assert main(["prepare", str(path)]) == 0
+    settings = read_manifest(tmp_path / "packs")["settings"]
+    assert (settings["length"], settings["seed"]) == (64, 7)
+
+
 def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
     assert main(["prepare", str(recipe), "data.text={title}: {text}", "data.shuffle=false"]) == 0
     data = yaml.safe_load(recipe.read_text())["data"]

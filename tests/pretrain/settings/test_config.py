@@ -39,6 +39,45 @@ def test_a_horizon_on_the_command_line_replaces_the_files(tmp_path: Path) -> Non
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0)
 
 
+def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path) -> None:
+    (tmp_path / "bases").mkdir()
+    shape = {"config": {"model_type": "qwen3", "hidden_size": 64}}
+    root = {**SMALLEST, "model": shape, "optimizer": {"clip": 2.0, "eps": 1e-6}, "schedule": {"warmup_tokens": 8}}
+    (tmp_path / "bases/root.yaml").write_text(yaml.safe_dump(root))
+    middle = {"base": "bases/root.yaml", "name": "middle", "train": {"tokens": 5e6}, "optimizer": {"clip": 3.0}}
+    (tmp_path / "middle.yaml").write_text(yaml.safe_dump(middle))
+    path = write(tmp_path, {"base": "middle.yaml", "model": {"config": {"model_type": "gpt2"}}, "schedule": {"warmup": 4}})
+    recipe = load_recipe(path, ["optimizer.eps=1e-7"])
+    assert (recipe.name, recipe.optimizer.clip, recipe.optimizer.eps) == ("middle", 3.0, 1e-7)
+    assert recipe.model.config == {"model_type": "gpt2"}, "as a whole: other architectures have other keys"
+    assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), "a horizon replaces the base's"
+    assert (recipe.schedule.warmup, recipe.schedule.warmup_tokens) == (4, None)
+    assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
+
+
+def test_a_mistake_names_the_file_of_the_chain_that_it_stands_in(tmp_path: Path) -> None:
+    (tmp_path / "root.yaml").write_text(yaml.safe_dump({**SMALLEST, "seed": -1}))
+    path = write(tmp_path, {"base": "root.yaml", "optimizer": {"clip": "none"}})
+    with pytest.raises(InputError) as mistake:
+        load_recipe(path)
+    root, own = sorted(str(mistake.value).splitlines(), reverse=True)
+    assert root.startswith(f"{tmp_path / 'root.yaml'}: `seed`") and own.startswith(f"{path}: `optimizer.clip`")
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ("other.yaml", "`base`: {here}/other.yaml is no file; the path is taken from this file on"),
+        ("recipe.yaml", "`base`: recipe.yaml builds on this file itself"),
+        (["a", "b"], "`base` is ['a', 'b']; it should be the path of a recipe, from this file on"),
+    ],
+)
+def test_a_base_that_cannot_be_built_on_is_refused(base: object, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as mistake:
+        load_recipe(write(tmp_path, {**SMALLEST, "base": base}))
+    assert message.format(here=tmp_path) in str(mistake.value)
+
+
 def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
     recipe = load_recipe(
         write(tmp_path, {**SMALLEST, "model": {"source": "m", "gradient_checkpointing": {"every": 2}}}), ["train.tokens=3e6"]
