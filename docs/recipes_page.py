@@ -38,7 +38,7 @@ def page() -> str:
     parts = [HEAD, table(recipes), "\n".join(map(_bullet, notes(recipes)))]
     for each in recipes:
         told = [line for line in each.head if not line.startswith("Source: ")]
-        file = f"[`recipes/{each.path.name}`](../recipes/{each.path.name}), from: {each.source}."
+        file = f"[`recipes/{each.path.name}`](../recipes/{each.path.name}),\nfrom: {each.source}."
         parts += [f"## {each.recipe.name}", file, *paragraphs(told)]
     for folder, title in MORE.items():
         parts += ["## " + title.partition(":")[0], title.partition(": ")[2], "\n".join(_lines_of(FOLDER / folder))]

@@ -164,6 +164,9 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
         "trades": {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"},
         "learning_rate": {"optimizer.learning_rate": 0.004, "optimizer.weight_decay": 0.1},
         "demo": {"precision": "fp32"},
+        "openmath": {"precision": "bf16"},
+        "penalty_weight": {"loss.penalty_weight": 0.0},
+        "penalty_weight_fineweb_edu": {"loss.penalty_weight": 0.0},
     }
     assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
