@@ -16,7 +16,9 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -133,7 +135,8 @@ def launch(arguments: argparse.Namespace) -> int:
         RunFolder(job.run_dir, owner=main_process) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
-        stopped_by = carry_out(job, accelerator, folder, console, watch, waited, arguments)
+        begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
+        stopped_by = carry_out(job, watch, begin)
     return ended(accelerator, stopped_by)
 
 
@@ -148,18 +151,10 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
     return status
 
 
-def carry_out(
-    job: Job,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    console: Console,
-    watch: RankWatch,
-    waited: Waited,
-    arguments: argparse.Namespace,
-) -> int | None:
+def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
     with explaining_memory(job):
-        run = build(job, accelerator, folder, console, watch, waited, arguments)
+        run = begin()
     try:
         with explaining_memory(run.job, run):
             return run_to_its_end(run)

@@ -173,7 +173,8 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
             )
         _refuse_what_is_not_computed(max_seqlen, others)
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scaling)[None], None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return kernel(*states, cu_seqlens, max_seqlen, document_mask, scale)[None], None
 
     attention.__name__ = kernel.__name__
     return attention
@@ -181,7 +182,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
 
 @_packed
 def packed_sdpa(
-    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, max_seqlen: int, document_mask: Tensor, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, max_seqlen: int, document_mask: Tensor, scale: float
 ) -> Tensor:
     """By torch's own kernels: any device, any dtype.
 
@@ -194,16 +195,16 @@ def packed_sdpa(
         states = states.unflatten(0, (-1, max_seqlen)).transpose(1, 2)
         return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
 
-    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scaling)
+    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scale)
     return output.transpose(1, 2).flatten(0, 1)
 
 
 @_packed
 def packed_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
     """By torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1, 0)}  # nothing to the right: causal
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}  # nothing to the right: causal
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     return varlen_attn(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
@@ -211,28 +212,26 @@ def packed_varlen(
 
 @_packed
 def packed_fa2(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
     """By the flash-attn package of version 2; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scaling, causal=True)
+    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scale, causal=True)
 
 
 @_packed
 def packed_fa4(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
     """By FlashAttention-4 (pretrain.model.attention.flash); bf16 or fp16."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return flash.flash_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 
 @_packed
 def packed_cudnn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
 ) -> Tensor:
     """By cuDNN's variable-length kernels (pretrain.model.attention.cudnn); bf16 or fp16."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return cudnn.cudnn_attention(query, key, value, cu_seqlens, max_seqlen, scale)
 
 

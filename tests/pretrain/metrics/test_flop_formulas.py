@@ -12,7 +12,8 @@ from foundation.errors import InputError
 from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
 from pretrain.metrics.flops import ModelFlops
 from pretrain.plan.flops_table import main, table
-from tests.pretrain.metrics.meta_models import QWEN3_1_7B, on_meta
+from pretrain.run.trial import QWEN3_1_7B
+from tests.pretrain.metrics.meta_models import on_meta
 
 MODELS = {
     "GPT-2 124M": {"model_type": "gpt2"},

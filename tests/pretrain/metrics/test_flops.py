@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
-from tests.pretrain.metrics.meta_models import QWEN3_1_7B, on_meta
+from pretrain.run.trial import QWEN3_1_7B
+from tests.pretrain.metrics.meta_models import on_meta
 
 
 @pytest.fixture(scope="module")
