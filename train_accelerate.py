@@ -213,7 +213,7 @@ def build(
         watch=watch,
         waited=waited,
     )
-    watch.attach(assembly.model)
+    watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
     comparisons = 4 if job.active.precision.quantized else 2
     with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
         parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None

@@ -53,6 +53,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--recipe", type=Path, default=RECIPE)
     parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--processes", type=int, help="in place of the configuration's")
+    parser.add_argument("--script", default="train_accelerate.py", help="benchmarks/two_hosts.py: see there")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--timeout", type=float, default=240, help="seconds for one variant")
     return parser.parse_args()
@@ -78,7 +79,7 @@ def measure(
         "--config_file",
         str(arguments.config),
         *(("--num_processes", str(arguments.processes)) if getattr(arguments, "processes", None) else ()),
-        "train_accelerate.py",
+        getattr(arguments, "script", "train_accelerate.py"),
         str(arguments.recipe),
     ]
     command += [*overrides, f"run_dir={folder}"]

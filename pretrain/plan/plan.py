@@ -145,6 +145,13 @@ class Plan:
         return min(settings.keep + 1, written) + settings.best
 
     @property
+    def bytes_copied(self) -> int:
+        """Of host memory, in each process, while a checkpoint is written behind the training: its part of it."""
+        held = self.memory.parameters + self.memory.remainders + self.memory.moments
+        shards = self.devices.count // self.devices.replicas if self.devices.sharded else 1
+        return held * shards // self.devices.count
+
+    @property
     def peak_tflops(self) -> float | None:
         """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation."""
         one = None if self.emulated else peak(self.devices.name, self.active.precision.peak)
@@ -332,7 +339,10 @@ def _memory_lines(plan: Plan) -> list[str]:
     chosen = "" if plan.microbatch else "; auto finds what fits by trying"
     parts = plan.memory.parts(size)
     width = max(map(len, parts))
+    copies = units.memory(plan.bytes_copied / GIB)
+    saves = [f"host: {copies} a process for copies while a checkpoint is written"] if plan.recipe.checkpoint.every else []
     return [
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
+        *saves,
     ]

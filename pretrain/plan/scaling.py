@@ -1,7 +1,8 @@
 """How a run would scale over many GPUs: its compute, what GPUs send each other, and how much of that cannot hide.
 
 A model of a few lines, not a simulation. Inside a machine it is fitted to what was measured on four H200s. Between machines
-nothing was measured, so two efficiencies are given: with all hidden that can be, and with nothing hidden.
+nobody knows what hides, so two efficiencies are given: with all hidden that can be, and with nothing hidden. Four H200s that
+played two machines lay between the two under every topology (docs/scaling.md).
 
 S is the size of what is exchanged, in bytes; there are M machines of g GPUs. A GPU sends, in NCCL's rings and trees,
 
@@ -260,7 +261,7 @@ def _assumptions(one: Scaled, plan: Plan, links: Links, known: str | None) -> It
     yield "", f"inside a machine: {rate}, fitted to four H200s; it holds all that they lost"
     if one.cluster.nodes > 1:
         rate = f"{100 * OF_NETWORK:.0f} % of {links.network:g} Gbit/s a GPU"
-        yield "", f"between machines: {rate}, not measured; --network-gbps G states it"
+        yield "", f"between machines: {rate}, assumed; --network-gbps G states it"
         yield "", f"can hide: {_hides(one)}; backward is two thirds of compute"
     yield "", "not counted: latencies, machines that lag or fail, evaluation, checkpoints"
 

@@ -206,11 +206,11 @@ class RankWatch:
             time.sleep(self._interval + LOOK)  # the store goes with this process, and the others have yet to read why
         signal.signal(signal.SIGTERM, self._previous)
 
-    def attach(self, model: nn.Module) -> None:
-        """Follow the forward and backward passes of `model` within steps."""
+    def attach(self, model: nn.Module, loss: nn.Module) -> None:
+        """Follow the forward and backward passes of `model` within steps; its forward ends with that of `loss`."""
         if self._on:
             model.register_forward_pre_hook(lambda *_: self._pass("forward pass", begins=True))
-            model.register_forward_hook(lambda *_: self._pass("backward pass", begins=False))
+            loss.register_forward_hook(lambda *_: self._pass("backward pass", begins=False))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -480,43 +480,42 @@ class RankWatch:
 
 
 class OwnTime:
-    """The time from a step's first forward pass to the end of its last one, on the device: DistributedDataParallel exchanges
-    gradients after it. Under FSDP2 the ranks wait for each other inside, and what one lags by is in the time of all."""
+    """The time of a step's forward passes on the device, each from its beginning to its loss. Nothing is exchanged within one:
+    delayed scaling compares its largest values after it, gradients are added up later still. Under FSDP2 the ranks wait for each
+    other inside, and what one lags by is in the time of all."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._first: Any = None
-        self._last: Any = None
+        self._passes: list[list[Any]] = []  # moments: of the beginning, and of the end where it was reached
 
     def clear(self) -> None:
-        self._first = self._last = None
+        self._passes = []
 
     def mark(self, *, begins: bool) -> None:
-        if begins and self._first is not None:
-            return
         if self._on_gpu:
             moment = torch.cuda.Event(enable_timing=True)
             moment.record()
         else:
             moment = time.perf_counter()
         if begins:
-            self._first = moment
-        else:
-            self._last = moment
+            self._passes.append([moment])
+        elif self._passes:
+            self._passes[-1].append(moment)
 
     def milliseconds(self) -> float | None:
         """None where no pass was seen. Call it when the step's figures have come from the device."""
-        if self._first is None or self._last is None:
+        whole = [each for each in self._passes if len(each) == 2]
+        if not whole:
             return None
-        return self._first.elapsed_time(self._last) if self._on_gpu else (self._last - self._first) * 1e3
+        return sum(first.elapsed_time(last) if self._on_gpu else (last - first) * 1e3 for first, last in whole)
 
 
 def describe_lag(found: Mapping[str, Any]) -> str:
     """What the user is told of a rank that lags."""
     data = f", {found['data_ms']:.3g} ms of it waiting for data" if found["data_ms"] > 0.1 * found["own_ms"] else ""
     return (
-        f"rank {found['rank']} on {found['host']} lags: its own part of a step takes {found['own_ms']:.3g} ms{data}, the median "
-        f"rank's {found['median_ms']:.3g} ms, and all wait for it. Look for another program, heat or a slow disk there"
+        f"rank {found['rank']} on {found['host']} lags: its forward passes of a step take {found['own_ms']:.3g} ms{data}, the "
+        f"median rank's {found['median_ms']:.3g} ms, and all wait for it. Look for another program, heat or a slow disk there"
     )
 
 

@@ -143,7 +143,7 @@ def test_the_text_says_what_is_sent_what_is_lost_and_what_is_assumed(models: dic
         "9.03 GB",
         "1.27 GB",
         "all of which can hide",
-        "not measured",
+        "a GPU, assumed;",
     ):
         assert part in said, said
     assert "H200's, as this device is not in the table" in said and max(map(len, said.splitlines())) <= 100
