@@ -218,8 +218,8 @@ def half_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NormMLPAdd.apply
 
     def wrong(*arguments: Any) -> Tensor:
-        x = arguments[5]
-        return 0.5 * (x + right(*arguments))
+        x, residual = arguments[5:7]
+        return 0.5 * (x + residual + right(*arguments))
 
     monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(wrong))
 
