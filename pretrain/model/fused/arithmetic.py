@@ -220,11 +220,11 @@ class Arithmetic:
         """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
         return StackedProduct(name, members, weights, self)
 
-    def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, product: StackedProduct
+    def norm(
+        self, x: Tensor, norm: Norm, product: StackedProduct, residual: Tensor | None = None
     ) -> tuple[Operand, tuple[Tensor, ...]]:
-        """Add `residual` to x [tokens, hidden], in place; return the norm of the sum, as the input of `product`, and the
-        statistics that backward needs."""
+        """x [tokens, hidden], to which `residual` is added in place, normalised, as the input of `product`; and the statistics
+        that backward needs."""
         if residual is not None:
             x.add_(residual)
         weight, *bias = self._parameters_of(norm)

@@ -304,7 +304,7 @@ class NormProduct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         product.begin(x)
         ctx.is_first_in_forward = arithmetic.is_first_in_forward()
-        normed, statistics = arithmetic.add_norm(x, None, norm, product)
+        normed, statistics = arithmetic.norm(x, norm, product)
         y = product.forward(normed)
         ctx.pieces = (arithmetic, norm, product)
         ctx.set_materialize_grads(False)
@@ -367,7 +367,7 @@ class NormMLPAdd(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         below.begin(x)
-        normed, statistics = arithmetic.add_norm(x, residual, norm, below)
+        normed, statistics = arithmetic.norm(x, norm, below, residual)
         hidden = below.forward(normed)
         above.begin(hidden)
         activated, kept = arithmetic.activate(hidden, activation, above)

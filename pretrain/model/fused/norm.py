@@ -14,8 +14,7 @@ import transformer_engine_torch as tex
 from torch import Tensor
 
 from pretrain.model.fused import norm_kernel as kernel
-from pretrain.model.fused.activation_kernel import BlockScaled
-from pretrain.model.fused.te_tensors import block_scaled, scaled_as, tensor_scaled
+from pretrain.model.fused.activation import allocate, scaling_of
 
 Normed = Any  # a Tensor, or what a quantizer of Transformer Engine makes
 
@@ -33,17 +32,14 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, qua
         return normed, rstd
     if quantizer is None:
         return kernel.rms_norm(x, residual, weight, eps)
-    usages = {"rows": quantizer.rowwise_usage, "columns": quantizer.columnwise_usage}
-    if scaled_as(quantizer) is BlockScaled:
-        normed, written = block_scaled(quantizer, x.shape, x.device, **usages)
-        return normed, kernel.rms_norm_blocks(x, residual, weight, eps, written)
-    normed, written = tensor_scaled(quantizer, x.shape, x.device, **usages)
-    return normed, kernel.rms_norm_scaled(x, residual, weight, eps, written)
+    normed, written = allocate(quantizer, x.shape, x.device)
+    write = kernel.rms_norm_blocks if isinstance(written, kernel.BlockScaled) else kernel.rms_norm_scaled
+    return normed, write(x, residual, weight, eps, written)
 
 
 def _takes(x: Tensor, residual: Tensor | None, quantizer: Any | None) -> bool:
     """Whether our kernels serve, and have something to gain."""
-    scaled = scaled_as(quantizer)
+    scaled = scaling_of(quantizer)
     if scaled is None and (quantizer is not None or residual is None):
         return False
     return kernel.divides(x, scaled) and (residual is None or kernel.divides(residual, scaled))

@@ -35,6 +35,7 @@ from pretrain.precision.fp8_tile import (
     through_bf16,
 )
 
+VECTOR = tl.constexpr(8)  # BF16 values in 16 bytes
 LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile: smaller ones would be slower than what they replace
 CACHED = 1 << 17  # bytes of x that one program may leave in the cache meanwhile; as 264 run at once, H200's holds 34 MB of them
 
@@ -55,19 +56,27 @@ BLOCKS = NormTiling(128, 128, 8)
 
 
 @triton.jit
-def _add_rows(x, residual, i, eps, width: tl.constexpr, height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr):
+def _by_vector(values):
+    """Values [rows, columns] with those that a thread loads at once along an axis of their own: what is reduced along it first is
+    so by each thread alone, and leaves an eighth of it to be kept in registers."""
+    return tl.reshape(values, [values.shape[0], values.shape[1] // VECTOR, VECTOR])
+
+
+@triton.jit
+def _add_rows(x, residual, eps, width: tl.constexpr, height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr):
     """Add `residual` (or None) to the rows i of `x`, in place, and return their reciprocal root mean squares [height]."""
-    squares = tl.zeros([height, step], tl.float32)
+    squares = tl.zeros([height, step // VECTOR], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * height * width
+    inside = tl.arange(0, height)[:, None] * width + tl.arange(0, step)[None, :]
     for start in tl.range(0, width, step, num_stages=stages):
-        at = i.to(tl.int64)[:, None] * width + (start + tl.arange(0, step))[None, :]
+        at = first + (start + inside)
         if residual is None:
             values = tl.load(x + at).to(tl.float32)
         else:
             values = tl.load(x + at).to(tl.float32) + tl.load(residual + at, eviction_policy="evict_first").to(tl.float32)
             values = through_bf16(values)
             tl.store(x + at, values.to(tl.bfloat16))
-        squares = tl.fma(values, values, squares)
-    tl.debug_barrier()  # another thread of this program may read what this one has written
+        squares += tl.sum(_by_vector(values * values), axis=2)
     return tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / width) + eps)
 
 
@@ -103,12 +112,13 @@ def _rms_norm(
     stages: tl.constexpr,
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
-    factor = _add_rows(x, residual, i, eps, width, height, step, stages)
+    factor = _add_rows(x, residual, eps, width, height, step, stages)
     tl.store(rstd + i, factor)
     if normalised:
+        tl.debug_barrier()  # what a thread reads of x, another one of this program may have written
         if fp8 is not None:
             to_codes = tensor_scale(scale, None, None, scale_inv, 0.0, False, fp8)
-        largest = tl.zeros([height, step], tl.float32)
+        largest = tl.zeros([height, step // VECTOR], tl.float32)
         for start in tl.range(0, width, step, num_stages=stages):
             j = start + tl.arange(0, step)
             values = _normalise(x, weight, factor, i, j, width)
@@ -119,7 +129,7 @@ def _rms_norm(
             if normed is not None:
                 store_rows(values.to(tl.bfloat16), normed, i, j, width)
             if amax is not None:
-                largest = tl.maximum(largest, tl.abs(values))
+                largest = tl.maximum(largest, tl.max(_by_vector(tl.abs(values)), axis=2))
         if amax is not None:
             record_amax(amax, largest)
 

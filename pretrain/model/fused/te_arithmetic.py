@@ -160,8 +160,8 @@ class TransformerEngineArithmetic(Arithmetic):
             product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return product
 
-    def add_norm(
-        self, x: Tensor, residual: Tensor | None, norm: Norm, product: TEStackedProduct
+    def norm(
+        self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
     ) -> tuple[Operand, tuple[Tensor, ...]]:
         parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
         quantizer = product.input_quantizer(columnwise=True)

@@ -162,19 +162,19 @@ def te_backward_never_updated(run: SmallRun, patch: Patch) -> None:
 
 @fault("a fused norm leaves its weight out", fused_on_te)
 def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
-    real = te_arithmetic.TransformerEngineArithmetic.add_norm
+    real = te_arithmetic.TransformerEngineArithmetic.norm
 
-    def bare(self: Any, x: Tensor, residual: Tensor | None, norm: Any, product: Any) -> Any:
+    def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
         with torch.no_grad():
             weight = norm.module.weight
             before = weight.detach().clone()
             weight.fill_(1.5)
             try:
-                return real(self, x, residual, norm, product)
+                return real(self, x, norm, *rest)
             finally:
                 weight.copy_(before)
 
-    patch.setattr(te_arithmetic.TransformerEngineArithmetic, "add_norm", bare)
+    patch.setattr(te_arithmetic.TransformerEngineArithmetic, "norm", bare)
 
 
 @fault("a fused norm's backward drops the residual's gradient", fused_on_te)
