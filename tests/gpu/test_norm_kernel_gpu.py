@@ -147,6 +147,16 @@ def test_nan_and_infinity_stay_to_be_seen_and_spare_the_amax():
     assert torch.equal(written.amax, normed(x, weight, rstd)[rest].abs().max().reshape(1))
 
 
+def test_rows_alone_have_the_bits_of_rows_with_columns():
+    x, residual, weight = inputs(32, 512, add=True)
+    found = []
+    for columns in (False, True):
+        written = tensor_scaled(E4M3, 32, 512, 1.0, power_of_two=False, columns=columns)
+        rstd = kernel.rms_norm_scaled(x.clone(), residual, weight, EPS, written)
+        found.append((rstd, written.rows, written.amax))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_the_same_input_gives_the_same_bits():
     x, residual, weight = inputs(128, 256, add=True)
     runs = []

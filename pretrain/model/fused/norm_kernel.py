@@ -5,8 +5,8 @@
     normed = weight * (rstd * x)         FP32, then BF16 or codes
 
 A program takes some whole rows and goes over them twice, a tile at a time: a row must be known before any of it is normalised. So
-few rows are under way at once that the second time finds x in the cache. Codes are also written as their transpose, for which
-a tile has at least 16 rows; 32 fill a sector of memory.
+few rows are under way at once that the second time finds x in the cache. A tile of whole rows stays in registers. Codes are also
+written as their transpose, for which a tile has at least 16 rows; 32 fill a sector of memory.
 
 Delayed scaling knows its scale beforehand, and is one kernel. Where the scales follow from the values, the first kernel leaves x
 and rstd, and for a tensor's scale the amax, and a second one quantizes tile by tile. Codes under a given scale come from FP32,
@@ -49,7 +49,7 @@ class NormTiling(NamedTuple):
     stages: int = 1
 
 
-BY_ROWS = NormTiling(8, 512, 4)  # where no transpose is written
+BY_ROWS = NormTiling(8, 8192, 4)  # in BF16, and before a second kernel: as many columns as may be, and rows for 4,096 values
 TRANSPOSED = NormTiling(32, 256, 8)
 QUANTIZED = NormTiling(64, 64, 4)  # the second kernel's
 BLOCKS = NormTiling(128, 128, 8)
@@ -63,27 +63,23 @@ def _by_vector(values):
 
 
 @triton.jit
-def _add_rows(x, residual, eps, width: tl.constexpr, height: tl.constexpr, step: tl.constexpr, stages: tl.constexpr):
-    """Add `residual` (or None) to the rows i of `x`, in place, and return their reciprocal root mean squares [height]."""
-    squares = tl.zeros([height, step // VECTOR], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * height * width
-    inside = tl.arange(0, height)[:, None] * width + tl.arange(0, step)[None, :]
-    for start in tl.range(0, width, step, num_stages=stages):
-        at = first + (start + inside)
-        if residual is None:
-            values = tl.load(x + at).to(tl.float32)
-        else:
-            values = tl.load(x + at).to(tl.float32) + tl.load(residual + at, eviction_policy="evict_first").to(tl.float32)
-            values = through_bf16(values)
-            tl.store(x + at, values.to(tl.bfloat16))
-        squares += tl.sum(_by_vector(values * values), axis=2)
-    return tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / width) + eps)
+def _add(x, residual, at):
+    """The tile `at` of x, FP32; with `residual`, unless that is None, added to it in place."""
+    values = tl.load(x + at).to(tl.float32)
+    if residual is not None:
+        values = through_bf16(values + tl.load(residual + at, eviction_policy="evict_first").to(tl.float32))
+        tl.store(x + at, values.to(tl.bfloat16))
+    return values
 
 
 @triton.jit
-def _normalise(x, weight, factor, i, j, width):
-    """A tile of normed values, FP32; `factor` [rows] are their rstd."""
-    values = tl.load(x + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
+def _load(x, i, j, width):
+    return tl.load(x + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _normalise(values, weight, factor, j):
+    """A tile of x at the columns j, as normed values; `factor` [rows] are their rstd."""
     return tl.load(weight + j).to(tl.float32)[None, :] * (factor[:, None] * values)
 
 
@@ -112,16 +108,26 @@ def _rms_norm(
     stages: tl.constexpr,
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
-    factor = _add_rows(x, residual, eps, width, height, step, stages)
+    first = tl.program_id(0).to(tl.int64) * height * width
+    inside = tl.arange(0, height)[:, None] * width + tl.arange(0, step)[None, :]
+    if step == width:  # x stays in registers
+        kept = _add(x, residual, first + inside)
+        squares = tl.sum(_by_vector(kept * kept), axis=2)
+    else:
+        squares = tl.zeros([height, step // VECTOR], tl.float32)
+        for start in tl.range(0, width, step, num_stages=stages):
+            values = _add(x, residual, first + (start + inside))
+            squares += tl.sum(_by_vector(values * values), axis=2)
+        tl.debug_barrier()  # what a thread will read of x, another one of this program may have written
+    factor = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / width) + eps)
     tl.store(rstd + i, factor)
     if normalised:
-        tl.debug_barrier()  # what a thread reads of x, another one of this program may have written
         if fp8 is not None:
             to_codes = tensor_scale(scale, None, None, scale_inv, 0.0, False, fp8)
         largest = tl.zeros([height, step // VECTOR], tl.float32)
         for start in tl.range(0, width, step, num_stages=stages):
             j = start + tl.arange(0, step)
-            values = _normalise(x, weight, factor, i, j, width)
+            values = _normalise(kept if step == width else _load(x, i, j, width), weight, factor, j)
             if fp8 is not None:
                 store_tensor_scaled(values, to_codes, rows, columns, i, j, tokens, width, fp8)
             else:
@@ -152,7 +158,7 @@ def _quantize(
     step: tl.constexpr,
 ):
     i, j = tl.program_id(0) * height + tl.arange(0, height), tl.program_id(1) * step + tl.arange(0, step)
-    values = through_bf16(_normalise(x, weight, tl.load(rstd + i), i, j, width))
+    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
     scale = tensor_scale(None, amax, None, scale_inv, epsilon, power_of_two, fp8)
     store_tensor_scaled(values, scale, rows, columns, i, j, tokens, width, fp8)
 
@@ -175,7 +181,7 @@ def _quantize_blocks(
 ):
     row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    values = through_bf16(_normalise(x, weight, tl.load(rstd + i), i, j, width))
+    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
     store_block_scaled(
         values, rows, rows_scale_inv, columns, columns_scale_inv, row, column, tokens, width, epsilon, power_of_two, fp8
     )
@@ -193,7 +199,7 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to x [tokens, width] in place, both BF16; return the norm of the sum, BF16, and its rstd [tokens], FP32."""
     normed = torch.empty_like(x)
-    return normed, _launch(x, residual, weight, eps, tiling, normed=normed)
+    return normed, _launch(x, residual, weight, eps, tiling or _by_rows(x), normed=normed)
 
 
 def rms_norm_scaled(
@@ -207,8 +213,9 @@ def rms_norm_scaled(
 ) -> Tensor:
     """`rms_norm` with its norm quantized by one scale, to where `written` says; returns rstd."""
     if written.scale is not None:
-        return _launch(x, residual, weight, eps, tiling or _transposing(x, written), written=written)
-    rstd = _launch(x, residual, weight, eps, BY_ROWS, amax=written.amax)
+        # Without a transpose too: a row's squares are summed as the tile has it, and an evaluation has the bits of training.
+        return _launch(x, residual, weight, eps, tiling or _transposed(x), written=written)
+    rstd = _launch(x, residual, weight, eps, _by_rows(x), amax=written.amax)
     tokens, width = x.shape
     height, step, warps = _tile(x, second)
     _quantize[tokens // height, width // step](
@@ -224,7 +231,7 @@ def rms_norm_blocks(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, written: BlockScaled, tiling: NormTiling = BLOCKS
 ) -> Tensor:
     """`rms_norm` with its norm quantized by a scale for every 128 values, to where `written` says; returns rstd."""
-    rstd = _launch(x, residual, weight, eps, BY_ROWS)
+    rstd = _launch(x, residual, weight, eps, _by_rows(x))
     tokens, width = x.shape
     _quantize_blocks[tokens // tiling.rows, width // tiling.columns](
         *(x, weight, rstd, written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv),
@@ -235,10 +242,13 @@ def rms_norm_blocks(
     return rstd
 
 
-def _transposing(x: Tensor, written: TensorScaled) -> NormTiling:
-    """Where a transpose is written, fewer rows the wider they are."""
-    if written.columns is None:
-        return BY_ROWS
+def _by_rows(x: Tensor) -> NormTiling:
+    columns = math.gcd(x.shape[1], BY_ROWS.columns)
+    return BY_ROWS._replace(rows=min(BY_ROWS.rows, max(1, 4096 // columns)), columns=columns)
+
+
+def _transposed(x: Tensor) -> NormTiling:
+    """Fewer rows the wider they are."""
     rows = TRANSPOSED.rows
     while rows > LEAST_ROWS and rows * x.shape[1] * x.element_size() > CACHED:
         rows //= 2
