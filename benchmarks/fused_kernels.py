@@ -331,16 +331,7 @@ HIDDEN = {"Qwen3-1.7B": (32_768, 2048), "Llama-3.1-8B": (16_384, 4096), "Qwen2.5
 # Rows, columns, warps and loads ahead: of the kernel that writes a transpose, and of the one that writes rows at most.
 NORM_TILINGS = [(16, 2048, 16), (16, 256, 4), (16, 512, 8), (16, 512, 8, 2), (16, 1024, 16), (32, 128, 8), (32, 256, 8)]
 NORM_TILINGS += [(32, 256, 8, 2), (32, 256, 8, 3), (32, 512, 16), (32, 512, 16, 2), (64, 128, 8), (64, 256, 16), (64, 256, 16, 2)]
-NORM_ROW_TILINGS = [
-    (1, 8192, 4),
-    (1, 8192, 8),
-    (2, 2048, 4),
-    (4, 2048, 8),
-    (4, 1024, 4),
-    (8, 256, 4),
-    (8, 512, 4),
-    (8, 512, 4, 2),
-]
+NORM_ROW_TILINGS = [(1, 8192, 4), (1, 8192, 8), (2, 2048, 4), (4, 2048, 8), (4, 1024, 4), (8, 512, 4), (8, 512, 4, 2)]
 SECOND_TILES = [(64, 64, 4), (64, 128, 8), (128, 64, 8), (32, 128, 4)]
 
 
@@ -395,22 +386,28 @@ def norm_tilings() -> Iterator[Case]:
     from pretrain.model.fused import norm_kernel as kernel
     from pretrain.model.fused.norm_kernel import NormTiling
 
-    for model, shape in HIDDEN.items():
-        n = Norms(*shape)
-        operands = (n.x, n.residual, n.weight, 1e-6)
-        delayed, current, block = (n.scaled(recipe) for recipe in ACTIVATION_RECIPES)
-        for tiling in (NormTiling(*each) for each in NORM_TILINGS):
-            for residual, moved in ((n.residual, 8), (None, 4)):
-                ours = partial(kernel.rms_norm_scaled, n.x, residual, n.weight, 1e-6, delayed, tiling)
-                yield Case(f"delayed{'' if residual is None else ' with the sum'}, {model}, {tiling}", moved * n.values, ours)
-        for tiling in (NormTiling(*each) for each in NORM_ROW_TILINGS):
-            yield Case(f"bf16, {model}, {tiling}", 8 * n.values, partial(kernel.rms_norm, *operands, tiling))
-        for tile in (NormTiling(*each) for each in SECOND_TILES):
-            ours = partial(kernel.rms_norm_scaled, *operands, current, second=tile)
-            yield Case(f"current, {model}, second kernel {tile}", 8 * n.values, ours)
-        for warps in BLOCK_WARPS:
-            ours = partial(kernel.rms_norm_blocks, *operands, block, NormTiling(128, 128, warps))
-            yield Case(f"block, {model}, second kernel with {warps} warps", 8 * n.values, ours)
+    tilings = [NormTiling(*each) for each in NORM_TILINGS]
+
+    def one_scale(n: Norms, residual: Tensor | None, written: Any, *chosen: NormTiling, **options: Any) -> Callable[[], object]:
+        return partial(kernel.rms_norm_scaled, n.x, residual, n.weight, 1e-6, written, *chosen, **options)
+
+    for model in ("Llama-3.1-8B", "Qwen3-1.7B"):
+        n = Norms(*HIDDEN[model])
+        written = n.scaled("delayed")
+        for tiling in tilings:
+            yield Case(f"delayed with the sum, {model}, {tiling}", 8 * n.values, one_scale(n, n.residual, written, tiling))
+    for tiling in tilings:
+        yield Case(f"delayed, {model}, {tiling}", 4 * n.values, one_scale(n, None, written, tiling))
+    for tiling in (NormTiling(*each) for each in NORM_ROW_TILINGS):
+        ours = partial(kernel.rms_norm, n.x, n.residual, n.weight, 1e-6, tiling)
+        yield Case(f"bf16 with the sum, {model}, {tiling}", 8 * n.values, ours)
+    written, blocks = n.scaled("current"), n.scaled("block")
+    for tile in (NormTiling(*each) for each in SECOND_TILES):
+        ours = one_scale(n, n.residual, written, second=tile)
+        yield Case(f"current with the sum, {model}, second kernel {tile}", 8 * n.values, ours)
+    for warps in BLOCK_WARPS:
+        ours = partial(kernel.rms_norm_blocks, n.x, n.residual, n.weight, 1e-6, blocks, NormTiling(128, 128, warps))
+        yield Case(f"block with the sum, {model}, second kernel with {warps} warps", 8 * n.values, ours)
 
 
 # ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
