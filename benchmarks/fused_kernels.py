@@ -252,7 +252,8 @@ class SwiGLU:
         self.d_activated = torch.randn(TOKENS, WIDTH, generator=generator, device="cuda", dtype=BF16)
         self.values = self.d_activated.numel()
 
-    def quantizer(self, recipe: str, *, gradient: bool = False) -> Any:
+    @staticmethod
+    def quantizer(recipe: str, *, gradient: bool = False) -> Any:
         import transformer_engine.pytorch as te
 
         dtype = te.DType.kFloat8E5M2 if gradient and recipe != "block" else te.DType.kFloat8E4M3
@@ -324,6 +325,91 @@ def activation_tilings() -> Iterator[Case]:
         yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
 
 
+# ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HIDDEN = {"Qwen3-1.7B": (32_768, 2048), "Llama-3.1-8B": (16_384, 4096), "Qwen2.5-14B": (8192, 5120)}
+# Rows, columns, warps and loads ahead: of the kernel that writes a transpose, and of the one that writes rows at most.
+NORM_TILINGS = [(16, 2048, 16), (16, 256, 4), (16, 512, 8), (16, 512, 8, 2), (16, 1024, 16), (32, 128, 8), (32, 256, 8)]
+NORM_TILINGS += [(32, 256, 8, 2), (32, 256, 8, 3), (32, 512, 16), (32, 512, 16, 2), (64, 128, 8), (64, 256, 16), (64, 256, 16, 2)]
+NORM_ROW_TILINGS = [(1, 8192, 4), (1, 8192, 8), (2, 2048, 4), (4, 2048, 8), (4, 1024, 4), (8, 512, 4), (8, 512, 4, 2)]
+SECOND_TILES = [(64, 64, 4), (64, 128, 8), (128, 64, 8), (32, 128, 4)]
+
+
+class Norms:
+    """The norm of one microbatch after attention's output, and today's three kernels for it."""
+
+    def __init__(self, tokens: int, hidden: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.x, self.residual = torch.randn(2, tokens, hidden, generator=generator, device="cuda", dtype=BF16)
+        self.weight = torch.ones(hidden, device="cuda", dtype=BF16)
+        self.values = self.x.numel()
+
+    def replaced(self, quantizer: Any, residual: Tensor | None) -> object:
+        """The sum in place, which grows with every call; its time does not depend on that."""
+        import transformer_engine_torch as tex
+
+        if residual is not None:
+            self.x.add_(residual)
+        return tex.rmsnorm_fwd(self.x, self.weight, 1e-6, None, quantizer, tex.DType.kBFloat16, 0, False)
+
+    def scaled(self, recipe: str) -> Any:
+        """Where the norm's codes go, in both layouts."""
+        from pretrain.model.fused.activation import allocate
+
+        return allocate(SwiGLU.quantizer(recipe), self.x.shape, self.x.device)[1]
+
+
+def norm() -> Iterator[Case]:
+    """Beside torch's sum, Transformer Engine's norm with a quantizer for both directions, and what that calls to transpose.
+
+    The bytes are those of a single pass: current scaling and blocks read the sum a second time.
+    """
+    import transformer_engine.pytorch  # noqa: F401  its kernels cannot be imported before
+
+    from pretrain.model.fused.norm import rms_norm
+
+    for model, shape in HIDDEN.items():
+        n = Norms(*shape)
+        for recipe in (*ACTIVATION_RECIPES, None):
+            quantizer = SwiGLU.quantizer(recipe) if recipe else None
+            for residual, moved in ((n.residual, 8), (None, 4)):
+                if quantizer is None and residual is None:
+                    continue  # nothing is fused, and nothing of ours is called
+                name = f"RMSNorm {recipe or 'bf16'}{'' if residual is None else ' with the sum'}, {model}"
+                ours = partial(rms_norm, n.x, residual, n.weight, 1e-6, quantizer)
+                yield Case(name, moved * n.values, ours, partial(n.replaced, quantizer, residual))
+
+
+def norm_tilings() -> Iterator[Case]:
+    import transformer_engine.pytorch  # noqa: F401
+
+    from pretrain.model.fused import norm_kernel as kernel
+    from pretrain.model.fused.norm_kernel import NormTiling
+
+    tilings = [NormTiling(*each) for each in NORM_TILINGS]
+
+    def one_scale(n: Norms, residual: Tensor | None, written: Any, *chosen: NormTiling, **options: Any) -> Callable[[], object]:
+        return partial(kernel.rms_norm_scaled, n.x, residual, n.weight, 1e-6, written, *chosen, **options)
+
+    for model in ("Llama-3.1-8B", "Qwen3-1.7B"):
+        n = Norms(*HIDDEN[model])
+        written = n.scaled("delayed")
+        for tiling in tilings:
+            yield Case(f"delayed with the sum, {model}, {tiling}", 8 * n.values, one_scale(n, n.residual, written, tiling))
+    for tiling in tilings:
+        yield Case(f"delayed, {model}, {tiling}", 4 * n.values, one_scale(n, None, written, tiling))
+    for tiling in (NormTiling(*each) for each in NORM_ROW_TILINGS):
+        ours = partial(kernel.rms_norm, n.x, n.residual, n.weight, 1e-6, tiling)
+        yield Case(f"bf16 with the sum, {model}, {tiling}", 8 * n.values, ours)
+    written, blocks = n.scaled("current"), n.scaled("block")
+    for tile in (NormTiling(*each) for each in SECOND_TILES):
+        ours = one_scale(n, n.residual, written, second=tile)
+        yield Case(f"current with the sum, {model}, second kernel {tile}", 8 * n.values, ours)
+    for warps in BLOCK_WARPS:
+        ours = partial(kernel.rms_norm_blocks, n.x, n.residual, n.weight, 1e-6, blocks, NormTiling(128, 128, warps))
+        yield Case(f"block with the sum, {model}, second kernel with {warps} warps", 8 * n.values, ours)
+
+
 # ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -333,6 +419,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "softmax_tilings": softmax_tilings,
     "activation": activation,
     "activation_tilings": activation_tilings,
+    "norm": norm,
+    "norm_tilings": norm_tilings,
 }
 
 

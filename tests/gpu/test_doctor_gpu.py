@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from pretrain import __main__ as commands
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.fused import activation_kernel, rotary, rotary_kernel
+from pretrain.model.fused import activation_kernel, norm_kernel, rotary, rotary_kernel
 from pretrain.model.fused.layers import not_fused_because
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
@@ -96,6 +96,17 @@ def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pyte
 
     monkeypatch.setattr(rotary_kernel, "rotate_backward", wrong)
     assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])
+def test_the_norms_kernels_agree_and_broken_ones_are_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation(precision, small=True)
+    verdict = try_kernel(TABLE["norm"], run)
+    assert verdict.agrees and {"norm", "sum", "rstd"} <= verdict.errors.keys(), verdict
+    name = {"bf16": "rms_norm", "block": "rms_norm_blocks"}.get(precision, "rms_norm_scaled")
+    right = getattr(norm_kernel, name)
+    monkeypatch.setattr(norm_kernel, name, lambda x, residual, weight, *rest: right(x, residual, 1.2 * weight, *rest))
+    assert try_kernel(TABLE["norm"], run).errors["norm"] == pytest.approx(0.2, abs=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])

@@ -220,8 +220,13 @@ class Arithmetic:
         """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
         return StackedProduct(name, members, weights, self)
 
-    def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
-        """x [tokens, hidden] normalised, as the input of `product`, and the statistics that backward needs."""
+    def norm(
+        self, x: Tensor, norm: Norm, product: StackedProduct, residual: Tensor | None = None
+    ) -> tuple[Operand, tuple[Tensor, ...]]:
+        """x [tokens, hidden], to which `residual` is added in place, normalised, as the input of `product`; and the statistics
+        that backward needs."""
+        if residual is not None:
+            x.add_(residual)
         weight, *bias = self._parameters_of(norm)
         wide = x.float()
         if norm.kind == "layer":

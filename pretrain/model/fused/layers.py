@@ -257,9 +257,9 @@ class FusedLayer:
             arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
         )
         attended = self._attend(qkv, **kwargs)
-        x = ProductAdd.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
+        added = OutputProduct.apply(arithmetic, self.output, attended, *self.output.weights.parameters)
         parameters = (*parts.mlp_norm.parameters, *self.below.weights.parameters, *self.above.weights.parameters)
-        return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, x, *parameters)[None]
+        return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, added, x, *parameters)[None]
 
     def _attend(
         self,
@@ -326,19 +326,17 @@ class NormProduct(torch.autograd.Function):
         return None, None, None, dx, *norm_gradients, *weight_gradients, *bias_gradients
 
 
-class ProductAdd(torch.autograd.Function):
-    """x [tokens, in], residual [tokens, out] -> residual + x w^T + b."""
+class OutputProduct(torch.autograd.Function):
+    """x [tokens, in] -> x w^T + b."""
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, *parameters: Tensor) -> Tensor:
         product.begin(x)
         operand = product.operand(x)
         y = product.forward(operand)
         ctx.pieces = (arithmetic, product)
         arithmetic.save(ctx, operand)
-        return y.add_(residual)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -346,13 +344,15 @@ class ProductAdd(torch.autograd.Function):
         arithmetic, product = ctx.pieces
         (operand,) = arithmetic.saved(ctx)
         bias_gradients = product.weights.bias_gradients(dy)
-        quantized = product.gradient_operand(dy)
-        dx = product.input_gradient(quantized)
-        return None, None, dx, dy, *product.weight_gradients(quantized, operand), *bias_gradients
+        dy = product.gradient_operand(dy)
+        dx = product.input_gradient(dy)
+        return None, None, dx, *product.weight_gradients(dy, operand), *bias_gradients
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x [tokens, hidden] -> x + activation(norm(x) below^T + b) above^T + c."""
+    """x, residual [tokens, hidden] -> s + activation(norm(s) below^T + b) above^T + c, with s = x + residual.
+
+    The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
 
     @staticmethod
     def forward(
@@ -363,10 +363,11 @@ class NormMLPAdd(torch.autograd.Function):
         activation: Activation,
         above: StackedProduct,
         x: Tensor,
+        residual: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         below.begin(x)
-        normed, statistics = arithmetic.norm(x, norm, below)
+        normed, statistics = arithmetic.norm(x, norm, below, residual)
         hidden = below.forward(normed)
         above.begin(hidden)
         activated, kept = arithmetic.activate(hidden, activation, above)
@@ -390,7 +391,7 @@ class NormMLPAdd(torch.autograd.Function):
         d_normed = below.input_gradient(d_hidden)
         below_weights = below.weight_gradients(d_hidden, normed)
         dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        return (None,) * 5 + (dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+        return (None,) * 5 + (dx, dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
 
 
 class Rotation(torch.autograd.Function):

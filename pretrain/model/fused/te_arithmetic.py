@@ -23,6 +23,7 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 
 from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
+from pretrain.model.fused.norm import rms_norm
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.transformer_engine import split_accumulator
@@ -159,11 +160,21 @@ class TransformerEngineArithmetic(Arithmetic):
             product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return product
 
-    def norm(self, x: Tensor, norm: Norm, product: TEStackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
+    def norm(
+        self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
+    ) -> tuple[Operand, tuple[Tensor, ...]]:
+        parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
+        quantizer = product.input_quantizer(columnwise=True)
+        if norm.kind == "rms":
+            y, *statistics = rms_norm(x, residual, *parameters, norm.eps, quantizer)
+        else:
+            if residual is not None:
+                x.add_(residual)
+            y, *statistics = tex.layernorm_fwd(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
         if product.watched:
-            product.show("input", _normalize(x, norm, None)[0])
-        y, mean, rstd = _normalize(x, norm, product.input_quantizer(columnwise=True))
-        return y, (rstd,) if mean is None else (mean, rstd)
+            forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
+            product.show("input", forward(x, *parameters, norm.eps, None, None, _BF16, 0, False)[0])
+        return y, tuple(statistics)
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
@@ -231,10 +242,3 @@ class TransformerEngineArithmetic(Arithmetic):
 
     def saved(self, ctx: FunctionCtx) -> list[Operand]:
         return list(restore_from_func_ctx(ctx))
-
-
-def _normalize(x: Tensor, norm: Norm, quantizer: Any | None) -> tuple[Operand, Tensor | None, Tensor]:
-    """The norm of x, its mean (of a LayerNorm) and its reciprocal standard deviation."""
-    parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
-    forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
-    return forward(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)

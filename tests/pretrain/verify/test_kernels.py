@@ -198,6 +198,21 @@ def test_a_wrong_product_is_found(precision: str, gemm: str | None, monkeypatch:
 
 
 @pytest.mark.parametrize("broken", [1.0, 1.1])
+def test_a_wrong_norm_is_found(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formula in the kernel's place; tests/gpu tries the kernel itself."""
+    norm_kernel = pytest.importorskip("pretrain.model.fused.norm_kernel", reason="needs Triton")
+
+    def formula(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = x.add_(residual).float()
+        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+        return (broken * weight * (rstd[:, None] * wide)).bfloat16(), rstd
+
+    monkeypatch.setattr(norm_kernel, "rms_norm", formula)
+    verdict = try_kernel(TABLE["norm"], situation("bf16", fused=True))
+    assert verdict.agrees == (broken == 1) and verdict.errors.keys() == {"norm", "sum", "rstd"}
+
+
+@pytest.mark.parametrize("broken", [1.0, 1.1])
 def test_a_wrong_activation_is_found(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its formula in the kernel's place; tests/gpu tries the kernel itself."""
     activation_kernel = pytest.importorskip("pretrain.model.fused.activation_kernel", reason="needs Triton")
@@ -218,8 +233,8 @@ def half_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NormMLPAdd.apply
 
     def wrong(*arguments: Any) -> Tensor:
-        x = arguments[5]
-        return 0.5 * (x + right(*arguments))
+        x, residual = arguments[5:7]
+        return 0.5 * (x + residual + right(*arguments))
 
     monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(wrong))
 
