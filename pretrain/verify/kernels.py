@@ -41,6 +41,7 @@ from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
+from pretrain.verify.codes import CODES, in_blocks, in_tensors
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
 
 TOKENS = 512  # of a pack, at most, in the case of attention
@@ -60,8 +61,6 @@ def rounds_of(active: ActivePrecision) -> int:
 
 
 Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, by the kernel, by its plain form, relative error allowed
-
-Read = Callable[[], tuple[Tensor, Tensor]]  # a written tensor again, by its rows and by its columns
 
 
 @dataclass(frozen=True)
@@ -217,11 +216,51 @@ def _rotation(run: Situation) -> Compared:
 
     ours = [*rotary.rotate(qkv, cos, sin, heads, norms)]
     ours += rotary.rotate_backward(*gradients, qkv if norms else None, cos, sin, heads, norms)
+    if _rotates_into_codes(run):
+        yield from _rotation_in_codes(run, gradients, qkv, cos, sin, norms, exact_norms)
     qkv, cos, sin, *gradients = (each.double() for each in (qkv, cos, sin, *gradients))
     plain = [*rotary.rotate_by_formula(qkv, cos, sin, heads, exact_norms)]
     plain += rotary.rotate_backward_by_formula(*gradients, qkv, cos, sin, heads, exact_norms)
     names = ("queries", "keys", "values", "gradient", "query norm's gradient", "key norm's gradient")
     for name, mine, theirs in zip(names, ours, plain, strict=True):
+        if theirs is not None:
+            yield name, mine, theirs, ROUNDING[run.dtype]
+
+
+def _rotates_into_codes(run: Situation) -> bool:
+    """Whether the rotation's backward writes the format of its product: not where that has biases, which sum the gradient."""
+    written, parts = run.active.precision.quantized and run.active.precision.activates_again, run.parts
+    plain = all(getattr(linear, "bias", None) is None for linear in parts.qkv.values())
+    return written and plain and (run.heads.dim == 128 or not run.active.precision.block_scaled)
+
+
+def _rotation_in_codes(
+    run: Situation,
+    gradients: list[Tensor],
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    exact_norms: HeadNorms | None,
+) -> Compared:
+    """As many tokens as are whole tiles."""
+    from pretrain.model.fused import rotary_kernel
+
+    rows, precision = 128, run.active.precision
+    *gradients, qkv, cos, sin = (each[:rows] for each in (*gradients, qkv, cos, sin))
+    grid = precision.grid(run.active.settings, "grad_output")
+    make = in_blocks if precision.block_scaled else in_tensors
+    written, read = make(CODES[grid.name], rows, run.heads.width, run.device)
+    if precision.keeps_history:
+        written = replace(written, scale=torch.full((1,), 16.0, device=run.device))
+    ours = rotary_kernel.rotate_backward_in_codes(*gradients, qkv if norms else None, cos, sin, run.heads, norms, written)
+    exact = (each.double() for each in (*gradients, qkv, cos, sin))
+    plain, *of_norms = rotary.rotate_backward_by_formula(*exact, run.heads, exact_norms)
+    for name, mine in zip(("codes", "codes along tokens"), read(), strict=True):
+        yield name, mine, plain, ROUNDING_TO_CODES[grid.name]
+    for name, mine, theirs in zip(
+        ("query norm's gradient with codes", "key norm's gradient with codes"), ours, of_norms, strict=True
+    ):
         if theirs is not None:
             yield name, mine, theirs, ROUNDING[run.dtype]
 
@@ -246,8 +285,8 @@ def _activation(run: Situation) -> Compared:
             yield name, mine, theirs, ROUNDING[run.dtype]
         return
     grids = {role: precision.grid(run.active.settings, role) for role in ("input", "grad_output")}
-    codes = {role: {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[grid.name] for role, grid in grids.items()}
-    make = _in_blocks if precision.block_scaled else _in_tensors
+    codes = {role: CODES[grid.name] for role, grid in grids.items()}
+    make = in_blocks if precision.block_scaled else in_tensors
     forward, read_forward = make(codes["input"], rows, width, run.device)
     backward, read_backward = make(codes["grad_output"], rows, 2 * width, run.device)
     again, read_again = make(codes["input"], rows, width, run.device)
@@ -266,36 +305,6 @@ def _activation(run: Situation) -> Compared:
         yield name, by_rows if name != "activated again" else by_columns, theirs, ROUNDING_TO_CODES[grids[role].name]
         if name == "gradient":
             yield "gradient along tokens", by_columns, theirs, ROUNDING_TO_CODES[grids[role].name]
-
-
-def _bytes(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
-
-
-def _in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """Where a tensor goes in codes under one scale, and what reads it again, by its rows and by its columns."""
-    from pretrain.model.fused.activation_kernel import TensorScaled
-
-    amax, used, scale_inv = torch.zeros(1, device=device), torch.empty(1, device=device), torch.empty(1, device=device)
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    written = TensorScaled(dtype, rows, columns, scale_inv, amax=amax, used=used)
-    return written, lambda: (rows.view(dtype).float() * scale_inv, columns.view(dtype).float().t() * scale_inv)
-
-
-def _in_blocks(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """The same with a scale for every 128 values."""
-    from pretrain.model.fused.activation_kernel import BLOCK, BlockScaled
-
-    block = BLOCK.value
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    row_scales = torch.empty(width // block, height, device=device)
-    column_scales = torch.empty(height // block, width, device=device)
-
-    def read() -> tuple[Tensor, Tensor]:
-        by_rows = rows.view(dtype).float() * row_scales.repeat_interleave(block, dim=0).t()
-        return by_rows, columns.view(dtype).float().t() * column_scales.repeat_interleave(block, dim=0)
-
-    return BlockScaled(dtype, rows, row_scales, columns, column_scales), read
 
 
 def _multiplies_by_library(run: Situation) -> bool:
