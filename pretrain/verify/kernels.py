@@ -42,7 +42,16 @@ from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
-from pretrain.verify.written import ROUNDING, Compared, activates_by_kernel, activation, norm, norms_by_kernel
+from pretrain.verify.written import (
+    ROUNDING,
+    Compared,
+    activates_by_kernel,
+    activation,
+    norm,
+    norms_by_kernel,
+    rotates_into_codes,
+    rotation_in_codes,
+)
 
 TOKENS = 512  # of a pack, at most, in the case of attention
 # Relative errors that rounding explains, beside those of pretrain.verify.written.
@@ -211,6 +220,8 @@ def _rotation(run: Situation) -> Compared:
 
     ours = [*rotary.rotate(qkv, cos, sin, heads, norms)]
     ours += rotary.rotate_backward(*gradients, qkv if norms else None, cos, sin, heads, norms)
+    if rotates_into_codes(run):
+        yield from rotation_in_codes(run, gradients, qkv, cos, sin, norms, exact_norms)
     qkv, cos, sin, *gradients = (each.double() for each in (qkv, cos, sin, *gradients))
     plain = [*rotary.rotate_by_formula(qkv, cos, sin, heads, exact_norms)]
     plain += rotary.rotate_backward_by_formula(*gradients, qkv, cos, sin, heads, exact_norms)

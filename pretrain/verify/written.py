@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.metrics.flops import Shape
+from pretrain.model.attention.heads import HeadNorms
+from pretrain.model.fused import rotary
+from pretrain.verify.codes import CODES, in_blocks, in_tensors
 from pretrain.verify.one_layer import Situation
 
 ROWS = 128  # of activations: one block
 # Relative errors that rounding explains, of a tensor's norm. Wrong kernels are off by a tenth and more.
 ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 2**-6, torch.float16: 2**-6}
 ROUNDING_TO_CODES = {"E4M3": 0.05, "E5M2": 0.1}
-CODES = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
 
 Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, by the kernel, by its plain form, relative error allowed
-Read = Callable[[], tuple[Tensor, Tensor]]  # a written tensor again, by its rows and by its columns
 
 
 def norms_by_kernel(run: Situation) -> bool:
@@ -104,31 +104,39 @@ def activation(run: Situation) -> Compared:
             yield "gradient along tokens", by_columns, theirs, ROUNDING_TO_CODES[grids[role].name]
 
 
-def _bytes(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
+def rotates_into_codes(run: Situation) -> bool:
+    """Whether the rotation's backward writes the format of its product: not where that has biases, which sum the gradient."""
+    written, parts = run.active.precision.quantized and run.active.precision.activates_again, run.parts
+    plain = all(getattr(linear, "bias", None) is None for linear in parts.qkv.values())
+    return written and plain and (run.heads.dim == 128 or not run.active.precision.block_scaled)
 
 
-def in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """Where a tensor goes in codes under one scale, and what reads it again, by its rows and by its columns."""
-    from pretrain.model.fused.activation_kernel import TensorScaled
+def rotation_in_codes(
+    run: Situation,
+    gradients: list[Tensor],
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    norms: HeadNorms | None,
+    exact_norms: HeadNorms | None,
+) -> Compared:
+    """As many tokens as are whole tiles."""
+    from pretrain.model.fused import rotary_kernel
 
-    amax, used, scale_inv = torch.zeros(1, device=device), torch.empty(1, device=device), torch.empty(1, device=device)
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    written = TensorScaled(dtype, rows, columns, scale_inv, amax=amax, used=used)
-    return written, lambda: (rows.view(dtype).float() * scale_inv, columns.view(dtype).float().t() * scale_inv)
-
-
-def in_blocks(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """The same with a scale for every 128 values."""
-    from pretrain.model.fused.activation_kernel import BLOCK, BlockScaled
-
-    block = BLOCK.value
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    row_scales = torch.empty(width // block, height, device=device)
-    column_scales = torch.empty(height // block, width, device=device)
-
-    def read() -> tuple[Tensor, Tensor]:
-        by_rows = rows.view(dtype).float() * row_scales.repeat_interleave(block, dim=0).t()
-        return by_rows, columns.view(dtype).float().t() * column_scales.repeat_interleave(block, dim=0)
-
-    return BlockScaled(dtype, rows, row_scales, columns, column_scales), read
+    rows, precision = 128, run.active.precision
+    *gradients, qkv, cos, sin = (each[:rows] for each in (*gradients, qkv, cos, sin))
+    grid = precision.grid(run.active.settings, "grad_output")
+    make = in_blocks if precision.block_scaled else in_tensors
+    written, read = make(CODES[grid.name], rows, run.heads.width, run.device)
+    if precision.keeps_history:
+        written = replace(written, scale=torch.full((1,), 16.0, device=run.device))
+    ours = rotary_kernel.rotate_backward_in_codes(*gradients, qkv if norms else None, cos, sin, run.heads, norms, written)
+    exact = (each.double() for each in (*gradients, qkv, cos, sin))
+    plain, *of_norms = rotary.rotate_backward_by_formula(*exact, run.heads, exact_norms)
+    for name, mine in zip(("codes", "codes along tokens"), read(), strict=True):
+        yield name, mine, plain, ROUNDING_TO_CODES[grid.name]
+    for name, mine, theirs in zip(
+        ("query norm's gradient with codes", "key norm's gradient with codes"), ours, of_norms, strict=True
+    ):
+        if theirs is not None:
+            yield name, mine, theirs, ROUNDING[run.dtype]

@@ -48,11 +48,11 @@ SMALLER = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num
 
 
 @cache
-def situation(precision: str, small: bool = False) -> Situation:
+def situation(precision: str, small: bool = False, dim: int = 64) -> Situation:
     """Of a run with defaults, Qwen3-1.7B's shape or a smaller one."""
     backend = "transformer_engine" if PRECISIONS[precision].quantized else "torch"
     active = ActivePrecision(precision, PRECISIONS[precision], backend, LowPrecisionSettings().resolved(precision))
-    config = QWEN3_1_7B | (SMALLER | {"head_dim": 64} if small else {})
+    config = QWEN3_1_7B | (SMALLER | {"head_dim": dim} if small else {})
     fused = INTERPRETED or not_fused_because("auto", active, DEVICE.type, torch.bfloat16) is None
     return Situation(
         device=DEVICE,
@@ -96,6 +96,17 @@ def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pyte
 
     monkeypatch.setattr(rotary_kernel, "rotate_backward", wrong)
     assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
+
+
+@pytest.mark.usefixtures("rotated_by_kernel")
+@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
+def test_a_rotation_that_writes_codes_wrongly_is_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation(precision, small=True, dim=128)  # a head is a block
+    verdict = try_kernel(TABLE["rotation"], run)
+    assert verdict.agrees and len(verdict.errors) == 10, verdict
+    right = rotary_kernel.rotate_backward_in_codes
+    monkeypatch.setattr(rotary_kernel, "rotate_backward_in_codes", lambda dq, *others: right(-dq, *others))
+    assert not try_kernel(TABLE["rotation"], run).agrees
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])

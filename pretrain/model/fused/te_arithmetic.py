@@ -21,9 +21,12 @@ from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_p
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
-from pretrain.model.fused.activation import swiglu, swiglu_backward
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused import rotary_kernel
+from pretrain.model.fused.activation import allocate, scaling_of, swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.model.fused.norm import rms_norm
+from pretrain.model.fused.rotary import has_kernel, rotate_backward
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.transformer_engine import split_accumulator
@@ -214,6 +217,26 @@ class TransformerEngineArithmetic(Arithmetic):
             biases = below.weights.bias_gradients(in_bf16)
         quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
+
+    def rotate_backward(
+        self,
+        gradients: Sequence[Tensor],
+        qkv: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        heads: Heads,
+        norms: HeadNorms | None,
+        product: TEStackedProduct,
+    ) -> tuple[Operand, list[Tensor], list[Tensor]]:
+        quantizer = product.gradient_quantizer()
+        to, dq = scaling_of(quantizer), gradients[0]
+        # A sum for biases reads the gradient unquantized, and then two kernels cost what it saves to write codes at once.
+        if product.weights.biases or to is None or not (has_kernel(dq, heads) and rotary_kernel.writes(to, dq, heads)):
+            return super().rotate_backward(gradients, qkv, angles, heads, norms, product)
+        if product.watched:
+            product.show("grad_output", rotate_backward(*gradients, qkv, *angles, heads, norms)[0])
+        dqkv, written = allocate(quantizer, (len(dq), heads.width), dq.device)
+        of_norms = rotary_kernel.rotate_backward_in_codes(*gradients, qkv, *angles, heads, norms, written)
+        return dqkv, list(of_norms) if norms else [], []
 
     def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
         return nullcontext() if self.context.backend else observer.installed(te)  # which the backend does as well
