@@ -7,7 +7,7 @@ differentiable operator, which torch.compile leaves whole. What is to know about
   was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
   folder, so that a second process does not wait.
 * Where several query heads share a key head, blocks add to dK and dV as they finish, and their last bits may differ from run to
-  run. torch.use_deterministic_algorithms asks for the fixed order, which takes a tenth longer.
+  run. `deterministic: true` asks for the fixed order, which takes a tenth longer.
 * Offsets may end in empty slots.
 """
 
