@@ -62,7 +62,7 @@ def test_a_workspace_of_the_users_is_kept_or_refused(workspace: str) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_an_operation_without_a_deterministic_form_is_one_message_and_others_errors_stay_what_they_are() -> None:
+def test_an_operation_without_a_deterministic_form_is_one_message_and_other_errors_stay() -> None:
     determinism.begin({})
     says = r"`deterministic: true`: torch's put_ has no deterministic form .*`deterministic: false`"
     with pytest.raises(InputError, match=says), determinism.explaining():
