@@ -77,7 +77,7 @@ def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
     if recipe.batch.microbatch == "auto":
         raise InputError(
             "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
-            f"all runs; set it to one of {', '.join(map(str, sizes))}"
+            f"all runs; set it to one of {', '.join(map(str, sizes))}. `--plan deterministic=false` says what is expected to fit"
         )
     if recipe.loss.kind == "cce":
         raise InputError(

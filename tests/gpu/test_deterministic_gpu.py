@@ -95,9 +95,10 @@ def test_compiled_layers_repeat_their_bits_and_resume_with_them(
     assert alone["audit"]["compiled"] == "each layer"
 
 
-def test_a_loss_with_a_penalty_repeats_its_bits(training: Callable[..., Training]) -> None:
-    """It is plain torch, whose `scatter_add_` has no order of its own only where that is asked for."""
-    ours = training("model.fused=off", "model.compile=none", "loss={penalty: top_k_mass, penalty_weight: 0.1, top_k: 5}")
+def test_plain_torch_repeats_its_bits_and_resumes_with_them(training: Callable[..., Training]) -> None:
+    """Layers, attention, and the loss with a penalty, whose `scatter_add_` has a fixed order only where that is asked for."""
+    plain = ("model.fused=off", "model.compile=none", "model.attention=sdpa")
+    ours = training(*plain, "loss={penalty: top_k_mass, penalty_weight: 0.1, top_k: 5}")
     assert verdict(ours.alone(), ours.killed()) == {"two runs": EQUAL, "killed and resumed": EQUAL}
 
 
