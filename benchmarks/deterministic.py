@@ -38,6 +38,7 @@ from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.manifest import read_manifest
 from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import Recipe
 
 FIGURES = ("loss", "gradient_norm", "learning_rate", "frozen_updates")  # of a step, that two runs must share
 WARM_UP = 3  # steps that no speed is taken of
@@ -198,6 +199,18 @@ def cost(alone: Mapping[str, Any], free: Sequence[Mapping[str, Any]]) -> float:
     return 1 - alone["tokens_per_second"]["median"] / statistics.fmean(speeds)
 
 
+def drawn_packs(recipe: Recipe, steps: int) -> list[str]:
+    """Settings that replace packs which are not there by packs of drawn tokens, made on first use; none where they are there."""
+    if Path(recipe.data.packs).exists():
+        return []
+    length, vocabulary = recipe.data.length, recipe.model.config["vocab_size"]
+    count = steps * recipe.batch.tokens // length
+    packs = ROOT / "packs" / f"zipf_{length}_{vocabulary}_{count}"
+    if not packs.exists():
+        throughput_packs.write(packs, length, vocabulary, count)
+    return ["data.source=null", "data.tokenizer=null", f"data.packs={packs}"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in all runs")
@@ -210,13 +223,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     folder = arguments.folder or ROOT / "runs" / "deterministic" / arguments.out.stem
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    count = arguments.steps * recipe.batch.tokens // recipe.data.length
-    packs = ROOT / "packs" / f"zipf_{recipe.data.length}_{recipe.model.config['vocab_size']}_{count}"
-    if not packs.exists():
-        throughput_packs.write(packs, recipe.data.length, recipe.model.config["vocab_size"], count)
-    no_text = ["data.source=null", "data.tokenizer=null", f"data.packs={packs}"]
-    overrides = [*arguments.overrides, *no_text]
+    overrides = [*arguments.overrides, *drawn_packs(load_recipe(arguments.recipe, arguments.overrides), arguments.steps)]
     training = Training(arguments.recipe, arguments.config, overrides, folder, arguments.steps, arguments.save_after)
 
     runs: dict[str, Any] = {}
