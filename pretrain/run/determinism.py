@@ -11,8 +11,10 @@ What else would add up in an order of its own, and what keeps it from that:
 | sums over processes | torch keeps NCCL from adding in the switches (NCCL_ALGO=^NVLS), whose order is nobody's |
 | the cut into microbatches | the recipe's number (`check_deterministic` refuses `auto`) |
 
-Nothing else does: our kernels and Transformer Engine's share no sum between blocks but maxima, which have no order. What a step
-draws is seeded by its number, and a checkpoint holds the rest: weights, remainders, moments, histories and scales.
+Nothing else does: blocks of our kernels and of Transformer Engine's have no sum in common but maxima, which have no order. Its
+NVTE_ALLOW_NONDETERMINISTIC_ALGO is read by its own attention module, which nothing here calls, and its products bring their own
+workspace. What a step draws is seeded by its number, and a checkpoint holds the rest: weights, remainders, moments, histories and
+scales.
 """
 
 from __future__ import annotations

@@ -15,38 +15,40 @@ from pretrain.model.attention import flash
 from pretrain.precision import transformer_engine
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.selection import missing_on
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_packs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS, SAVED = 80, 20
-# Two thousand tokens a microbatch: enough blocks that those of an unordered backward finish in another order each time.
+# Documents of many blocks, four query heads to a key head, four packs at once: much to add up for a backward without an order.
+LENGTH = 1024
 QWEN3 = {
     "hidden_size": 256,
     "intermediate_size": 512,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": LENGTH,
 }
-GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 128}
+GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
 GPT2 |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
-BATCH = {"tokens": 32 * 128, "microbatch": 16}
+BATCH = {"tokens": 8 * LENGTH, "microbatch": 4}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packs(tmp_path_factory.mktemp("packs") / "long", LENGTH)
 
 
 @pytest.fixture
-def training(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Training]:
+def training(low_precision_recipe: dict[str, Any], packs: Path, tmp_path: Path) -> Callable[..., Training]:
     """A training of the recipe with these overrides, of `model` where one is given."""
 
     def make(*overrides: str, model: dict[str, Any] | None = None, name: str = "runs") -> Training:
         config = model or low_precision_recipe["model"]["config"] | QWEN3
-        recipe = low_precision_recipe | {
-            "model": {"config": config},
-            "batch": BATCH,
-            "precision": "bf16",
-            "weights": "bf16_exact",
-        }
-        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {"every": 30}}))
+        changes = {"model": {"config": config}, "data": {"packs": str(packs), "length": LENGTH}, "batch": BATCH}
+        changes |= {"precision": "bf16", "weights": "bf16_exact", "evaluate": {"every": 30}}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(low_precision_recipe | changes))
         configuration = ROOT / "accelerate_configs" / "bf16.yaml"
         return Training(tmp_path / "recipe.yaml", configuration, overrides, tmp_path / name, STEPS, SAVED)
 
@@ -58,27 +60,27 @@ def needs_transformer_engine() -> None:
         pytest.skip(f"fused layers need {missing}")
 
 
-@pytest.mark.parametrize("attention", ["flash_attn", "varlen"])
+FUSED = {
+    "bf16": ["precision=bf16"],
+    "delayed_head": ["precision=delayed", "fp8_config.scope=linear+head"],
+    "current": ["precision=current"],
+    "block": ["precision=block"],
+}
+
+
 @pytest.mark.parametrize(
-    "overrides",
-    [
-        ["precision=bf16"],
-        ["precision=delayed", "fp8_config.scope=linear+head"],
-        ["precision=current"],
-        ["precision=block"],
-    ],
-    ids=["bf16", "delayed_head", "current", "block"],
+    ("attention", "precision"), [*(("flash_attn", name) for name in FUSED), ("varlen", "bf16"), ("varlen", "delayed_head")]
 )
 def test_fused_layers_repeat_their_bits_and_resume_with_them(
-    overrides: list[str], attention: str, training: Callable[..., Training]
+    attention: str, precision: str, training: Callable[..., Training]
 ) -> None:
     needs_transformer_engine()
     if attention == "flash_attn" and not flash.installed():
         pytest.skip("needs the package flash-attn-4")
-    precision = PRECISIONS[overrides[0].removeprefix("precision=")]
-    if precision.quantized and (missing := missing_on("cuda")(precision)):
-        pytest.skip(f"{precision.name} {missing}")
-    ours = training(*overrides, f"model.attention={attention}")
+    quantized = PRECISIONS[precision.removesuffix("_head")]
+    if quantized.quantized and (missing := missing_on("cuda")(quantized)):
+        pytest.skip(f"{precision} {missing}")
+    ours = training(*FUSED[precision], f"model.attention={attention}")
     alone, killed = ours.alone(), ours.killed()
     assert verdict(alone, killed) == {"two runs": EQUAL, "killed and resumed": EQUAL}
     assert alone["audit"]["deterministic"].startswith("yes: ") and alone["audit"]["fused"].startswith("2 of 2 layers")
@@ -105,6 +107,5 @@ def test_plain_torch_repeats_its_bits_and_resumes_with_them(training: Callable[.
 def test_what_a_start_checks_leaves_no_trace(training: Callable[..., Training]) -> None:
     """Parity runs where a run begins, unless the same code has passed before, and never where one is resumed."""
     needs_transformer_engine()
-    fp8 = ("precision=delayed", "fp8_config.scope=linear+head")
-    one, other = (training(*fp8, f"parity={parity}", name=parity).alone() for parity in ("on", "off"))
+    one, other = (training(*FUSED["delayed_head"], f"parity={parity}", name=parity).alone() for parity in ("on", "off"))
     assert one["figures"] == other["figures"] and one["tensors"] == other["tensors"]
