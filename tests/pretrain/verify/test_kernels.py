@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -275,6 +276,24 @@ def test_a_wrong_kernel_on_another_rank_is_wrong_on_this_one(monkeypatch: pytest
     monkeypatch.setattr(attention, "varlen_attn", varlen())
     chosen = choose(situation(backend="packed_varlen"), attention.Choice("packed_varlen", "fast"), "auto", "auto", object())
     assert chosen.attention.name == "packed_sdpa" and str(chosen.verdicts[0]) == "fails here: on another rank"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_an_attention_whose_gradients_do_not_repeat_is_refused_where_bits_are_to(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, exact = itertools.count(), varlen()
+
+    def attend(q: Tensor, *others: Any, **options: Any) -> Tensor:
+        q.register_hook(lambda gradient: gradient if repeats else gradient * (1 + next(count) * 2**-20))
+        return exact(q, *others, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", attend)
+    run = situation(backend="packed_varlen")
+    assert try_kernel(TABLE["attention"], run).agrees, "as far as rounding goes"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    verdict = try_kernel(TABLE["attention"], run)
+    assert verdict.agrees == repeats and (repeats or "dq a second time is " in str(verdict)), verdict
 
 
 def test_where_no_attention_is_right_the_run_stops() -> None:
