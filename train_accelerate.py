@@ -60,6 +60,7 @@ from pretrain.optimizer.gradient_statistics import gradient_statistics
 from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
+from pretrain.run import determinism
 from pretrain.run.assembly import Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
@@ -104,6 +105,8 @@ def launch(arguments: argparse.Namespace) -> int:
     """Refuse what can be refused without the model's weights, before the run folder is touched; then run. Returns the status."""
     cluster = cluster_asked(arguments)
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
+    if recipe.deterministic:
+        determinism.begin(os.environ)
     asked = put_right(recipe, os.environ, has_gpu=torch.accelerator.is_available())
     recipe, accelerator = asked.recipe, make_accelerator(asked.replicas)
     main_process = accelerator.is_main_process
@@ -127,7 +130,7 @@ def launch(arguments: argparse.Namespace) -> int:
         console.notice("\n".join(filter(None, [render(job.plan), scaling, resumed])))
         return 0
     if arguments.eval_only:
-        with explaining_memory(job):
+        with explaining_memory(job), determinism.explaining():
             evaluate_only(job, accelerator, console, arguments.resume)
         return ended(accelerator)
 
@@ -153,10 +156,10 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
 
 def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
-    with explaining_memory(job):
+    with explaining_memory(job), determinism.explaining():
         run = begin()
     try:
-        with explaining_memory(run.job, run):
+        with explaining_memory(run.job, run), determinism.explaining():
             return run_to_its_end(run)
     finally:
         with watch.busy("saving"):

@@ -32,7 +32,7 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
-from pretrain.model.fused.rotary_kernel import RotaryTiling
+from pretrain.model.fused.rotary_kernel import CodesTiling, RotaryTiling
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
 
@@ -154,8 +154,8 @@ class Rotation:
     def forward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
         return lambda: function(self.qkv, *self.angles, *self.layout, **options)
 
-    def backward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
-        return lambda: function(*self.gradients, self.kept, *self.angles, *self.layout, **options)
+    def backward(self, function: Callable[..., Any], *into: Any, **options: Any) -> Callable[[], object]:
+        return lambda: function(*self.gradients, self.kept, *self.angles, *self.layout, *into, **options)
 
 
 def rotary() -> Iterator[Case]:
@@ -173,6 +173,50 @@ def rotary_tilings() -> Iterator[Case]:
         yield Case(f"forward, {tiling}", r.forward_bytes, r.forward(rotary_kernel.rotate, tiling=tiling))
     for tiling in BACKWARD_TILINGS:
         yield Case(f"backward, {tiling}", r.backward_bytes, r.backward(rotary_kernel.rotate_backward, tiling=tiling))
+
+
+CODES_TILINGS = [
+    CodesTiling(tokens, warps, registers, programs)
+    for tokens, warps, registers in ((64, 8, 128), (64, 8, 168), (32, 8, 80), (32, 8, 112), (64, 16, 64), (32, 4, 128))
+    for programs in (264, 528, 1056)
+]
+CODES_TILINGS += [CodesTiling(128, 16, 128, programs) for programs in (264, 528, 1056)]
+BLOCKS_TILINGS = [
+    CodesTiling(128, warps, registers, programs) for warps, registers in ((8, 255), (16, 128)) for programs in (132, 264, 528)
+]
+
+
+def rotary_codes() -> Iterator[Case]:
+    """Backward into codes, beside writing BF16 that the library's quantizer reads. The bytes are those of a single pass."""
+    from pretrain.model.fused.activation import allocate
+
+    def in_two(r: Rotation, quantizer: Any) -> Callable[[], object]:
+        return lambda: quantizer(r.backward(rotate_backward)()[0])
+
+    def at_once(r: Rotation, quantizer: Any) -> object:
+        _, written = allocate(quantizer, r.qkv.shape, r.qkv.device)
+        return r.backward(rotary_kernel.rotate_backward_in_codes, written)()
+
+    for model, (heads, normed) in ROTATIONS.items():
+        r = Rotation(heads, normed)
+        for recipe in ACTIVATION_RECIPES:
+            if recipe == "block" and heads.dim != 128:
+                continue
+            q = quantizer_of(recipe, gradient=True)
+            name = f"rotation{' with norms' if normed else ''}, {model}, backward into {recipe}"
+            yield Case(name, r.backward_bytes, partial(at_once, r, q), in_two(r, q))
+
+
+def rotary_codes_tilings() -> Iterator[Case]:
+    from pretrain.model.fused.activation import allocate
+
+    for model in ("Qwen3-1.7B", "Llama-3.1-8B"):
+        r = Rotation(*ROTATIONS[model])
+        for recipe, tilings in (("delayed", CODES_TILINGS), ("block", BLOCKS_TILINGS)):
+            _, written = allocate(quantizer_of(recipe, gradient=True), r.qkv.shape, r.qkv.device)
+            for tiling in tilings if r.kept is not None else [each for each in tilings if each.programs == 528]:
+                ours = r.backward(rotary_kernel.rotate_backward_in_codes, written, tiling=tiling)
+                yield Case(f"{model}, into {recipe}, {tiling}", r.backward_bytes, ours)
 
 
 # ── The softmax of the chunked loss ───────────────────────────────────────────────────────────────────────────────────────────
@@ -243,27 +287,29 @@ BLOCK_WARPS = (4, 8, 16)
 ACTIVATION_RECIPES = ("delayed", "current", "block")
 
 
+def quantizer_of(recipe: str, *, gradient: bool = False) -> Any:
+    """TE's, for an input or for the gradient of an output."""
+    import transformer_engine.pytorch as te
+
+    dtype = te.DType.kFloat8E5M2 if gradient and recipe != "block" else te.DType.kFloat8E4M3
+    if recipe == "delayed":
+        made = te.Float8Quantizer(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), dtype)
+    elif recipe == "current":
+        made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"))
+    else:
+        made = te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=1)
+    made.internal = True
+    return made
+
+
 class SwiGLU:
-    """The activation of one microbatch, and TE's quantizers for it."""
+    """The activation of one microbatch."""
 
     def __init__(self) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
         self.hidden = torch.randn(TOKENS, 2 * WIDTH, generator=generator, device="cuda", dtype=BF16)
         self.d_activated = torch.randn(TOKENS, WIDTH, generator=generator, device="cuda", dtype=BF16)
         self.values = self.d_activated.numel()
-
-    def quantizer(self, recipe: str, *, gradient: bool = False) -> Any:
-        import transformer_engine.pytorch as te
-
-        dtype = te.DType.kFloat8E5M2 if gradient and recipe != "block" else te.DType.kFloat8E4M3
-        if recipe == "delayed":
-            made = te.Float8Quantizer(torch.ones(1, device="cuda"), torch.zeros(1, device="cuda"), dtype)
-        elif recipe == "current":
-            made = te.Float8CurrentScalingQuantizer(dtype, torch.device("cuda"))
-        else:
-            made = te.Float8BlockQuantizer(dtype, rowwise=True, columnwise=True, block_scaling_dim=1)
-        made.internal = True
-        return made
 
 
 def activation() -> Iterator[Case]:
@@ -279,7 +325,7 @@ def activation() -> Iterator[Case]:
     s = SwiGLU()
     hidden, d_activated = s.hidden, s.d_activated
     for recipe in ACTIVATION_RECIPES:
-        q, g = s.quantizer(recipe), s.quantizer(recipe, gradient=True)
+        q, g = quantizer_of(recipe), quantizer_of(recipe, gradient=True)
         kept = swiglu(hidden, q)[1]
         yield Case(f"SwiGLU {recipe}, forward", 5 * s.values, partial(swiglu, hidden, q), partial(tex.swiglu, hidden, q))
         replaced = partial(lambda g: g(tex.dswiglu(d_activated, hidden, None)), g)
@@ -324,15 +370,104 @@ def activation_tilings() -> Iterator[Case]:
         yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
 
 
+# ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HIDDEN = {"Qwen3-1.7B": (32_768, 2048), "Llama-3.1-8B": (16_384, 4096), "Qwen2.5-14B": (8192, 5120)}
+# Rows, columns, warps and loads ahead: of the kernel that writes a transpose, and of the one that writes rows at most.
+NORM_TILINGS = [(16, 2048, 16), (16, 256, 4), (16, 512, 8), (16, 512, 8, 2), (16, 1024, 16), (32, 128, 8), (32, 256, 8)]
+NORM_TILINGS += [(32, 256, 8, 2), (32, 256, 8, 3), (32, 512, 16), (32, 512, 16, 2), (64, 128, 8), (64, 256, 16), (64, 256, 16, 2)]
+NORM_ROW_TILINGS = [(1, 8192, 4), (1, 8192, 8), (2, 2048, 4), (4, 2048, 8), (4, 1024, 4), (8, 512, 4), (8, 512, 4, 2)]
+SECOND_TILES = [(64, 64, 4), (64, 128, 8), (128, 64, 8), (32, 128, 4)]
+
+
+class Norms:
+    """The norm of one microbatch after attention's output, and today's three kernels for it."""
+
+    def __init__(self, tokens: int, hidden: int) -> None:
+        generator = torch.Generator("cuda").manual_seed(0)
+        self.x, self.residual = torch.randn(2, tokens, hidden, generator=generator, device="cuda", dtype=BF16)
+        self.weight = torch.ones(hidden, device="cuda", dtype=BF16)
+        self.values = self.x.numel()
+
+    def replaced(self, quantizer: Any, residual: Tensor | None) -> object:
+        """The sum in place, which grows with every call; its time does not depend on that."""
+        import transformer_engine_torch as tex
+
+        if residual is not None:
+            self.x.add_(residual)
+        return tex.rmsnorm_fwd(self.x, self.weight, 1e-6, None, quantizer, tex.DType.kBFloat16, 0, False)
+
+    def scaled(self, recipe: str) -> Any:
+        """Where the norm's codes go, in both layouts."""
+        from pretrain.model.fused.activation import allocate
+
+        return allocate(quantizer_of(recipe), self.x.shape, self.x.device)[1]
+
+
+def norm() -> Iterator[Case]:
+    """Beside torch's sum, Transformer Engine's norm with a quantizer for both directions, and what that calls to transpose.
+
+    The bytes are those of a single pass: current scaling and blocks read the sum a second time.
+    """
+    import transformer_engine.pytorch  # noqa: F401  its kernels cannot be imported before
+
+    from pretrain.model.fused.norm import rms_norm
+
+    for model, shape in HIDDEN.items():
+        n = Norms(*shape)
+        for recipe in (*ACTIVATION_RECIPES, None):
+            quantizer = quantizer_of(recipe) if recipe else None
+            for residual, moved in ((n.residual, 8), (None, 4)):
+                if quantizer is None and residual is None:
+                    continue  # nothing is fused, and nothing of ours is called
+                name = f"RMSNorm {recipe or 'bf16'}{'' if residual is None else ' with the sum'}, {model}"
+                ours = partial(rms_norm, n.x, residual, n.weight, 1e-6, quantizer)
+                yield Case(name, moved * n.values, ours, partial(n.replaced, quantizer, residual))
+
+
+def norm_tilings() -> Iterator[Case]:
+    import transformer_engine.pytorch  # noqa: F401
+
+    from pretrain.model.fused import norm_kernel as kernel
+    from pretrain.model.fused.norm_kernel import NormTiling
+
+    tilings = [NormTiling(*each) for each in NORM_TILINGS]
+
+    def one_scale(n: Norms, residual: Tensor | None, written: Any, *chosen: NormTiling, **options: Any) -> Callable[[], object]:
+        return partial(kernel.rms_norm_scaled, n.x, residual, n.weight, 1e-6, written, *chosen, **options)
+
+    for model in ("Llama-3.1-8B", "Qwen3-1.7B"):
+        n = Norms(*HIDDEN[model])
+        written = n.scaled("delayed")
+        for tiling in tilings:
+            yield Case(f"delayed with the sum, {model}, {tiling}", 8 * n.values, one_scale(n, n.residual, written, tiling))
+    for tiling in tilings:
+        yield Case(f"delayed, {model}, {tiling}", 4 * n.values, one_scale(n, None, written, tiling))
+    for tiling in (NormTiling(*each) for each in NORM_ROW_TILINGS):
+        ours = partial(kernel.rms_norm, n.x, n.residual, n.weight, 1e-6, tiling)
+        yield Case(f"bf16 with the sum, {model}, {tiling}", 8 * n.values, ours)
+    written, blocks = n.scaled("current"), n.scaled("block")
+    for tile in (NormTiling(*each) for each in SECOND_TILES):
+        ours = one_scale(n, n.residual, written, second=tile)
+        yield Case(f"current with the sum, {model}, second kernel {tile}", 8 * n.values, ours)
+    for warps in BLOCK_WARPS:
+        ours = partial(kernel.rms_norm_blocks, n.x, n.residual, n.weight, 1e-6, blocks, NormTiling(128, 128, warps))
+        yield Case(f"block with the sum, {model}, second kernel with {warps} warps", 8 * n.values, ours)
+
+
 # ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "rotary": rotary,
     "rotary_tilings": rotary_tilings,
+    "rotary_codes": rotary_codes,
+    "rotary_codes_tilings": rotary_codes_tilings,
     "softmax": softmax,
     "softmax_tilings": softmax_tilings,
     "activation": activation,
     "activation_tilings": activation_tilings,
+    "norm": norm,
+    "norm_tilings": norm_tilings,
 }
 
 

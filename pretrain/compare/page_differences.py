@@ -47,6 +47,7 @@ def _audit(each: Standing) -> AuditShown:
         "loss": _named(audit.get("loss"), "kind", "softmax"),
         "fused": audit.get("fused"),
         "compiled": audit.get("compiled"),
+        "deterministic": audit.get("deterministic"),
         "kernels": ", ".join(str(_named(kernel, "name") or kernel) for kernel in audit.get("kernels") or []),
         "parity": _named(audit.get("parity"), *(audit.get("parity") or {})) if isinstance(audit.get("parity"), Mapping) else None,
         "confirmed in step": audit.get("confirmed_in_step"),

@@ -97,11 +97,14 @@ def wrap_layers(
         # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
         # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
         # rounding of its weight out. The norm's graph serves any number of tokens: beside fused layers nothing else is compiled.
+        # How such a graph cuts its sums follows the number that it saw first, which in a resumed run is another: where bits are
+        # to repeat, each number has a graph of its own.
         in_pieces = any(isinstance(module, LowPrecisionLinear | LowPrecisionNorm) for module in unit.modules())
         alone = not isinstance(unit, GradientCheckpointingLayer)
         casts_outside = in_pieces or alone
         if compile_layers and casts_outside:
-            unit.forward = torch.compile(unit.forward, dynamic=alone, fullgraph=not in_pieces)
+            any_number = alone and not torch.are_deterministic_algorithms_enabled()
+            unit.forward = torch.compile(unit.forward, dynamic=any_number, fullgraph=not in_pieces)
         if cast_to is not None:
             unit.forward = casting_parameters(unit, unit.forward, cast_to)
         if compile_layers and not casts_outside:

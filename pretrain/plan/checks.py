@@ -7,6 +7,7 @@ them once, in the order of what it costs to find out.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 
 from transformers import PretrainedConfig
@@ -63,10 +64,26 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
             f"set it to one of {fitting}, or to `auto`"
         )
+    if recipe.deterministic:
+        check_deterministic(recipe, microbatch_sizes(packs, world_size))
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
         schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
     if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
+
+
+def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
+    """What a recipe may not leave open, or ask for, if its runs are to repeat bit for bit; `sizes`: of its microbatches."""
+    if recipe.batch.microbatch == "auto":
+        raise InputError(
+            "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for "
+            f"all runs; set it to one of {', '.join(map(str, sizes))}. `--plan deterministic=false` says what is expected to fit"
+        )
+    if recipe.loss.kind == "cce":
+        raise InputError(
+            "`loss.kind: cce` adds its gradients up in the order in which blocks finish, and `deterministic: true` needs one "
+            "order; set `loss.kind: chunked`"
+        )
 
 
 def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:

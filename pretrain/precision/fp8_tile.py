@@ -14,7 +14,7 @@ import triton.language as tl
 
 BLOCK = tl.constexpr(128)  # values that share a scale in TE's `block` recipe, along a row or along a column
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
-_BF16_MAX = tl.constexpr(3.3895313892515355e38)
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _INFINITY = tl.constexpr(float("inf"))
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -98,12 +98,12 @@ def store_block_scaled(
     j = column + tl.arange(0, values.shape[1])
     if rows is not None:
         tl.static_assert(values.shape[1] == BLOCK)
-        scale = scale_from_amax(largest_magnitude(values, 1), epsilon, _BF16_MAX, power_of_two, fp8)
+        scale = scale_from_amax(largest_magnitude(values, 1), epsilon, BF16_MAX, power_of_two, fp8)
         tl.store(rows_scale_inv + (column // BLOCK).to(tl.int64) * M + i, reciprocal(scale, power_of_two))
         store_rows(fp8_codes(values, scale[:, None], fp8), rows, i, j, K)
     if columns is not None:
         tl.static_assert(values.shape[0] == BLOCK)
-        scale = scale_from_amax(largest_magnitude(values, 0), epsilon, _BF16_MAX, power_of_two, fp8)
+        scale = scale_from_amax(largest_magnitude(values, 0), epsilon, BF16_MAX, power_of_two, fp8)
         tl.store(columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j, reciprocal(scale, power_of_two))
         store_columns(fp8_codes(values, scale[None, :], fp8), columns, i, j, M)
 

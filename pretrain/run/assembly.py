@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
+from pretrain.run import determinism
 from pretrain.run.parity import LeftOut, hold_to_parity
 from pretrain.run.ranks import RankWatch
 from pretrain.verify import audit
@@ -260,6 +262,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         "fused": what_is_fused,
         **({"built": why_whole or IN_PARTS} if accelerator.is_fsdp2 else {}),
         "compiled": what_is_compiled(compiled, context, fused),
+        "deterministic": determinism.describe(device.type, os.environ),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,
     }

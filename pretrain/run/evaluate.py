@@ -23,6 +23,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.assembly import BestEvaluation, Run
+from pretrain.run.determinism import any_order
 
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
@@ -143,14 +144,15 @@ def sample(
     temperature of 0, or near it, always the likeliest one. InputError where the prompt leaves no position free.
 
     Runs uncompiled, with transformers' own attention: generation has a cache and one growing document, not packs. Every training
-    step seeds its own random numbers, so seeding here does not change them.
+    step seeds its own random numbers, so seeding here does not change them. On a GPU a sample need not repeat, whatever
+    `deterministic` says: its sums of probabilities have no fixed order there.
     """
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     positions = positions_of(hf.config)
     tokens = min(tokens, positions - encoded["input_ids"].shape[1]) if positions else tokens
     drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     likeliest = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    with ExitStack() as restored, torch.compiler.set_stance("force_eager"):
+    with ExitStack() as restored, torch.compiler.set_stance("force_eager"), any_order():
         restored.callback(hf.train, hf.training)
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         hf.eval()

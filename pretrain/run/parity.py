@@ -90,6 +90,7 @@ def subject_of(job: Job, accelerator: Accelerator, compiled: str) -> dict[str, A
         "settings": recipe.model.model_dump(mode="json", exclude={"config"}),
         "attention": job.attention.name,
         "compiled": compiled,
+        "deterministic": recipe.deterministic,
         "loss": recipe.loss.model_dump(mode="json"),
         "weights": recipe.weights,
         "gradients": recipe.gradients_kept_in,

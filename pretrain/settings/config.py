@@ -26,7 +26,7 @@ _ALTERNATIVES = (
 )
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "batch.microbatch"),
+    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "deterministic", "batch.microbatch"),
     *("loss.kind", "loss.chunk"),
     *("model.attention", "model.compile", "model.fused", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("train.max_hours", "train.rank_timeout"),

@@ -205,6 +205,8 @@ class Recipe(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's, and a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
+    # On a GPU too, two runs have the same bits, and so has one that was stopped and resumed. What cannot is refused.
+    deterministic: bool = False
     precision: PrecisionName | None = None  # what matrix products compute in; null: as the accelerate configuration says
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where

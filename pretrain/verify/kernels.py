@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,11 +42,20 @@ from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
+from pretrain.verify.written import (
+    ROUNDING,
+    Compared,
+    activates_by_kernel,
+    activation,
+    norm,
+    norms_by_kernel,
+    rotates_into_codes,
+    rotation_in_codes,
+)
 
 TOKENS = 512  # of a pack, at most, in the case of attention
-# Relative errors that rounding explains, of a tensor's norm. Wrong kernels are off by a tenth and more.
-ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 2**-6, torch.float16: 2**-6}
-ROUNDING_TO_CODES = {"E4M3": 0.05, "E5M2": 0.1}
+SAME_BITS = 2.0**-60  # a single value that is another number is more
+# Relative errors that rounding explains, beside those of pretrain.verify.written.
 ROUNDING_IN_PRODUCT = 0.05  # sums come in another order, and FP8's forward ones in fewer bits
 # Of a whole layer: a product's operand that lies between two codes may get the other one, after a rounding that was done apart.
 ROUNDING_IN_LAYER = {"float32": 1e-3, "bfloat16": 0.1, "FP8": 0.3, "E2M1": 0.7}
@@ -57,11 +66,6 @@ REHEARSALS = 4  # of delayed scaling, whose first scales are one
 def rounds_of(active: ActivePrecision) -> int:
     """Forwards and backwards until a result is looked at."""
     return REHEARSALS if active.precision.quantized and active.precision.keeps_history else 1
-
-
-Compared = Iterator[tuple[str, Tensor, Tensor, float]]  # name, by the kernel, by its plain form, relative error allowed
-
-Read = Callable[[], tuple[Tensor, Tensor]]  # a written tensor again, by its rows and by its columns
 
 
 @dataclass(frozen=True)
@@ -186,7 +190,8 @@ def _attention(run: Situation) -> Compared:
     kernel = getattr(attention, run.attention)
     options = {"cu_seqlens": ends, "max_seqlen": length, "document_mask": mask, "scaling": scale}
     output, _ = kernel(None, *leaves, None, **options)
-    ours = [output, *torch.autograd.grad(output, leaves, gradient)]
+    repeats = torch.are_deterministic_algorithms_enabled()
+    ours = [output, *torch.autograd.grad(output, leaves, gradient, retain_graph=repeats)]
 
     exact = [each.double().requires_grad_() for each in states]
     q, k, v = (each[0].unflatten(1, (2, length)).transpose(0, 1) for each in exact)  # [packs, heads, length, dim]
@@ -196,6 +201,10 @@ def _attention(run: Situation) -> Compared:
     found = [plain, *torch.autograd.grad(plain, exact, gradient.double())]
     for name, mine, theirs in zip(("output", "dq", "dk", "dv"), ours, found, strict=True):
         yield name, mine, theirs, ROUNDING[run.dtype]
+    if repeats:
+        again = torch.autograd.grad(output, leaves, gradient)
+        for name, first, second in zip(("dq", "dk", "dv"), ours[1:], again, strict=True):
+            yield f"{name} a second time", second, first, SAME_BITS
 
 
 def _rotates_by_kernel(run: Situation) -> bool:
@@ -217,6 +226,8 @@ def _rotation(run: Situation) -> Compared:
 
     ours = [*rotary.rotate(qkv, cos, sin, heads, norms)]
     ours += rotary.rotate_backward(*gradients, qkv if norms else None, cos, sin, heads, norms)
+    if rotates_into_codes(run):
+        yield from rotation_in_codes(run, gradients, qkv, cos, sin, norms, exact_norms)
     qkv, cos, sin, *gradients = (each.double() for each in (qkv, cos, sin, *gradients))
     plain = [*rotary.rotate_by_formula(qkv, cos, sin, heads, exact_norms)]
     plain += rotary.rotate_backward_by_formula(*gradients, qkv, cos, sin, heads, exact_norms)
@@ -224,78 +235,6 @@ def _rotation(run: Situation) -> Compared:
     for name, mine, theirs in zip(names, ours, plain, strict=True):
         if theirs is not None:
             yield name, mine, theirs, ROUNDING[run.dtype]
-
-
-def _activates_by_kernel(run: Situation) -> bool:
-    written = run.active.precision.activates_again if run.active.precision.quantized else run.dtype == torch.bfloat16
-    return run.on_transformer_engine and run.parts is not None and run.parts.activation == "swiglu" and written
-
-
-def _activation(run: Situation) -> Compared:
-    """SwiGLU as the run's precision has it written: in BF16, or in codes with a scale a tensor or a block."""
-    from pretrain.model.fused import activation_kernel as kernel
-
-    rows, width, precision = 128, 256, run.active.precision
-    hidden, d_activated = 2 * run.draw(rows, 2 * width), run.draw(rows, width, seed=1)
-    gate, up = (part.double().requires_grad_() for part in hidden.chunk(2, dim=-1))
-    activated = F.silu(gate) * up
-    d_hidden = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.double()), dim=-1)
-    if not precision.quantized:
-        ours = kernel.backward_bf16(d_activated, hidden)
-        for name, mine, theirs in zip(("gradient", "activated again"), ours, (d_hidden, activated), strict=True):
-            yield name, mine, theirs, ROUNDING[run.dtype]
-        return
-    grids = {role: precision.grid(run.active.settings, role) for role in ("input", "grad_output")}
-    codes = {role: {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}[grid.name] for role, grid in grids.items()}
-    make = _in_blocks if precision.block_scaled else _in_tensors
-    forward, read_forward = make(codes["input"], rows, width, run.device)
-    backward, read_backward = make(codes["grad_output"], rows, 2 * width, run.device)
-    again, read_again = make(codes["input"], rows, width, run.device)
-    if precision.block_scaled:
-        kernel.forward_blocks(hidden, forward)
-        kernel.backward_blocks(d_activated, hidden, backward, again)
-    else:
-        kernel.forward(hidden, forward)
-        again = replace(again, scale=forward.used, amax=None, used=None)
-        kernel.backward(d_activated, hidden, backward, again)
-    for name, (by_rows, by_columns), theirs, role in (
-        ("activated", read_forward(), activated, "input"),
-        ("gradient", read_backward(), d_hidden, "grad_output"),
-        ("activated again", read_again(), activated, "input"),
-    ):
-        yield name, by_rows if name != "activated again" else by_columns, theirs, ROUNDING_TO_CODES[grids[role].name]
-        if name == "gradient":
-            yield "gradient along tokens", by_columns, theirs, ROUNDING_TO_CODES[grids[role].name]
-
-
-def _bytes(*shape: int, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=torch.uint8, device=device)
-
-
-def _in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """Where a tensor goes in codes under one scale, and what reads it again, by its rows and by its columns."""
-    from pretrain.model.fused.activation_kernel import TensorScaled
-
-    amax, used, scale_inv = torch.zeros(1, device=device), torch.empty(1, device=device), torch.empty(1, device=device)
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    written = TensorScaled(dtype, rows, columns, scale_inv, amax=amax, used=used)
-    return written, lambda: (rows.view(dtype).float() * scale_inv, columns.view(dtype).float().t() * scale_inv)
-
-
-def _in_blocks(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
-    """The same with a scale for every 128 values."""
-    from pretrain.model.fused.activation_kernel import BLOCK, BlockScaled
-
-    block = BLOCK.value
-    rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
-    row_scales = torch.empty(width // block, height, device=device)
-    column_scales = torch.empty(height // block, width, device=device)
-
-    def read() -> tuple[Tensor, Tensor]:
-        by_rows = rows.view(dtype).float() * row_scales.repeat_interleave(block, dim=0).t()
-        return by_rows, columns.view(dtype).float().t() * column_scales.repeat_interleave(block, dim=0)
-
-    return BlockScaled(dtype, rows, row_scales, columns, column_scales), read
 
 
 def _multiplies_by_library(run: Situation) -> bool:
@@ -430,7 +369,8 @@ TABLE = {
             "take another `model.attention`",
         ),
         Kernel("rotation", "its formula in FP64", _rotates_by_kernel, _rotation, "set `model.fused: off`"),
-        Kernel("activation", "its formula in FP64", _activates_by_kernel, _activation, "set `model.fused: off`"),
+        Kernel("norm", "its formula in FP64", norms_by_kernel, norm, "set `model.fused: off`"),
+        Kernel("activation", "its formula in FP64", activates_by_kernel, activation, "set `model.fused: off`"),
         Kernel("products", "emulated products", _multiplies_by_library, _products, _OTHER_PRODUCTS),
         Kernel(
             "layer",
@@ -449,7 +389,7 @@ TABLE = {
         ),
     )
 }
-_OF_FUSED_LAYERS = ("rotation", "activation", "layer")
+_OF_FUSED_LAYERS = ("rotation", "norm", "activation", "layer")
 
 
 # ── For a run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 from pretrain import __main__ as commands
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.fused import activation_kernel, rotary, rotary_kernel
+from pretrain.model.fused import activation_kernel, norm_kernel, rotary, rotary_kernel
 from pretrain.model.fused.layers import not_fused_because
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_kernel import FusedUpdate
@@ -48,11 +48,11 @@ SMALLER = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num
 
 
 @cache
-def situation(precision: str, small: bool = False) -> Situation:
+def situation(precision: str, small: bool = False, dim: int = 64) -> Situation:
     """Of a run with defaults, Qwen3-1.7B's shape or a smaller one."""
     backend = "transformer_engine" if PRECISIONS[precision].quantized else "torch"
     active = ActivePrecision(precision, PRECISIONS[precision], backend, LowPrecisionSettings().resolved(precision))
-    config = QWEN3_1_7B | (SMALLER | {"head_dim": 64} if small else {})
+    config = QWEN3_1_7B | (SMALLER | {"head_dim": dim} if small else {})
     fused = INTERPRETED or not_fused_because("auto", active, DEVICE.type, torch.bfloat16) is None
     return Situation(
         device=DEVICE,
@@ -96,6 +96,28 @@ def test_the_rotations_kernels_agree_and_a_broken_one_is_found(monkeypatch: pyte
 
     monkeypatch.setattr(rotary_kernel, "rotate_backward", wrong)
     assert try_kernel(TABLE["rotation"], run).worst == "gradient" and not try_kernel(TABLE["rotation"], run).agrees
+
+
+@pytest.mark.usefixtures("rotated_by_kernel")
+@pytest.mark.parametrize("precision", ["delayed", "current", "block"])
+def test_a_rotation_that_writes_codes_wrongly_is_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation(precision, small=True, dim=128)  # a head is a block
+    verdict = try_kernel(TABLE["rotation"], run)
+    assert verdict.agrees and len(verdict.errors) == 10, verdict
+    right = rotary_kernel.rotate_backward_in_codes
+    monkeypatch.setattr(rotary_kernel, "rotate_backward_in_codes", lambda dq, *others: right(-dq, *others))
+    assert not try_kernel(TABLE["rotation"], run).agrees
+
+
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])
+def test_the_norms_kernels_agree_and_broken_ones_are_found(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = situation(precision, small=True)
+    verdict = try_kernel(TABLE["norm"], run)
+    assert verdict.agrees and {"norm", "sum", "rstd"} <= verdict.errors.keys(), verdict
+    name = {"bf16": "rms_norm", "block": "rms_norm_blocks"}.get(precision, "rms_norm_scaled")
+    right = getattr(norm_kernel, name)
+    monkeypatch.setattr(norm_kernel, name, lambda x, residual, weight, *rest: right(x, residual, 1.2 * weight, *rest))
+    assert try_kernel(TABLE["norm"], run).errors["norm"] == pytest.approx(0.2, abs=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current", "block"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.model import huggingface as model
+from pretrain.model.attention import flash
+from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
 from pretrain.model.huggingface import decoder_layers
@@ -155,6 +158,41 @@ def test_gradients_collected_by_autograd_are_those_of_the_main_gradients(recipe:
     one, other = (train(assemble(larger("qwen3"), recipe, fused=True, main=main)) for main in (torch.float32, None))
     assert one[0] == other[0]
     assert min(cosines(one[1], other[1]).values()) > 0.9999
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama"])
+def test_rotated_gradients_in_codes_and_kept_queries_change_no_bit(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of anything but the norms' of the heads, whose sums have another order in the kernel that writes codes."""
+    if reason := flash.obstacle():
+        pytest.skip(f"flash_attn {reason}")  # whose backward repeats its bits, as cuDNN's does not
+    from pretrain.model.fused import rotary_kernel
+    from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
+
+    config = larger(name) | ({} if "head_dim" in ARCHITECTURES[name] else {"num_attention_heads": 4, "num_key_value_heads": 2})
+    config |= {"head_dim": 128}  # a head is a block
+    made = train(assemble(config, recipe, fused=True, attention="packed_fa4"), steps=3)
+    keeping = assemble(config, recipe, fused=True, attention="packed_fa4")
+    keeping.fused.arithmetic.keeps_rotated = True
+    kept = train(keeping, steps=3)
+    written = Counter()
+    if recipe != "bf16":
+        in_codes = rotary_kernel.rotate_backward_in_codes
+        monkeypatch.setattr(rotary_kernel, "rotate_backward_in_codes", lambda *args: written.update(["codes"]) or in_codes(*args))
+        train(assemble(config, recipe, fused=True, attention="packed_fa4"), steps=1)
+        assert (written["codes"] > 0) == (name != "qwen2")  # whose biases sum the gradient unquantized
+        monkeypatch.setattr(TransformerEngineArithmetic, "rotate_backward", Arithmetic.rotate_backward)
+    plain = train(assemble(config, recipe, fused=True, attention="packed_fa4"), steps=3)
+    assert made[0] == kept[0] == plain[0]
+    for parameter, gradient in plain[1].items():
+        assert torch.equal(made[1][parameter], kept[1][parameter]), parameter
+        if parameter.endswith(("q_norm.weight", "k_norm.weight")):
+            assert (made[1][parameter] - gradient).norm() <= 1e-5 * gradient.norm(), parameter
+        else:
+            assert torch.equal(made[1][parameter], gradient), parameter
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])

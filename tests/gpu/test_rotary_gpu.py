@@ -6,6 +6,7 @@ The small ones run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1)
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
+from pretrain.precision.quantizers import block, tensor
+from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -128,6 +131,95 @@ def test_how_a_launch_is_cut_changes_nothing_but_the_order_of_sums(values: int, 
         torch.testing.assert_close(ours, usual, rtol=1e-5, atol=1e-5)
 
 
+# ── In codes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TORCH = {E4M3: torch.float8_e4m3fn, E5M2: torch.float8_e5m2}
+# Tokens, heads, programs, which may each go through several tiles, and whether heads are normed; format, scale (None: the
+# tensor's own), and whether that is a power of two.
+UNDER_ONE_SCALE = [
+    (192, Heads(2, 1, 128), 8, True, E5M2, 300.0, False),
+    (128, Heads(2, 1, 64), 4, True, E5M2, None, True),
+    (64, Heads(1, 1, 256), 3, True, E4M3, None, False),
+    (128, Heads(2, 1, 32), 4, True, E4M3, 90.0, False),
+    (64, Heads(2, 2, 128), 6, False, E5M2, None, False),
+    (128, Heads(3, 1, 64), 5, False, E4M3, 90.0, False),
+]
+
+
+def quantized_backward(problem: Problem, written: Any, programs: int) -> tuple[Tensor | None, Tensor | None]:
+    from pretrain.model.fused import rotary_kernel as kernel
+
+    usual = kernel.BLOCK_SCALED if isinstance(written, kernel.BlockScaled) else kernel.TENSOR_SCALED
+    assert kernel.writes(type(written), problem.gradients[0], problem.heads)
+    tiling = kernel.CodesTiling(usual.tokens, usual.warps, usual.registers, programs)
+    qkv = problem.qkv if problem.norms else None
+    arguments = (*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
+    return kernel.rotate_backward_in_codes(*arguments, written, tiling=tiling)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    return torch.full(shape, 99, dtype=dtype, device=DEVICE)
+
+
+def check_norm_gradients(ours: tuple[Tensor | None, ...], problem: Problem) -> None:
+    for mine, theirs in zip(ours, kernel_backward(problem)[1:], strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or (mine - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.usefixtures("conversions_that_round")
+@pytest.mark.parametrize(("tokens", "heads", "programs", "normed", "grid", "scale", "power_of_two"), UNDER_ONE_SCALE, ids=str)
+def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
+    tokens: int, heads: Heads, programs: int, normed: bool, grid: Grid, scale: float | None, power_of_two: bool
+) -> None:
+    from pretrain.model.fused.activation_kernel import TensorScaled
+
+    problem = Problem(tokens, heads, BF16, normed)
+    expected = kernel_backward(problem)[0]
+    given = None if scale is None else torch.tensor([scale], device=DEVICE)
+    one, numbers = torch.zeros(1, device=DEVICE), {"power_of_two": power_of_two}
+    both = empty(tokens, heads.width), empty(heads.width, tokens)
+    written = TensorScaled(TORCH[grid], *both, one.clone(), given, one.clone(), **numbers)
+    check_norm_gradients(quantized_backward(problem, written, programs), problem)
+
+    assert written.amax.item() == tensor.absolute_maximum(expected).item() > 0
+    used = tensor.scale_from_amax(written.amax, grid.maximum, power_of_two=power_of_two) if given is None else given
+    assert torch.equal(written.scale_inv, tensor.decode_scale(used))
+    codes = tensor.quantize(expected, used, grid).codes.to(TORCH[grid]).view(torch.uint8)
+    assert torch.equal(written.rows, codes) and torch.equal(written.columns, codes.t())
+    alone = TensorScaled(TORCH[grid], empty(tokens, heads.width), None, one.clone(), given, one.clone(), **numbers)
+    quantized_backward(problem, alone, programs)
+    assert torch.equal(alone.rows, codes)
+
+
+@pytest.mark.usefixtures("conversions_that_round")
+@pytest.mark.parametrize(("normed", "power_of_two"), [(True, True), (False, False)])
+def test_codes_in_blocks_are_those_of_the_bf16_gradient(normed: bool, power_of_two: bool) -> None:
+    from pretrain.model.fused.activation_kernel import BlockScaled
+
+    tokens, heads, fp32 = 256, Heads(2, 1, 128), torch.float32
+    problem = Problem(tokens, heads, BF16, normed)
+    rows = empty(tokens, heads.width), empty(heads.width // 128, tokens, dtype=fp32)
+    columns = empty(heads.width, tokens), empty(tokens // 128, heads.width, dtype=fp32)
+    written = BlockScaled(torch.float8_e4m3fn, *rows, *columns, power_of_two=power_of_two)
+    check_norm_gradients(quantized_backward(problem, written, 4), problem)
+    expected = kernel_backward(problem)[0]
+    for values, codes, scale_inv in ((expected, *rows), (expected.t(), *columns)):
+        theirs = block.quantize(values, E4M3, two_dimensional=False, power_of_two=power_of_two)
+        assert torch.equal(scale_inv, theirs.block_scale[:, ::128].t())
+        assert torch.equal(codes, theirs.codes.to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+def test_what_is_no_whole_tile_or_block_is_not_written_in_codes() -> None:
+    from pretrain.model.fused.rotary_kernel import BlockScaled, TensorScaled, writes
+
+    heads = Heads(2, 1, 128)
+    rows = {tokens: torch.empty(tokens, 2, 128, dtype=BF16) for tokens in (64, 96, 128)}
+    assert [writes(TensorScaled, dq, heads) for dq in rows.values()] == [True, False, True]
+    assert [writes(BlockScaled, dq, heads) for dq in rows.values()] == [False, False, True]
+    assert not writes(TensorScaled, rows[64].float(), heads) and not writes(BlockScaled, rows[128], Heads(4, 2, 64))
+
+
 # ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -146,6 +238,39 @@ def test_two_runs_agree_bit_for_bit() -> None:
     problem = Problem(32_767, Heads(16, 8, 128), BF16, normed=True)
     for run in (kernel_forward, kernel_backward):
         assert all(torch.equal(a, b) for a, b in zip(run(problem), run(problem), strict=True))
+
+
+@cuda_only
+@pytest.mark.parametrize("heads", [Heads(16, 8, 128), Heads(14, 2, 64), Heads(8, 4, 256)], ids=str)
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize("normed", [True, False])
+def test_codes_are_those_that_the_library_makes_of_the_bf16_gradient(heads: Heads, recipe: str, normed: bool) -> None:
+    te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+    from benchmarks.fused_kernels import quantizer_of
+    from pretrain.model.fused import rotary_kernel as kernel
+    from pretrain.model.fused.activation import allocate, scaling_of
+
+    if recipe == "block" and (heads.dim != 128 or not te.is_fp8_block_scaling_available()):
+        pytest.skip("a head is no block, or nothing is scaled in blocks here")
+    problem = Problem(8192, heads, BF16, normed)
+    ours, theirs = quantizer_of(recipe, gradient=True), quantizer_of(recipe, gradient=True)
+    for quantizer in (ours, theirs) if recipe == "delayed" else ():
+        quantizer.scale.fill_(9_000.0)  # at which the largest saturate
+    assert kernel.writes(scaling_of(ours), problem.gradients[0], heads)
+    made, written = allocate(ours, (8192, heads.width), problem.qkv.device)
+    arguments = (*problem.gradients, problem.qkv if normed else None, problem.cos, problem.sin, heads, problem.norms)
+    sums = kernel.rotate_backward_in_codes(*arguments, written)
+    again = kernel.rotate_backward_in_codes(*arguments, written)
+    assert not normed or all(torch.equal(a, b) for a, b in zip(sums, again, strict=True))
+    check_norm_gradients(sums, problem)
+    expected = theirs(kernel_backward(problem)[0])
+    for name in ("_data", "_transpose", "_rowwise_data", "_columnwise_data"):
+        if getattr(expected, name, None) is not None:
+            assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    for name in ("_scale_inv", "_rowwise_scale_inv", "_columnwise_scale_inv"):
+        if getattr(expected, name, None) is not None:
+            assert torch.equal(getattr(made, name), getattr(expected, name)), name
+    assert recipe != "delayed" or torch.equal(ours.amax, theirs.amax)
 
 
 @cuda_only

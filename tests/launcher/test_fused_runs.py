@@ -291,6 +291,8 @@ def test_a_product_that_multiplies_in_another_dtype_is_refused(
 def test_linears_that_a_fused_layer_leaves_out_are_refused(
     start_here: Callable, recipe_for: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(lambda arithmetic, norm, below, kind, above, x, *rest: x.clone()))
+    monkeypatch.setattr(
+        NormMLPAdd, "apply", staticmethod(lambda arithmetic, norm, below, kind, above, x, residual, *_: x + residual)
+    )
     said = start_here(recipe_for(tmp_path / "run"), tmp_path)
     assert said.status == 2 and "6 of 15 modules" in said.output and "model.layers.0.mlp.gate_proj (not run)" in said.output

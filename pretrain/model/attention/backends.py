@@ -216,7 +216,8 @@ def packed_fa2(
 ) -> Tensor:
     """By the flash-attn package of version 2; bf16 or fp16."""
     offsets = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    return flash_attn_varlen_func(query, key, value, *offsets, softmax_scale=scale, causal=True)
+    options = {"softmax_scale": scale, "causal": True, "deterministic": torch.are_deterministic_algorithms_enabled()}
+    return flash_attn_varlen_func(query, key, value, *offsets, **options)
 
 
 @_packed

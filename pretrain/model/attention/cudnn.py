@@ -10,8 +10,8 @@ What is to know about the kernels:
   these numbers is planned for once.
 * Pointers are handed over without strides. What is not contiguous among q, k, v and d_output is copied first.
 * On Hopper, blocks of keys add to dQ in FP32 as they finish, so its last bits may differ from run to run; output, dK and dV
-  repeat bit for bit. cuDNN's fixed order (torch.use_deterministic_algorithms asks for it) takes a workspace there that grows with
-  the square of the tokens: `obstacle` says so, and `varlen` has a deterministic backward.
+  repeat bit for bit. cuDNN's fixed order (`deterministic: true` asks for it) takes a workspace there that grows with the square
+  of the tokens: `obstacle` says so, and `fa4` and `varlen` have a deterministic backward.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def obstacle(heads: Heads, length: int, dtype: torch.dtype) -> str | None:
     if capability[0] not in GENERATIONS:
         return f"needs an sm_90 or sm_100 GPU, this is {torch.cuda.get_device_name()}"
     if capability[0] == 9 and torch.are_deterministic_algorithms_enabled():
-        return "has no deterministic backward on sm_90 whose workspace would fit: do without torch.use_deterministic_algorithms"
+        return "has no deterministic backward on sm_90 whose workspace would fit: set deterministic: false"
     if missing := transformer_engine.missing():
         return f"needs {missing}"
     refusal = _refusal(heads, length, dtype)

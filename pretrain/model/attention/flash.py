@@ -6,8 +6,8 @@ differentiable operator, which torch.compile leaves whole. What is to know about
 * A head shape and dtype are compiled once, for some ten seconds. The numbers of tokens and of documents are not part of it. What
   was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
   folder, so that a second process does not wait.
-* Where several query heads share a key head, blocks add to dK and dV as they finish, and their last bits may differ from run to
-  run. torch.use_deterministic_algorithms asks for the fixed order, which takes a tenth longer.
+* Blocks of keys add to dQ as they finish, and query heads that share a key head add to dK and dV: last bits may differ from run
+  to run, and did in groups of more than two heads. `deterministic: true` asks for the fixed order, which takes a tenth longer.
 * Offsets may end in empty slots.
 """
 

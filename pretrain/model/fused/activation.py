@@ -36,7 +36,7 @@ def swiglu(hidden: Tensor, quantizer: Any | None) -> tuple[Activated, Activated 
     None: its usages are not asked. Every other quantizer makes what its usages say, and the result is kept: NVFP4's transpose is
     not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
     """
-    scaled = _scaled(quantizer)
+    scaled = scaling_of(quantizer)
     if not _takes(hidden, quantizer):
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
@@ -60,8 +60,8 @@ def swiglu_backward(
 
     `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. TypeError for quantizers of different kinds.
     """
-    scaled = _scaled(activated_quantizer)
-    if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not _scaled(gradient_quantizer):
+    scaled = scaling_of(activated_quantizer)
+    if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not scaling_of(gradient_quantizer):
         raise TypeError(f"{activated_quantizer} quantized the activated values, which does not go with {gradient_quantizer}")
     d_activated = d_activated.contiguous()
     if not _takes(hidden, gradient_quantizer):
@@ -83,11 +83,11 @@ def swiglu_backward(
 
 def _takes(hidden: Tensor, quantizer: Any | None) -> bool:
     """Whether our kernels serve: for no quantizer or one for FP8, and whole tiles."""
-    scaled = _scaled(quantizer)
+    scaled = scaling_of(quantizer)
     return (quantizer is None or scaled is not None) and kernel.divides(hidden, scaled)
 
 
-def _scaled(quantizer: Any | None) -> Scaled | None:
+def scaling_of(quantizer: Any | None) -> Scaled | None:
     """How our kernels write what `quantizer` would; None where they do not."""
     if isinstance(quantizer, Float8Quantizer):
         return TensorScaled
@@ -96,6 +96,12 @@ def _scaled(quantizer: Any | None) -> Scaled | None:
     if isinstance(quantizer, Float8BlockQuantizer) and quantizer.block_scaling_dim == 1:
         return BlockScaled
     return None
+
+
+def allocate(quantizer: Any, shape: tuple[int, ...], device: torch.device) -> tuple[Activated, TensorScaled | BlockScaled]:
+    """What a `quantizer` that `scaling_of` knows would make of a tensor [M, K], and its parts, for a kernel to write."""
+    make = _block_scaled if scaling_of(quantizer) is BlockScaled else _tensor_scaled
+    return make(quantizer, shape, device, rows=quantizer.rowwise_usage, columns=quantizer.columnwise_usage)
 
 
 def _tensor_scaled(

@@ -42,7 +42,7 @@ TILE = Tile(64, 64, 4)
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
 BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
 
-_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def forward(hidden: Tensor, activated: TensorScaled, tile: Tile = TILE) -> None:
         width,
         activated.epsilon,
         activated.power_of_two,
-        _TYPES[activated.dtype],
+        TYPES[activated.dtype],
         tile.rows,
         tile.columns,
         num_warps=tile.warps,
@@ -290,7 +290,7 @@ def forward_blocks(hidden: Tensor, activated: BlockScaled, tile: Tile = FORWARD_
         hidden.shape[1] // 2,
         activated.epsilon,
         activated.power_of_two,
-        _TYPES[activated.dtype],
+        TYPES[activated.dtype],
         tile.rows,
         num_warps=tile.warps,
         enable_fp_fusion=False,
@@ -319,8 +319,8 @@ def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activa
         *d_activated.shape,
         d_hidden.epsilon,
         d_hidden.power_of_two,
-        _TYPES[d_hidden.dtype],
-        _TYPES[activated.dtype],
+        TYPES[d_hidden.dtype],
+        TYPES[activated.dtype],
         tile.rows,
         tile.columns,
         num_warps=tile.warps,
@@ -346,8 +346,8 @@ def backward_blocks(
         activated.epsilon,
         d_hidden.power_of_two,
         activated.power_of_two,
-        _TYPES[d_hidden.dtype],
-        _TYPES[activated.dtype],
+        TYPES[d_hidden.dtype],
+        TYPES[activated.dtype],
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )

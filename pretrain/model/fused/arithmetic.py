@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers.pytorch_utils import Conv1D
 
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused.rotary import rotate_backward
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
 
@@ -213,6 +215,7 @@ class Arithmetic:
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context
         self.differentiable = True  # the forward under way will be differentiated
+        self.keeps_rotated = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
 
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
@@ -220,8 +223,13 @@ class Arithmetic:
         """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
         return StackedProduct(name, members, weights, self)
 
-    def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
-        """x [tokens, hidden] normalised, as the input of `product`, and the statistics that backward needs."""
+    def norm(
+        self, x: Tensor, norm: Norm, product: StackedProduct, residual: Tensor | None = None
+    ) -> tuple[Operand, tuple[Tensor, ...]]:
+        """x [tokens, hidden], to which `residual` is added in place, normalised, as the input of `product`; and the statistics
+        that backward needs."""
+        if residual is not None:
+            x.add_(residual)
         weight, *bias = self._parameters_of(norm)
         wide = x.float()
         if norm.kind == "layer":
@@ -273,6 +281,20 @@ class Arithmetic:
             d_hidden = torch.cat([d_gate, dy * silu], dim=-1).to(hidden.dtype)
             activated = (silu * up).to(hidden.dtype)
         return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+
+    def rotate_backward(
+        self,
+        gradients: Sequence[Tensor],
+        qkv: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        heads: Heads,
+        norms: HeadNorms | None,
+        product: StackedProduct,
+    ) -> tuple[Operand, list[Tensor], list[Tensor]]:
+        """From the `gradients` of what `rotate` made of `qkv`, the result of `product`: that of `qkv` as the output gradient of
+        `product`, those of the norms' weights, and those of the biases of `product`."""
+        dqkv, *of_norms = rotate_backward(*gradients, qkv, *angles, heads, norms)
+        return product.gradient_operand(dqkv), of_norms if norms else [], product.weights.bias_gradients(dqkv)
 
     def _parameters_of(self, norm: Norm) -> list[Tensor]:
         """Rounded to the activations' dtype, as working copies are, and FP32 for computing."""

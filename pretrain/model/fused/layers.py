@@ -219,6 +219,15 @@ class FusedLayers:
         return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{why}"
 
 
+@dataclass(frozen=True)
+class Documents:
+    """What attention over packed documents is told of them, and what it multiplies q k^T by."""
+
+    ends: Tensor  # cu_seqlens
+    longest: int
+    scale: float
+
+
 class FusedLayer:
     """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
 
@@ -253,39 +262,43 @@ class FusedLayer:
         # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
         x, parts, arithmetic = hidden_states.squeeze(0), self.parts, self._arithmetic
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
-        qkv, x = NormProduct.apply(
-            arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
-        )
-        attended = self._attend(qkv, **kwargs)
-        x = ProductAdd.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
+        attended, x = self._attend(x, **kwargs)
+        added = OutputProduct.apply(arithmetic, self.output, attended, *self.output.weights.parameters)
         parameters = (*parts.mlp_norm.parameters, *self.below.weights.parameters, *self.above.weights.parameters)
-        return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, x, *parameters)[None]
+        return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, added, x, *parameters)[None]
 
     def _attend(
         self,
-        qkv: Tensor,
+        x: Tensor,
         *,
         cu_seqlens: Tensor,
         max_seqlen: int,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         document_mask: Tensor | None = None,
         **_: Any,
-    ) -> Tensor:
-        """qkv [tokens, (query + 2 kv) x dim] -> [tokens, query x dim]."""
-        attention, heads = self.parts.attention, self.parts.heads
-        name, norms = attention.config._attn_implementation, [norm.weight for norm in self.parts.head_norms]
-        eps = self.parts.head_norms[0].variance_epsilon if norms else 0.0
-        if not self.parts.rotary:
-            q, k, v = (part.unflatten(1, (-1, heads.dim)) for part in qkv.split(heads.query * heads.dim, dim=1))
+    ) -> tuple[Tensor, Tensor]:
+        """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
+        parts, arithmetic = self.parts, self._arithmetic
+        attention, heads, head_norms = parts.attention, parts.heads, [norm.weight for norm in parts.head_norms]
+        parameters = (*parts.attention_norm.parameters, *head_norms, *self.qkv.weights.parameters)
+        name, eps = attention.config._attn_implementation, parts.head_norms[0].variance_epsilon if head_norms else 0.0
+        angles = [table.flatten(0, -2) for table in position_embeddings] if parts.rotary else []
+        if parts.rotary and name in _ATTENTION:
+            documents = Documents(cu_seqlens, max_seqlen, attention.scaling)
+            return NormAttention.apply(
+                arithmetic, parts.attention_norm, self.qkv, name, heads, eps, documents, x, *angles, *parameters
+            )
+        qkv, x = NormProduct.apply(
+            arithmetic, parts.attention_norm, self.qkv, x, *parts.attention_norm.parameters, *self.qkv.weights.parameters
+        )
+        if parts.rotary:
+            q, k, v = Rotation.apply(qkv, *angles, heads, eps, *head_norms)
         else:
-            cos, sin = (table.flatten(0, -2) for table in position_embeddings)
-            if name in _ATTENTION:
-                return RotatedAttention.apply(name, qkv, cos, sin, heads, eps, cu_seqlens, max_seqlen, attention.scaling, *norms)
-            q, k, v = Rotation.apply(qkv, cos, sin, heads, eps, *norms)
+            q, k, v = (part.unflatten(1, (-1, heads.dim)) for part in qkv.split(heads.query * heads.dim, dim=1))
         function = AttentionInterface().get_interface(name, None)
         options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask}
         q, k, v = (states.transpose(0, 1)[None] for states in (q, k, v))
-        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(0).flatten(1)
+        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(0).flatten(1), x
 
 
 # ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,19 +339,80 @@ class NormProduct(torch.autograd.Function):
         return None, None, None, dx, *norm_gradients, *weight_gradients, *bias_gradients
 
 
-class ProductAdd(torch.autograd.Function):
-    """x [tokens, in], residual [tokens, out] -> residual + x w^T + b."""
+class NormAttention(torch.autograd.Function):
+    """`NormProduct`, `Rotation` and an attention of `_ATTENTION` in one: x [tokens, hidden] -> attention's output
+    [tokens, query x dim], and x itself. So the gradient between attention and product is written as the product reads it.
+
+    Where heads are normed, backward needs what the product gave, and makes queries, keys and values again from it unless they are
+    kept, too; elsewhere they are kept in its place. `norms` of the heads, none or two, stand before the product's parameters.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
-    ) -> Tensor:
+        ctx: FunctionCtx,
+        arithmetic: Arithmetic,
+        norm: Norm,
+        product: StackedProduct,
+        name: str,
+        heads: Heads,
+        eps: float,
+        documents: Documents,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        product.begin(x)
+        ctx.is_first_in_forward = arithmetic.is_first_in_forward()
+        normed, statistics = arithmetic.norm(x, norm, product)
+        qkv = product.forward(normed)
+        own = len(norm.parameters)
+        norms = parameters[own : len(parameters) - len(product.weights.parameters)]
+        q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
+        forward, differentiate = _ATTENTION[name]
+        output, *kept = forward(q, k, v, documents.ends, documents.longest, documents.scale)
+        rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
+        ctx.pieces = (arithmetic, norm, product, differentiate, heads, eps, documents)
+        ctx.counts = (len(norms), len(kept))
+        ctx.set_materialize_grads(False)
+        arithmetic.save(ctx, x, normed, qkv if norms else None, *rotated, output, cos, sin, *norms, *kept, *statistics)
+        return output.view(len(qkv), -1), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d_output: Tensor, residual: Tensor | None) -> Gradients:
+        arithmetic, norm, product, differentiate, heads, eps, documents = ctx.pieces
+        x, normed, qkv, q, k, v, output, cos, sin, *rest = arithmetic.saved(ctx)
+        normed_heads, of_attention = ctx.counts
+        norms, kept, statistics = rest[:normed_heads], rest[normed_heads:][:of_attention], rest[normed_heads + of_attention :]
+        head_norms = _head_norms(norms, eps, output.dtype)
+        if q is None:
+            q, k, v = rotate(qkv, cos, sin, heads, head_norms)
+        d_output = d_output.view(output.shape)
+        placed = (documents.ends, documents.longest, documents.scale)
+        gradients = differentiate(d_output, q, k, v, output, *kept, *placed)
+        del q, k, v, output, kept, rest, d_output
+        dqkv, head_gradients, bias_gradients = arithmetic.rotate_backward(gradients, qkv, (cos, sin), heads, head_norms, product)
+        del gradients, qkv
+        d_normed = product.input_gradient(dqkv)
+        weight_gradients = product.weight_gradients(dqkv, normed)
+        dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual)
+        if ctx.is_first_in_forward:
+            arithmetic.finish_backward()
+        return *(None,) * 7, dx, None, None, *norm_gradients, *head_gradients, *weight_gradients, *bias_gradients
+
+
+class OutputProduct(torch.autograd.Function):
+    """x [tokens, in] -> x w^T + b."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, *parameters: Tensor) -> Tensor:
         product.begin(x)
         operand = product.operand(x)
         y = product.forward(operand)
         ctx.pieces = (arithmetic, product)
         arithmetic.save(ctx, operand)
-        return y.add_(residual)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -346,13 +420,15 @@ class ProductAdd(torch.autograd.Function):
         arithmetic, product = ctx.pieces
         (operand,) = arithmetic.saved(ctx)
         bias_gradients = product.weights.bias_gradients(dy)
-        quantized = product.gradient_operand(dy)
-        dx = product.input_gradient(quantized)
-        return None, None, dx, dy, *product.weight_gradients(quantized, operand), *bias_gradients
+        dy = product.gradient_operand(dy)
+        dx = product.input_gradient(dy)
+        return None, None, dx, *product.weight_gradients(dy, operand), *bias_gradients
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x [tokens, hidden] -> x + activation(norm(x) below^T + b) above^T + c."""
+    """x, residual [tokens, hidden] -> s + activation(norm(s) below^T + b) above^T + c, with s = x + residual.
+
+    The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
 
     @staticmethod
     def forward(
@@ -363,10 +439,11 @@ class NormMLPAdd(torch.autograd.Function):
         activation: Activation,
         above: StackedProduct,
         x: Tensor,
+        residual: Tensor,
         *parameters: Tensor,
     ) -> Tensor:
         below.begin(x)
-        normed, statistics = arithmetic.norm(x, norm, below)
+        normed, statistics = arithmetic.norm(x, norm, below, residual)
         hidden = below.forward(normed)
         above.begin(hidden)
         activated, kept = arithmetic.activate(hidden, activation, above)
@@ -390,7 +467,7 @@ class NormMLPAdd(torch.autograd.Function):
         d_normed = below.input_gradient(d_hidden)
         below_weights = below.weight_gradients(d_hidden, normed)
         dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        return (None,) * 5 + (dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+        return (None,) * 5 + (dx, dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
 
 
 class Rotation(torch.autograd.Function):
@@ -412,50 +489,6 @@ class Rotation(torch.autograd.Function):
         head_norms = _head_norms(norms, ctx.eps, dq.dtype)
         dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
         return dqkv, None, None, None, None, *(norm_gradients[: len(norms)])
-
-
-class RotatedAttention(torch.autograd.Function):
-    """`Rotation` and an attention of `_ATTENTION` in one: qkv -> [tokens, query x dim]. Where heads are normed, backward needs
-    qkv, and makes queries, keys and values again from it; elsewhere they are kept in its place."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        name: str,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        heads: Heads,
-        eps: float,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        scale: float,
-        *norms: Tensor,
-    ) -> Tensor:
-        q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
-        forward, ctx.differentiate = _ATTENTION[name]
-        output, *kept = forward(q, k, v, cu_seqlens, max_seqlen, scale)
-        ctx.heads, ctx.eps, ctx.kept, ctx.norms = heads, eps, len(kept), len(norms)
-        ctx.max_seqlen, ctx.scale = max_seqlen, scale
-        ctx.save_for_backward(cos, sin, cu_seqlens, output, *kept, *((qkv, *norms) if norms else (q, k, v)))
-        return output.view(len(qkv), -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, d_output: Tensor) -> Gradients:
-        cos, sin, cu_seqlens, output, *rest = ctx.saved_tensors
-        kept, rest = rest[: ctx.kept], rest[ctx.kept :]
-        if ctx.norms:
-            qkv, *norms = rest
-            head_norms = _head_norms(norms, ctx.eps, qkv.dtype)
-            q, k, v = rotate(qkv, cos, sin, ctx.heads, head_norms)
-        else:
-            qkv, head_norms, (q, k, v) = None, None, rest
-        d_output = d_output.view(output.shape)
-        dq, dk, dv = ctx.differentiate(d_output, q, k, v, output, *kept, cu_seqlens, ctx.max_seqlen, ctx.scale)
-        del q, k, v, rest
-        dqkv, *norm_gradients = rotate_backward(dq, dk, dv, qkv, cos, sin, ctx.heads, head_norms)
-        return None, dqkv, *(None,) * 7, *norm_gradients[: ctx.norms]
 
 
 def _head_norms(norms: Sequence[Tensor], eps: float, dtype: torch.dtype) -> HeadNorms | None:

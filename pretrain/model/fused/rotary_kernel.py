@@ -9,6 +9,10 @@ The launches are bound by memory, so tiles are so small that a multiprocessor ho
 Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
 added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,
 and each goes through the tokens in strides; everything else starts one program a tile.
+
+Backward writes its gradient in BF16, or in the format of the products that read it, by rows and by columns: then a tile is some
+tokens of one head, whose columns are whole sectors of the transpose. Both have the same bits, because every multiplication and
+addition is rounded as it is written here. Left to the compiler, some lanes of a tile would fuse two of them and others not.
 """
 
 from __future__ import annotations
@@ -21,6 +25,21 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused.activation_kernel import TYPES, BlockScaled, TensorScaled
+from pretrain.precision.fp8_tile import (
+    BF16_MAX,
+    BLOCK,
+    fp8_codes,
+    largest_magnitude,
+    reciprocal,
+    record_amax,
+    scale_from_amax,
+    store_block_scaled,
+    store_rows,
+    store_tensor_scaled,
+    tensor_scale,
+    through_bf16,
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +49,30 @@ class RotaryTiling:
     values: int  # of a tile; 4,096 are 32 heads of 128
     warps: int
     programs: int = 792  # of a backward that sums norm gradients: 6 x an H200's 132 multiprocessors, which 80 registers allow
+    registers: int | None = None  # of a thread, at most
 
 
 FORWARD = RotaryTiling(4096, 4)
-BACKWARD = RotaryTiling(2048, 4)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
+BACKWARD = RotaryTiling(
+    2048, 4, registers=80
+)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
+
+
+@dataclass(frozen=True)
+class CodesTiling:
+    """How a launch that writes codes is cut: of a head, so many tokens a tile."""
+
+    tokens: int
+    warps: int  # where a head has 128 values; for others in proportion
+    registers: int  # of a thread, at most
+    programs: int = 528  # of a backward that sums norm gradients
+
+
+TENSOR_SCALED = CodesTiling(64, 8, 128)  # 64 tokens are two sectors of the transpose
+BLOCK_SCALED = CodesTiling(BLOCK.value, 16, 128)  # 128 of them share a scale
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
+MOST_HALVINGS = tl.constexpr(7)  # of half a head of 256
 
 
 @triton.jit
@@ -93,6 +130,36 @@ def _rotate_forward(
 
 
 @triton.jit
+def _turned_back(dy1, dy2, c, s):
+    """The gradient of both halves of heads before they were rotated."""
+    return tl.fma(dy1, c, dy2 * s), tl.fma(dy2, c, -(dy1 * s))
+
+
+@triton.jit
+def _row_sums(x):
+    """Of x [rows, 2^n] along its rows: of neighbours, then of neighbouring pairs, and so on. In what order Triton adds up a row
+    by itself depends on how many neighbours lie in one thread's registers, and so on what the kernel writes in the end."""
+    for _ in tl.static_range(MOST_HALVINGS):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
+    return tl.reshape(x, [x.shape[0]])
+
+
+@triton.jit
+def _normal(x1, x2, dim: tl.constexpr, eps):
+    """Both halves of heads over their root mean square, and the factor [rows, 1] that made them so."""
+    factor = tl.rsqrt(tl.fma(_row_sums(tl.fma(x1, x1, x2 * x2)), 1.0 / dim, eps))[:, None]
+    return x1 * factor, x2 * factor, factor
+
+
+@triton.jit
+def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
+    """The gradient of what `_normal` was given, from that of what it returned."""
+    along = (_row_sums(tl.fma(dn1, n1, dn2 * n2)) * (1.0 / dim))[:, None]
+    return factor * tl.fma(-n1, along, dn1), factor * tl.fma(-n2, along, dn2)
+
+
+@triton.jit
 def _rotate_backward(
     dq,  # of shapes like forward's, with strides of tokens and of heads
     dk,
@@ -146,21 +213,14 @@ def _rotate_backward(
             dy2 = tl.load(dy_at + half, mask=here, other=0).to(tl.float32)
             c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
             s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
-            dx1 = dy1 * c + dy2 * s
-            dx2 = dy2 * c - dy1 * s
+            dx1, dx2 = _turned_back(dy1, dy2, c, s)
             if query_norm is not None:
                 x1 = tl.load(qkv + at, mask=here, other=1).to(tl.float32)
                 x2 = tl.load(qkv + at + half, mask=here, other=1).to(tl.float32)
-                factor = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / dim + eps)[:, None]
-                x1 *= factor
-                x2 *= factor
-                sum1 += dx1 * x1
-                sum2 += dx2 * x2
-                dx1 *= w1
-                dx2 *= w2
-                along = (tl.sum(dx1 * x1 + dx2 * x2, axis=1) / dim)[:, None]
-                dx1 = factor * (dx1 - x1 * along)
-                dx2 = factor * (dx2 - x2 * along)
+                x1, x2, factor = _normal(x1, x2, dim, eps)
+                sum1 = tl.fma(dx1, x1, sum1)
+                sum2 = tl.fma(dx2, x2, sum2)
+                dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
             tl.store(dqkv + at, dx1.to(dqkv.dtype.element_ty), mask=here)
             tl.store(dqkv + at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
         if query_norm is not None:
@@ -174,6 +234,163 @@ def _rotate_backward(
             dx_at = dqkv + head * dim + _tile(first, width, dim, rows, heads, half)
             tl.store(dx_at, tl.load(dy_at, mask=here), mask=here)
             tl.store(dx_at + half, tl.load(dy_at + half, mask=here), mask=here)
+
+
+@triton.jit
+def _rotate_backward_in_codes(
+    dq,  # as of `_rotate_backward`
+    dk,
+    dv,
+    dq_token,
+    dq_head,
+    dk_token,
+    dk_head,
+    dv_token,
+    dv_head,
+    qkv,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    rows,  # uint8 [tokens, (query + 2 kv) x dim], or None
+    rows_scale_inv,
+    columns,  # uint8, its transpose, or None. Where there is neither, nothing is written but the amax
+    columns_scale_inv,
+    scale,
+    amax,
+    norm_sums,  # FP32 [programs a head, query + kv, dim]
+    tokens,
+    eps,
+    epsilon,
+    query: tl.constexpr,
+    kv: tl.constexpr,
+    dim: tl.constexpr,
+    height: tl.constexpr,  # tokens of a tile, of which there are whole ones
+    blocks: tl.constexpr,  # a scale for every 128 values; else one for all, whose reciprocal goes to `rows_scale_inv`
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    half: tl.constexpr = dim // 2
+    width: tl.constexpr = (query + 2 * kv) * dim
+    head = tl.program_id(0) % (query + 2 * kv)
+    program = tl.program_id(0) // (query + 2 * kv)
+    step = tl.num_programs(0) // (query + 2 * kv) * height
+    finds_amax: tl.constexpr = rows is None and columns is None
+    records: tl.constexpr = not blocks and (finds_amax or scale is not None)
+    value = 1.0
+    if not blocks and not finds_amax:
+        value = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
+    largest = tl.zeros([height], tl.float32)
+    if head < query + kv:
+        is_query = head < query
+        dy = tl.where(is_query, dq, dk)
+        dy_token = tl.where(is_query, dq_token, dk_token)
+        dy += tl.where(is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64))
+        if query_norm is not None:
+            weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
+            sum1 = tl.zeros([height, half], tl.float32)
+            sum2 = tl.zeros([height, half], tl.float32)
+        for first in range(program * height, tokens, step):
+            dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
+            angle = _tile(first, dim, 0, height, 1, half)
+            dy1 = tl.load(dy_at).to(tl.float32)
+            dy2 = tl.load(dy_at + half).to(tl.float32)
+            c = tl.load(cos + angle).to(tl.float32)
+            s = tl.load(sin + angle).to(tl.float32)
+            dx1, dx2 = _turned_back(dy1, dy2, c, s)
+            if query_norm is not None:
+                at = head * dim + _tile(first, width, 0, height, 1, half)
+                x1, x2, factor = _normal(tl.load(qkv + at).to(tl.float32), tl.load(qkv + at + half).to(tl.float32), dim, eps)
+                sum1 = tl.fma(dx1, x1, sum1)
+                sum2 = tl.fma(dx2, x2, sum2)
+                # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
+                w1 = tl.load(weight_at).to(tl.float32)
+                w2 = tl.load(weight_at + half).to(tl.float32)
+                dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+            dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
+            _write_head(
+                dx1,
+                dx2,
+                rows,
+                rows_scale_inv,
+                columns,
+                columns_scale_inv,
+                value,
+                first,
+                head * dim,
+                tokens,
+                width,
+                epsilon,
+                blocks,
+                power_of_two,
+                fp8,
+            )
+        if query_norm is not None and not finds_amax:
+            sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
+            tl.store(sum_at, tl.sum(sum1, axis=0))
+            tl.store(sum_at + half, tl.sum(sum2, axis=0))
+    else:
+        for first in range(program * height, tokens, step):
+            dy_at = dv + (head - query - kv) * tl.cast(dv_head, tl.int64) + _tile(first, dv_token, 0, height, 1, half)
+            dx1 = tl.load(dy_at).to(tl.float32)
+            dx2 = tl.load(dy_at + half).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
+            _write_head(
+                dx1,
+                dx2,
+                rows,
+                rows_scale_inv,
+                columns,
+                columns_scale_inv,
+                value,
+                first,
+                head * dim,
+                tokens,
+                width,
+                epsilon,
+                blocks,
+                power_of_two,
+                fp8,
+            )
+    if records:
+        record_amax(amax, largest)
+
+
+@triton.jit
+def _write_head(
+    d1,  # FP32 [height, dim / 2] that was BF16: the first halves of a head's gradients
+    d2,
+    rows,
+    rows_scale_inv,
+    columns,
+    columns_scale_inv,
+    value,  # the scale for all
+    first,  # token
+    column,
+    tokens,
+    width: tl.constexpr,
+    epsilon,
+    blocks: tl.constexpr,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    half: tl.constexpr = d1.shape[1]
+    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, half)
+    if blocks:
+        if rows is not None:  # a head is a block
+            tl.static_assert(2 * half == BLOCK)
+            largest = tl.maximum(largest_magnitude(d1, 1), largest_magnitude(d2, 1))
+            of_rows = scale_from_amax(largest, epsilon, BF16_MAX, power_of_two, fp8)
+            tl.store(rows_scale_inv + (column // BLOCK).to(tl.int64) * tokens + i, reciprocal(of_rows, power_of_two))
+            store_rows(fp8_codes(d1, of_rows[:, None], fp8), rows, i, j, width)
+            store_rows(fp8_codes(d2, of_rows[:, None], fp8), rows, i, j + half, width)
+        at, of, row = column + half, columns_scale_inv, tl.cast(first, tl.int32)
+        store_block_scaled(d1, None, None, columns, of, row, column, tokens, width, epsilon, power_of_two, fp8)
+        store_block_scaled(d2, None, None, columns, of, row, at, tokens, width, epsilon, power_of_two, fp8)
+    else:
+        store_tensor_scaled(d1, value, rows, columns, i, j, tokens, width, fp8)
+        store_tensor_scaled(d2, value, rows, columns, i, j + half, tokens, width, fp8)
 
 
 def rotate(
@@ -255,11 +472,65 @@ def rotate_backward(
                 norms.eps,
                 *layout,
                 num_warps=tiling.warps,
+                maxnreg=tiling.registers,
+                enable_fp_fusion=False,
             )
     if sums is None:
         return dqkv, None, None
     queries = heads.query // block
     return dqkv, sums[:, :queries].sum(dim=(0, 1)), sums[:, queries:].sum(dim=(0, 1))
+
+
+def writes(to: type[TensorScaled] | type[BlockScaled], dq: Tensor, heads: Heads) -> bool:
+    """Whether `rotate_backward_in_codes` takes gradients like `dq` [T, query, dim]: BF16, of whole tiles; a head is a block."""
+    tiling = BLOCK_SCALED if to is BlockScaled else TENSOR_SCALED
+    return dq.dtype == torch.bfloat16 and len(dq) % tiling.tokens == 0 and (to is TensorScaled or heads.dim == BLOCK.value)
+
+
+def rotate_backward_in_codes(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
+    written: TensorScaled | BlockScaled,
+    *,
+    tiling: CodesTiling | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """`rotate_backward` that writes the gradient [T, width], rounded to BF16, to `written`, for rows that `writes` says it takes.
+
+    Returns the gradients of the norms' weights: sums in another order than of `rotate_backward`, which shapes alone decide too.
+    """
+    blocks = isinstance(written, BlockScaled)
+    tiling = tiling or (BLOCK_SCALED if blocks else TENSOR_SCALED)
+    tokens, height = len(dq), tiling.tokens
+    dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
+    tiles, sums = tokens // height, None
+    programs = tiles if norms is None else min(tiles, max(1, tiling.programs // heads.count))
+    if norms is not None:
+        sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
+    of_norms = norms or _NO_NORMS
+    inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
+    inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
+    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
+    shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
+    shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
+    shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
+
+    def launch(*outputs: Tensor | None) -> None:
+        _rotate_backward_in_codes[(heads.count * programs,)](*inputs, *outputs, sums, **shape)
+
+    with torch.cuda.device_of(dq):
+        if blocks:
+            launch(written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, None, None)
+        else:
+            if written.scale is None:  # current scaling: the amax before anything is written
+                launch(None, None, None, None, None, written.amax)
+            launch(written.rows, written.scale_inv, written.columns, None, written.scale, written.amax)
+    return (None, None) if sums is None else (sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1)))
 
 
 def _layout(heads: Heads, tiling: RotaryTiling) -> tuple[int, int, int, int, int]:

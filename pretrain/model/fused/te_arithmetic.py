@@ -21,8 +21,12 @@ from transformer_engine.pytorch.distributed import in_fp8_activation_recompute_p
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, prepare_for_saving, restore_from_func_ctx
 
-from pretrain.model.fused.activation import swiglu, swiglu_backward
+from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused import rotary_kernel
+from pretrain.model.fused.activation import allocate, scaling_of, swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
+from pretrain.model.fused.norm import rms_norm
+from pretrain.model.fused.rotary import has_kernel, rotate_backward
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.transformer_engine import split_accumulator
@@ -159,11 +163,21 @@ class TransformerEngineArithmetic(Arithmetic):
             product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
         return product
 
-    def norm(self, x: Tensor, norm: Norm, product: TEStackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
+    def norm(
+        self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
+    ) -> tuple[Operand, tuple[Tensor, ...]]:
+        parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
+        quantizer = product.input_quantizer(columnwise=True)
+        if norm.kind == "rms":
+            y, *statistics = rms_norm(x, residual, *parameters, norm.eps, quantizer)
+        else:
+            if residual is not None:
+                x.add_(residual)
+            y, *statistics = tex.layernorm_fwd(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)
         if product.watched:
-            product.show("input", _normalize(x, norm, None)[0])
-        y, mean, rstd = _normalize(x, norm, product.input_quantizer(columnwise=True))
-        return y, (rstd,) if mean is None else (mean, rstd)
+            forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
+            product.show("input", forward(x, *parameters, norm.eps, None, None, _BF16, 0, False)[0])
+        return y, tuple(statistics)
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, statistics: Sequence[Tensor], norm: Norm, residual: Tensor | None
@@ -204,6 +218,26 @@ class TransformerEngineArithmetic(Arithmetic):
         quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
 
+    def rotate_backward(
+        self,
+        gradients: Sequence[Tensor],
+        qkv: Tensor | None,
+        angles: tuple[Tensor, Tensor],
+        heads: Heads,
+        norms: HeadNorms | None,
+        product: TEStackedProduct,
+    ) -> tuple[Operand, list[Tensor], list[Tensor]]:
+        quantizer = product.gradient_quantizer()
+        to, dq = scaling_of(quantizer), gradients[0]
+        # A sum for biases reads the gradient unquantized, and then two kernels cost what it saves to write codes at once.
+        if product.weights.biases or to is None or not (has_kernel(dq, heads) and rotary_kernel.writes(to, dq, heads)):
+            return super().rotate_backward(gradients, qkv, angles, heads, norms, product)
+        if product.watched:
+            product.show("grad_output", rotate_backward(*gradients, qkv, *angles, heads, norms)[0])
+        dqkv, written = allocate(quantizer, (len(dq), heads.width), dq.device)
+        of_norms = rotary_kernel.rotate_backward_in_codes(*gradients, qkv, *angles, heads, norms, written)
+        return dqkv, list(of_norms) if norms else [], []
+
     def observing(self, observer: ProductObserver) -> AbstractContextManager[None]:
         return nullcontext() if self.context.backend else observer.installed(te)  # which the backend does as well
 
@@ -231,10 +265,3 @@ class TransformerEngineArithmetic(Arithmetic):
 
     def saved(self, ctx: FunctionCtx) -> list[Operand]:
         return list(restore_from_func_ctx(ctx))
-
-
-def _normalize(x: Tensor, norm: Norm, quantizer: Any | None) -> tuple[Operand, Tensor | None, Tensor]:
-    """The norm of x, its mean (of a LayerNorm) and its reciprocal standard deviation."""
-    parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
-    forward = {"rms": tex.rmsnorm_fwd, "layer": tex.layernorm_fwd}[norm.kind]
-    return forward(x, *parameters, norm.eps, None, quantizer, _BF16, 0, False)

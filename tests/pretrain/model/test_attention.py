@@ -238,6 +238,27 @@ def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h
     assert named() == "packed_fa2"
 
 
+def test_where_bits_are_to_repeat_flash_attention_is_asked_for_its_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(attention, "flash_attn_varlen_func", lambda q, *_, deterministic, **__: asked.append(deterministic) or q)
+    states = torch.zeros(1, 2, 8, 16)
+    for repeats in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda repeats=repeats: repeats)
+        attention.packed_fa2(None, states, states, states, None, max_seqlen=8)
+    assert asked == [False, True]
+
+
+def test_where_bits_are_to_repeat_auto_takes_what_has_a_fixed_order_and_fits(on_an_h200: pytest.MonkeyPatch) -> None:
+    on_an_h200.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    on_an_h200.setattr(flash, "_kernels", lambda: None)
+    for there, name in ((False, "packed_varlen"), (True, "packed_fa4")):
+        on_an_h200.setattr(flash, "installed", lambda there=there: there)
+        choice = attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+        assert choice.name == name and "cudnn has no deterministic backward on sm_90" in choice.reason
+    with pytest.raises(InputError, match=r"cudnn has no .* fit: set deterministic: false; or set model.attention: auto"):
+        attention.choose("cudnn", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096)
+
+
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
     attention.register()
     ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]

@@ -173,6 +173,7 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(tmp_p
         "batch.microbatch=4",
         "run_dir=elsewhere",
         "model.compile=none",
+        "deterministic=true",
         "checkpoint.every=7",
         "log.every=5",
         "data.packs=moved",

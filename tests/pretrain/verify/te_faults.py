@@ -162,19 +162,19 @@ def te_backward_never_updated(run: SmallRun, patch: Patch) -> None:
 
 @fault("a fused norm leaves its weight out", fused_on_te)
 def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
-    real = te_arithmetic._normalize
+    real = te_arithmetic.TransformerEngineArithmetic.norm
 
-    def bare(x: Tensor, norm: Any, quantizer: Any) -> Any:
+    def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
         with torch.no_grad():
             weight = norm.module.weight
             before = weight.detach().clone()
             weight.fill_(1.5)
             try:
-                return real(x, norm, quantizer)
+                return real(self, x, norm, *rest)
             finally:
                 weight.copy_(before)
 
-    patch.setattr(te_arithmetic, "_normalize", bare)
+    patch.setattr(te_arithmetic.TransformerEngineArithmetic, "norm", bare)
 
 
 @fault("a fused norm's backward drops the residual's gradient", fused_on_te)

@@ -152,7 +152,7 @@ def test_people_read_a_row_a_kind_of_linear(build_model: Callable, inputs: dict)
     products = observe(build_model(cast_to=torch.bfloat16), inputs, BF16)
     products[0] = products[0] | {"stored": "bfloat16"}  # q_proj of layer 0
     loss, attention = {"kind": "chunked", "chunk": 4096}, {"kind": "packed_sdpa", "reason": "requested"}
-    whole = {"gradients": "fp32", "fused": "nothing: model.fused is off", "compiled": "nothing"}
+    whole = {"gradients": "fp32", "fused": "nothing: model.fused is off", "compiled": "nothing", "deterministic": "no"}
     rows = audit.rows({"products": products, "attention": attention, "loss": loss, **whole})
     assert rows | whole == rows
     assert rows["up_proj"] == "2 x Linear, weights float32, products bf16"
@@ -175,11 +175,16 @@ def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> No
     head = {"name": "lm_head", "module": "LossHead", "effective": "bf16", "backend": "torch", "stored": "bfloat16"}
     out = [norm | {"stored": "bfloat16", "reason": None}, head | {"reason": "scope linear leaves it out"}]
     around = {"attention": {"kind": "packed_cudnn"}, "loss": {"kind": "chunked"}, "gradients": "fp32", "compiled": "nothing"}
-    found = {"products": low + out, "backend": "transformer_engine", "fused": "28 of 28 layers"} | around
+    found = {
+        "products": low + out,
+        "backend": "transformer_engine",
+        "fused": "28 of 28 layers",
+        "deterministic": "yes: ",
+    } | around
     assert audit.in_short(found) == {
         "products": "4 in delayed on transformer engine, weights bfloat16; 1 in bf16, weights bfloat16 (lm_head: scope linear "
         "leaves it out); 1 norms on transformer engine",
-        "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing",
+        "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing, deterministic",
     }
 
 

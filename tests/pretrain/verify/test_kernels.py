@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -198,6 +199,21 @@ def test_a_wrong_product_is_found(precision: str, gemm: str | None, monkeypatch:
 
 
 @pytest.mark.parametrize("broken", [1.0, 1.1])
+def test_a_wrong_norm_is_found(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its formula in the kernel's place; tests/gpu tries the kernel itself."""
+    norm_kernel = pytest.importorskip("pretrain.model.fused.norm_kernel", reason="needs Triton")
+
+    def formula(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        wide = x.add_(residual).float()
+        rstd = torch.rsqrt(wide.square().mean(-1) + eps)
+        return (broken * weight * (rstd[:, None] * wide)).bfloat16(), rstd
+
+    monkeypatch.setattr(norm_kernel, "rms_norm", formula)
+    verdict = try_kernel(TABLE["norm"], situation("bf16", fused=True))
+    assert verdict.agrees == (broken == 1) and verdict.errors.keys() == {"norm", "sum", "rstd"}
+
+
+@pytest.mark.parametrize("broken", [1.0, 1.1])
 def test_a_wrong_activation_is_found(broken: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its formula in the kernel's place; tests/gpu tries the kernel itself."""
     activation_kernel = pytest.importorskip("pretrain.model.fused.activation_kernel", reason="needs Triton")
@@ -218,8 +234,8 @@ def half_an_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
     right = NormMLPAdd.apply
 
     def wrong(*arguments: Any) -> Tensor:
-        x = arguments[5]
-        return 0.5 * (x + right(*arguments))
+        x, residual = arguments[5:7]
+        return 0.5 * (x + residual + right(*arguments))
 
     monkeypatch.setattr(NormMLPAdd, "apply", staticmethod(wrong))
 
@@ -260,6 +276,24 @@ def test_a_wrong_kernel_on_another_rank_is_wrong_on_this_one(monkeypatch: pytest
     monkeypatch.setattr(attention, "varlen_attn", varlen())
     chosen = choose(situation(backend="packed_varlen"), attention.Choice("packed_varlen", "fast"), "auto", "auto", object())
     assert chosen.attention.name == "packed_sdpa" and str(chosen.verdicts[0]) == "fails here: on another rank"
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_an_attention_whose_gradients_do_not_repeat_is_refused_where_bits_are_to(
+    repeats: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, exact = itertools.count(), varlen()
+
+    def attend(q: Tensor, *others: Any, **options: Any) -> Tensor:
+        q.register_hook(lambda gradient: gradient if repeats else gradient * (1 + next(count) * 2**-20))
+        return exact(q, *others, **options)
+
+    monkeypatch.setattr(attention, "varlen_attn", attend)
+    run = situation(backend="packed_varlen")
+    assert try_kernel(TABLE["attention"], run).agrees, "as far as rounding goes"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    verdict = try_kernel(TABLE["attention"], run)
+    assert verdict.agrees == repeats and (repeats or "dq a second time is " in str(verdict)), verdict
 
 
 def test_where_no_attention_is_right_the_run_stops() -> None:

@@ -57,6 +57,10 @@ def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> Non
         assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
     with torch.no_grad():
         assert in_one(**inputs()).item() == pytest.approx(loss, rel=1e-6)
+    keeping = packed(build(ARCHITECTURES[name], backend="packed_cudnn"), fused=True)
+    keeping.fused.arithmetic.keeps_rotated = True
+    kept_loss, kept = loss_and_gradients(keeping)
+    assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
 
 
 def test_layers_hand_their_gradients_on_without_a_copy() -> None:

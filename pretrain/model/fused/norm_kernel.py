@@ -1,0 +1,289 @@
+"""RMSNorm on a GPU, with the sum of the residual before it and the format of the product after it.
+
+    x = y + residual                     BF16, as torch adds
+    rstd = 1 / sqrt(mean(x^2) + eps)     FP32, for each row
+    normed = weight * (rstd * x)         FP32, then BF16 or codes
+
+A program takes some whole rows and goes over them twice, a tile at a time: a row must be known before any of it is normalised. So
+few rows are under way at once that the second time finds x in the cache. A tile of whole rows stays in registers. Codes are also
+written as their transpose, for which a tile has at least 16 rows; 32 fill a sector of memory.
+
+Delayed scaling knows its scale beforehand, and is one kernel. Where the scales follow from the values, the first kernel leaves x
+and rstd, and for a tensor's scale the amax, and a second one quantizes tile by tile. Codes under a given scale come from FP32,
+as Transformer Engine's do; all others from values that were rounded to BF16. Multiplications and additions are not fused, so with
+the same rstd the codes have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pretrain.model.fused.activation_kernel import TYPES, BlockScaled, TensorScaled
+from pretrain.precision.fp8_tile import (
+    BLOCK,
+    record_amax,
+    store_block_scaled,
+    store_rows,
+    store_tensor_scaled,
+    tensor_scale,
+    through_bf16,
+)
+
+VECTOR = tl.constexpr(8)  # BF16 values in 16 bytes
+LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile: smaller ones would be slower than what they replace
+CACHED = 1 << 17  # bytes of x that one program may leave in the cache meanwhile; as 264 run at once, H200's holds 34 MB of them
+
+
+class NormTiling(NamedTuple):
+    """The rows of a program and the columns of its tile, powers of two; `stages` > 1 has loads run that far ahead."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int = 1
+
+
+BY_ROWS = NormTiling(8, 8192, 4)  # in BF16, and before a second kernel: as many columns as may be, and rows for 4,096 values
+TRANSPOSED = NormTiling(32, 256, 8)
+QUANTIZED = NormTiling(64, 64, 4)  # the second kernel's
+BLOCKS = NormTiling(128, 128, 8)
+
+
+@triton.jit
+def _by_vector(values):
+    """Values [rows, columns] with those that a thread loads at once along an axis of their own: what is reduced along it first is
+    so by each thread alone, and leaves an eighth of it to be kept in registers."""
+    return tl.reshape(values, [values.shape[0], values.shape[1] // VECTOR, VECTOR])
+
+
+@triton.jit
+def _add(x, residual, at):
+    """The tile `at` of x, FP32; with `residual`, unless that is None, added to it in place."""
+    values = tl.load(x + at).to(tl.float32)
+    if residual is not None:
+        values = through_bf16(values + tl.load(residual + at, eviction_policy="evict_first").to(tl.float32))
+        tl.store(x + at, values.to(tl.bfloat16))
+    return values
+
+
+@triton.jit
+def _load(x, i, j, width):
+    return tl.load(x + i.to(tl.int64)[:, None] * width + j[None, :]).to(tl.float32)
+
+
+@triton.jit
+def _normalise(values, weight, factor, j):
+    """A tile of x at the columns j, as normed values; `factor` [rows] are their rstd."""
+    return tl.load(weight + j).to(tl.float32)[None, :] * (factor[:, None] * values)
+
+
+# ── Kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def _rms_norm(
+    x,  # BF16 [tokens, width]: without the residual yet
+    residual,  # the same, or None
+    weight,  # [width]
+    rstd,  # FP32 [tokens]
+    normed,  # BF16 [tokens, width] or None
+    rows,  # uint8 [tokens, width] or None
+    columns,  # uint8 [width, tokens] or None
+    scale,  # FP32 [1]: of rows and columns
+    scale_inv,
+    amax,  # FP32 [1] or None: raised to the largest magnitude of what is quantized here or later
+    tokens,
+    eps,
+    width: tl.constexpr,
+    fp8: tl.constexpr,  # None: nothing is quantized here
+    normalised: tl.constexpr,  # whether there is more to do than rstd
+    height: tl.constexpr,
+    step: tl.constexpr,
+    stages: tl.constexpr,
+):
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    first = tl.program_id(0).to(tl.int64) * height * width
+    inside = tl.arange(0, height)[:, None] * width + tl.arange(0, step)[None, :]
+    if step == width:  # x stays in registers
+        kept = _add(x, residual, first + inside)
+        squares = tl.sum(_by_vector(kept * kept), axis=2)
+    else:
+        squares = tl.zeros([height, step // VECTOR], tl.float32)
+        for start in tl.range(0, width, step, num_stages=stages):
+            values = _add(x, residual, first + (start + inside))
+            squares += tl.sum(_by_vector(values * values), axis=2)
+        tl.debug_barrier()  # what a thread will read of x, another one of this program may have written
+    factor = tl.rsqrt(tl.sum(squares, axis=1) * (1.0 / width) + eps)
+    tl.store(rstd + i, factor)
+    if normalised:
+        if fp8 is not None:
+            to_codes = tensor_scale(scale, None, None, scale_inv, 0.0, False, fp8)
+        largest = tl.zeros([height, step // VECTOR], tl.float32)
+        for start in tl.range(0, width, step, num_stages=stages):
+            j = start + tl.arange(0, step)
+            values = _normalise(kept if step == width else _load(x, i, j, width), weight, factor, j)
+            if fp8 is not None:
+                store_tensor_scaled(values, to_codes, rows, columns, i, j, tokens, width, fp8)
+            else:
+                values = through_bf16(values)
+            if normed is not None:
+                store_rows(values.to(tl.bfloat16), normed, i, j, width)
+            if amax is not None:
+                largest = tl.maximum(largest, tl.max(_by_vector(tl.abs(values)), axis=2))
+        if amax is not None:
+            record_amax(amax, largest)
+
+
+@triton.jit
+def _quantize(
+    x,
+    weight,
+    rstd,
+    rows,
+    columns,
+    amax,
+    scale_inv,
+    tokens,
+    epsilon,
+    width: tl.constexpr,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+    step: tl.constexpr,
+):
+    i, j = tl.program_id(0) * height + tl.arange(0, height), tl.program_id(1) * step + tl.arange(0, step)
+    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
+    scale = tensor_scale(None, amax, None, scale_inv, epsilon, power_of_two, fp8)
+    store_tensor_scaled(values, scale, rows, columns, i, j, tokens, width, fp8)
+
+
+@triton.jit
+def _quantize_blocks(
+    x,
+    weight,
+    rstd,
+    rows,
+    rows_scale_inv,
+    columns,
+    columns_scale_inv,
+    tokens,
+    epsilon,
+    width: tl.constexpr,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+):
+    row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
+    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
+    values = through_bf16(_normalise(_load(x, i, j, width), weight, tl.load(rstd + i), j))
+    store_block_scaled(
+        values, rows, rows_scale_inv, columns, columns_scale_inv, row, column, tokens, width, epsilon, power_of_two, fp8
+    )
+
+
+def divides(x: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
+    """Whether the kernels that write as `to` says (None: BF16) take `x` [tokens, width]: contiguous BF16, whole tiles."""
+    rows, columns = (BLOCKS.rows, BLOCKS.columns) if to is BlockScaled else (LEAST_ROWS, LEAST_COLUMNS)
+    whole = x.shape[0] % rows == 0 and x.shape[1] % columns == 0
+    return whole and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, tiling: NormTiling = BY_ROWS
+) -> tuple[Tensor, Tensor]:
+    """Add `residual` to x [tokens, width] in place, both BF16; return the norm of the sum, BF16, and its rstd [tokens], FP32."""
+    normed = torch.empty_like(x)
+    return normed, _launch(x, residual, weight, eps, tiling or _by_rows(x), normed=normed)
+
+
+def rms_norm_scaled(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    written: TensorScaled,
+    tiling: NormTiling | None = None,
+    second: NormTiling = QUANTIZED,
+) -> Tensor:
+    """`rms_norm` with its norm quantized by one scale, to where `written` says; returns rstd."""
+    if written.scale is not None:
+        # Without a transpose too: a row's squares are summed as the tile has it, and an evaluation has the bits of training.
+        return _launch(x, residual, weight, eps, tiling or _transposed(x), written=written)
+    rstd = _launch(x, residual, weight, eps, _by_rows(x), amax=written.amax)
+    tokens, width = x.shape
+    height, step, warps = _tile(x, second)
+    _quantize[tokens // height, width // step](
+        *(x, weight, rstd, written.rows, written.columns, written.amax, written.scale_inv, tokens, written.epsilon),
+        *(width, written.power_of_two, TYPES[written.dtype], height, step),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return rstd
+
+
+def rms_norm_blocks(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, written: BlockScaled, tiling: NormTiling = BLOCKS
+) -> Tensor:
+    """`rms_norm` with its norm quantized by a scale for every 128 values, to where `written` says; returns rstd."""
+    rstd = _launch(x, residual, weight, eps, _by_rows(x))
+    tokens, width = x.shape
+    _quantize_blocks[tokens // tiling.rows, width // tiling.columns](
+        *(x, weight, rstd, written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv),
+        *(tokens, written.epsilon, width, written.power_of_two, TYPES[written.dtype], tiling.rows),
+        num_warps=tiling.warps,
+        enable_fp_fusion=False,
+    )
+    return rstd
+
+
+def _by_rows(x: Tensor) -> NormTiling:
+    columns = math.gcd(x.shape[1], BY_ROWS.columns)
+    return BY_ROWS._replace(rows=min(BY_ROWS.rows, max(1, 4096 // columns)), columns=columns)
+
+
+def _transposed(x: Tensor) -> NormTiling:
+    """Fewer rows the wider they are."""
+    rows = TRANSPOSED.rows
+    while rows > LEAST_ROWS and rows * x.shape[1] * x.element_size() > CACHED:
+        rows //= 2
+    return TRANSPOSED._replace(rows=rows)
+
+
+def _tile(x: Tensor, tiling: NormTiling) -> tuple[int, int, int]:
+    """Rows and columns of a tile that divides x, and warps for it: a thread has 16 values at least."""
+    height, step = math.gcd(x.shape[0], tiling.rows), math.gcd(x.shape[1], tiling.columns)
+    return height, step, max(1, min(tiling.warps, height * step // 512))
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    tiling: NormTiling,
+    *,
+    normed: Tensor | None = None,
+    written: TensorScaled | None = None,
+    amax: Tensor | None = None,
+) -> Tensor:
+    """The kernel that adds; returns rstd."""
+    tokens, width = x.shape
+    height, step, warps = _tile(x, tiling)
+    rstd = torch.empty(tokens, dtype=torch.float32, device=x.device)
+    codes, fp8 = (None, None, None, None, amax), None
+    if written is not None:
+        codes, fp8 = (written.rows, written.columns, written.scale, written.scale_inv, written.amax), TYPES[written.dtype]
+    normalised = any(each is not None for each in (normed, *codes))
+    _rms_norm[(tokens // height,)](
+        *(x, residual, weight, rstd, normed, *codes, tokens, eps),
+        *(width, fp8, normalised, height, step, tiling.stages),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+    return rstd

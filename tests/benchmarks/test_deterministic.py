@@ -1,0 +1,55 @@
+"""The verdict of benchmarks/deterministic.py: what counts as the same bits, and what a difference is called."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from benchmarks.deterministic import EQUAL, cost, verdict
+
+SAME = {"two runs": EQUAL, "killed and resumed": EQUAL}
+
+
+@pytest.fixture
+def alone() -> dict[str, Any]:
+    return {"figures": [[step, 4.0 / step, 1.0, 0.1, 0.0] for step in range(1, 9)], "tensors": {"model": "aa", "optimizer": "bb"}}
+
+
+@pytest.fixture
+def killed(alone: dict[str, Any]) -> dict[str, Any]:
+    """After step 5, from a checkpoint of an earlier one."""
+    return copy.deepcopy(alone) | {"before_the_kill": copy.deepcopy(alone["figures"][:5])}
+
+
+def test_equal_runs_are_equal(alone: dict[str, Any], killed: dict[str, Any]) -> None:
+    assert verdict(alone, killed) == SAME
+
+
+def test_a_last_bit_before_the_kill_is_between_two_runs(alone: dict[str, Any], killed: dict[str, Any]) -> None:
+    killed["before_the_kill"][2][1] += 2.0**-50
+    found = verdict(alone, killed)
+    assert found["two runs"].startswith("DIFFERENT: step 3: [1.333") and found["killed and resumed"] == EQUAL
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_tensors_that_differ_or_are_not_there_are_no_equal_end(
+    missing: bool, alone: dict[str, Any], killed: dict[str, Any]
+) -> None:
+    if missing:
+        alone["tensors"] = killed["tensors"] = None
+    else:
+        killed["tensors"]["optimizer"] = "cc"
+    named = "tensors are not there" if missing else "optimizer"
+    assert verdict(alone, killed) == SAME | {"killed and resumed": f"DIFFERENT: the last checkpoint's {named}"}
+
+
+def test_a_run_of_fewer_steps_is_not_equal(alone: dict[str, Any], killed: dict[str, Any]) -> None:
+    killed["figures"].pop()
+    assert verdict(alone, killed)["killed and resumed"] == "DIFFERENT: 8 steps and 7"
+
+
+def test_the_cost_is_taken_from_the_runs_before_and_after() -> None:
+    speeds = [{"tokens_per_second": {"median": each}} for each in (98.0, 101.0, 99.0)]
+    assert cost(speeds[0], speeds[1:]) == pytest.approx(0.02)

@@ -1,0 +1,111 @@
+"""`deterministic: true` on a GPU: two runs, and one that was killed and resumed, have the same bits. By the real launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from benchmarks.deterministic import EQUAL, Training, verdict
+from pretrain.model.attention import flash
+from pretrain.precision import transformer_engine
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import missing_on
+from tests.conftest import ROOT, write_packs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+STEPS, SAVED = 80, 20
+# Documents of many blocks, four query heads to a key head, four packs at once: much to add up for a backward without an order.
+LENGTH = 1024
+QWEN3 = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": LENGTH,
+}
+GPT2 = {"model_type": "gpt2", "vocab_size": 128, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+GPT2 |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
+BATCH = {"tokens": 8 * LENGTH, "microbatch": 4}
+
+
+@pytest.fixture(scope="module")
+def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_packs(tmp_path_factory.mktemp("packs") / "long", LENGTH)
+
+
+@pytest.fixture
+def training(low_precision_recipe: dict[str, Any], packs: Path, tmp_path: Path) -> Callable[..., Training]:
+    """A training of the recipe with these overrides, of `model` where one is given."""
+
+    def make(*overrides: str, model: dict[str, Any] | None = None, name: str = "runs") -> Training:
+        config = model or low_precision_recipe["model"]["config"] | QWEN3
+        changes = {"model": {"config": config}, "data": {"packs": str(packs), "length": LENGTH}, "batch": BATCH}
+        changes |= {"precision": "bf16", "weights": "bf16_exact", "evaluate": {"every": 30}}
+        (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(low_precision_recipe | changes))
+        configuration = ROOT / "accelerate_configs" / "bf16.yaml"
+        return Training(tmp_path / "recipe.yaml", configuration, overrides, tmp_path / name, STEPS, SAVED)
+
+    return make
+
+
+def needs_transformer_engine() -> None:
+    if missing := transformer_engine.missing():
+        pytest.skip(f"fused layers need {missing}")
+
+
+FUSED = {
+    "bf16": ["precision=bf16"],
+    "delayed_head": ["precision=delayed", "fp8_config.scope=linear+head"],
+    "current": ["precision=current"],
+    "block": ["precision=block"],
+}
+
+
+@pytest.mark.parametrize(
+    ("attention", "precision"), [*(("flash_attn", name) for name in FUSED), ("varlen", "bf16"), ("varlen", "delayed_head")]
+)
+def test_fused_layers_repeat_their_bits_and_resume_with_them(
+    attention: str, precision: str, training: Callable[..., Training]
+) -> None:
+    needs_transformer_engine()
+    if attention == "flash_attn" and not flash.installed():
+        pytest.skip("needs the package flash-attn-4")
+    quantized = PRECISIONS[precision.removesuffix("_head")]
+    if quantized.quantized and (missing := missing_on("cuda")(quantized)):
+        pytest.skip(f"{precision} {missing}")
+    ours = training(*FUSED[precision], f"model.attention={attention}")
+    alone, killed = ours.alone(), ours.killed()
+    assert verdict(alone, killed) == {"two runs": EQUAL, "killed and resumed": EQUAL}
+    assert alone["audit"]["deterministic"].startswith("yes: ") and alone["audit"]["fused"].startswith("2 of 2 layers")
+    assert alone["figures"][0][1] > 1.2 * alone["figures"][-1][1], "nothing was learnt"
+
+
+@pytest.mark.parametrize("model", [None, GPT2], ids=["qwen3", "gpt2_with_dropout"])
+def test_compiled_layers_repeat_their_bits_and_resume_with_them(
+    model: dict[str, Any] | None, training: Callable[..., Training]
+) -> None:
+    ours = training("model.fused=off", model=model)
+    alone, killed = ours.alone(), ours.killed()
+    assert verdict(alone, killed) == {"two runs": EQUAL, "killed and resumed": EQUAL}
+    assert alone["audit"]["compiled"] == "each layer"
+
+
+def test_plain_torch_repeats_its_bits_and_resumes_with_them(training: Callable[..., Training]) -> None:
+    """Layers, attention, and the loss with a penalty, whose `scatter_add_` has a fixed order only where that is asked for."""
+    plain = ("model.fused=off", "model.compile=none", "model.attention=sdpa")
+    ours = training(*plain, "loss={penalty: top_k_mass, penalty_weight: 0.1, top_k: 5}")
+    assert verdict(ours.alone(), ours.killed()) == {"two runs": EQUAL, "killed and resumed": EQUAL}
+
+
+def test_what_a_start_checks_leaves_no_trace(training: Callable[..., Training]) -> None:
+    """Parity runs where a run begins, unless the same code has passed before, and never where one is resumed."""
+    needs_transformer_engine()
+    one, other = (training(*FUSED["delayed_head"], f"parity={parity}", name=parity).alone() for parity in ("on", "off"))
+    assert one["figures"] == other["figures"] and one["tensors"] == other["tensors"]
