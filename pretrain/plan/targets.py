@@ -30,7 +30,7 @@ from pretrain.precision.settings import ActivePrecision
 USUAL = ("H100", "H200", "B200", "8xB200")
 # GB, by data sheets: H100 SXM, H200 SXM, and B200 as in DGX B200 (1,440 GB over 8).
 MEMORY = {"H100": 80, "H200": 141, "B200": 180}
-CUDNN_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which `model.attention: auto` takes cuDNN there
+IN_ONE_HEADS = range(MIN_MEASURED_HEAD_DIM, 129)  # head sizes for which attention is one node with the rotation there
 NEWEST_CUDA = (99, 0)  # whoever has the device is taken to have a CUDA for it
 CAPABILITY = {"H100": (9, 0), "H200": (9, 0), "B200": (10, 0)}  # of their architecture, which precisions ask for
 
@@ -81,15 +81,15 @@ class Target:
         return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
-        """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention, which
-        `auto` takes there; elsewhere as this machine's libraries have it."""
+        """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
+        FlashAttention-4, which keep the same; elsewhere as this machine's libraries have it."""
         recipe, settings = job.recipe, job.recipe.model
         if self.name.upper() not in CAPABILITY or active.precision.compute_dtype != "bfloat16":
             return layers_of(job.shapes, recipe, active, "cuda", "packed_varlen")
         if settings.fused == "auto":
             recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
-        cudnn = settings.attention in ("auto", "cudnn") and job.plan.flops.shape.head_dim in CUDNN_HEADS
-        return layers_of(job.shapes, recipe, active, "cuda", "packed_cudnn" if cudnn else "packed_varlen")
+        in_one = settings.attention in ("auto", "cudnn", "flash_attn") and job.plan.flops.shape.head_dim in IN_ONE_HEADS
+        return layers_of(job.shapes, recipe, active, "cuda", "packed_fa4" if in_one else "packed_varlen")
 
     def obstacle(self, plan: Plan) -> str | None:
         """Why `plan` cannot run on it or has no speed; None where it can."""

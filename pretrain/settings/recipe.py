@@ -33,7 +33,7 @@ class ModelSettings(Settings):
     config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
-    # auto: on Hopper and Blackwell cudnn with Transformer Engine, else FlashAttention-4 where its package is; otherwise varlen on
+    # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
     # a GPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
     attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.

@@ -298,7 +298,7 @@ def test_an_attention_whose_gradients_do_not_repeat_is_refused_where_bits_are_to
 
 def test_where_no_attention_is_right_the_run_stops() -> None:
     refused = dict.fromkeys(attention.FASTEST_FIRST, "disagrees")
-    with pytest.raises(InputError, match=r"nothing here attends as it should: cudnn disagrees; .*sdpa disagrees"):
+    with pytest.raises(InputError, match=r"nothing here attends as it should: fa4 disagrees; .*sdpa disagrees"):
         attention.choose("auto", "cpu", Heads(4, 2, 32), torch.float32, 32, refused)
 
 
