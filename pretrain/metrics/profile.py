@@ -1,18 +1,23 @@
 """`--profile`: where the time of one step goes, as a trace and as a table by part of the model.
 
 Time is assigned to parts by the names of kernels (on a GPU) or operators (on a CPU), and by whether the loss or the optimizer
-started them. The rest is gaps. Recording takes time itself, so the table is for shares and `metrics.jsonl` for speeds.
+started them: a kernel by the call that launched it, which has the same correlation id. The rest is gaps. Recording takes time
+itself: by as much as the step is longer than the one before it, gaps are recording's own.
 """
 
 from __future__ import annotations
 
+import gzip
+import json
 import re
 import time
-from collections import Counter
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -47,6 +52,9 @@ _OURS = (
     ("norms", re.compile(r"rmsnorm|layer_?norm|ln_(fwd|bwd)", re.I)),
 )
 _REST = "everything else"
+# Categories of events in a chrome trace: calls that launch, and what runs on the GPU.
+_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,7 @@ class StepProfile:
         self._device = device
         self._seconds: dict[str, float] = {}
         self._wall = 0.0
+        self._before = float("inf")  # seconds of the step before it, which nobody records
 
     @classmethod
     def of(cls, folder: Path, accelerator: Accelerator, state: TrainState) -> StepProfile | None:
@@ -84,9 +93,13 @@ class StepProfile:
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Put this around every `step`; it does nothing but for the one to record."""
+        """Put this around every `step`, which ends when the device has; it does nothing but for the one to record and the one
+        before."""
         if step != self.step:
+            began = time.perf_counter()
             yield
+            if step == self.step - 1:
+                self._before = time.perf_counter() - began
             return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
         with profile(activities=activities) as recorded:
@@ -96,39 +109,51 @@ class StepProfile:
                 torch.cuda.synchronize(self._device)
             self._wall = time.perf_counter() - began
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
-        self._seconds = by_part(recorded.events(), on_gpu=self._device.type == "cuda")
+        if self._device.type == "cuda":
+            with gzip.open(self._folder / TRACE_FILE, "rt", encoding="utf-8") as file:
+                self._seconds = by_launch(json.load(file)["traceEvents"])
+        else:
+            self._seconds = by_operator(recorded.events())
 
     def table(self, work: Work, data_wait_ms: float) -> str:
         """The table of the recorded step, in Markdown; also writes it to the folder."""
-        text = render(self._seconds, self._wall, data_wait_ms / 1e3, reached(self._seconds, work, copy_bandwidth(self._device)))
+        rates = reached(self._seconds, work, copy_bandwidth(self._device))
+        text = render(self._seconds, self._wall, self._before, data_wait_ms / 1e3, rates)
         (self._folder / PROFILE_FILE).write_text(text + "\n", encoding="utf-8")
         return text
 
 
-def by_part(events: list[FunctionEvent], *, on_gpu: bool) -> dict[str, float]:
-    """Seconds by part of the model: of kernels on a GPU, elsewhere of operators without what they call."""
+def by_operator(events: list[FunctionEvent]) -> dict[str, float]:
+    """Seconds by part of the model, on a CPU: of operators without what they call."""
     seconds: Counter[str] = Counter()
-    operators = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-    if not on_gpu:
-        for event in operators:
-            if event.name.startswith(("aten::", "c10d::", "gloo")):
-                seconds[part_of(event.name, _scopes(event))] += event.self_cpu_time_total / 1e6
-        return dict(seconds)
-    names = {event.name for event in operators}  # a scope appears on the GPU too, as one long kernel
-    totals: Counter[str] = Counter()
     for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU and event.name not in names:
-            totals[event.name] += event.time_range.elapsed_us() / 1e6
-    # Operators know from which scope a kernel was launched, but list some kernels twice and some, like Triton's, not at all. So
-    # they only decide how the time of all kernels of one name is divided over the parts.
-    launched: dict[str, Counter[str]] = {}
-    for event in operators:
-        for kernel in event.kernels:
-            launched.setdefault(kernel.name, Counter())[part_of(kernel.name, _scopes(event))] += kernel.duration
-    for name, total in totals.items():
-        shares = launched.get(name) or Counter({part_of(name, set()): 1.0})
-        for part, weight in shares.items():
-            seconds[part] += total * weight / sum(shares.values())
+        if event.device_type == torch.autograd.DeviceType.CPU and event.name.startswith(("aten::", "c10d::", "gloo")):
+            seconds[part_of(event.name, _scopes(event))] += event.self_cpu_time_total / 1e6
+    return dict(seconds)
+
+
+def by_launch(trace: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds by part of the model, on a GPU: of kernels, by where in the program each was launched. `trace`: events of a chrome
+    trace, in which a kernel and the call that launched it have one correlation id, and scopes are intervals of a thread."""
+    scopes: dict[Any, list[tuple[float, float, str]]] = defaultdict(list)  # by thread: begin, end, name
+    launches: dict[int, tuple[Any, float]] = {}  # by correlation id: thread and time
+    kernels = []
+    for event in trace:
+        category, correlation = event.get("cat"), event.get("args", {}).get("correlation")
+        if category == "user_annotation":
+            scopes[event["tid"]].append((event["ts"], event["ts"] + event["dur"], event["name"]))
+        elif category in _LAUNCHES and correlation is not None:
+            launches[correlation] = (event["tid"], event["ts"])
+        elif category in _ON_GPU:
+            kernels.append((event["name"], correlation, event["dur"]))
+    for intervals in scopes.values():
+        intervals.sort()
+    seconds: Counter[str] = Counter()
+    for name, correlation, microseconds in kernels:
+        thread, moment = launches.get(correlation, (None, 0.0))
+        # Of intervals that begin before it, any that has not ended: a step has some dozens, one for each microbatch's loss.
+        begun = scopes[thread][: bisect_right(scopes[thread], moment, key=lambda each: each[0])]
+        seconds[part_of(name, {scope for _, end, scope in begun if moment <= end})] += microseconds / 1e6
     return dict(seconds)
 
 
@@ -189,10 +214,12 @@ def copy_bandwidth(device: torch.device, size: int = 2**28) -> float | None:
     return 10 * 2 * size / (begin.elapsed_time(end) / 1e3)
 
 
-def render(seconds: Mapping[str, float], wall: float, data_wait: float, rates: Mapping[str, str]) -> str:
-    """A Markdown table, the largest part first, gaps last."""
+def render(seconds: Mapping[str, float], wall: float, unrecorded: float, data_wait: float, rates: Mapping[str, str]) -> str:
+    """A Markdown table, the largest part first, gaps last. `unrecorded`: seconds of a step like it that nobody recorded."""
     gaps = max(wall - sum(seconds.values()) - data_wait, 0.0)
-    parts = {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "waiting for data": data_wait, "gaps": gaps}
+    of_recording = min(gaps, max(wall - unrecorded, 0.0))
+    parts = {**dict(sorted(seconds.items(), key=lambda item: -item[1])), "waiting for data": data_wait}
+    parts |= {"gaps": gaps - of_recording, "gaps, by recording": of_recording}
     lines = ["| part of a step | ms | share | reaches |", "| --- | ---: | ---: | --- |"]
     lines += [
         f"| {part} | {spent * 1e3:.1f} | {percent(spent / wall)} | {rates.get(part, '')} |" for part, spent in parts.items()

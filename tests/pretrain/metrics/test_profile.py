@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
-from pretrain.metrics.profile import LOSS_SCOPE, StepProfile, Work, by_part, part_of, reached, render
+from pretrain.metrics.profile import LOSS_SCOPE, StepProfile, Work, by_launch, by_operator, part_of, reached, render
 from pretrain.model import huggingface as model
 from pretrain.settings.recipe import ModelSettings
 
@@ -57,13 +57,40 @@ def test_a_recorded_program_is_divided_by_what_it_did() -> None:
         with torch.profiler.record_function(LOSS_SCOPE):
             torch.log_softmax(x @ w, -1)
         wall = time.perf_counter() - began
-    seconds = by_part(recorded.events(), on_gpu=False)
+    seconds = by_operator(recorded.events())
     assert seconds.keys() >= {"products of the layers", "products of the head", "loss", "everything else"}
     *layers, head = [event.self_cpu_time_total / 1e6 for event in recorded.events() if event.name == "aten::mm"]
     assert len(layers) == 5
     assert seconds["products of the layers"] == pytest.approx(sum(layers))
     assert seconds["products of the head"] == pytest.approx(head)
     assert sum(seconds.values()) < wall
+
+
+def test_a_kernel_belongs_to_the_scope_in_which_it_was_launched_however_late_it_runs() -> None:
+    """Two products of one name, of the loss and of a layer; an autograd thread beside the main one; a kernel nobody launched."""
+
+    def event(category: str, name: str, ts: float, dur: float, tid: int, correlation: int | None = None) -> dict[str, Any]:
+        made = {"cat": category, "name": name, "ts": ts, "dur": dur, "tid": tid, "ph": "X"}
+        return made | ({"args": {"correlation": correlation}} if correlation is not None else {})
+
+    trace = [
+        {"ph": "M", "name": "process_name"},
+        event("user_annotation", LOSS_SCOPE, 100, 50, 1),
+        event("user_annotation", "Optimizer.step#ExactAdamW.step", 300, 50, 1),
+        event("gpu_user_annotation", LOSS_SCOPE, 500, 900, 7),
+        event("cuda_runtime", "cudaLaunchKernel", 90, 5, 1, correlation=1),
+        event("cuda_driver", "cuLaunchKernelEx", 120, 5, 1, correlation=2),
+        event("cuda_runtime", "cudaLaunchKernel", 125, 5, 2, correlation=3),
+        event("cuda_runtime", "cudaMemcpyAsync", 310, 5, 1, correlation=4),
+        event("kernel", "nvjet_qqtst", 600, 1000, 7, correlation=1),
+        event("kernel", "nvjet_qqtst", 700, 200, 7, correlation=2),
+        event("kernel", "nvjet_qqtst", 800, 30, 7, correlation=3),
+        event("gpu_memcpy", "Memcpy DtoD", 900, 4, 7, correlation=4),
+        event("kernel", "ncclDevKernel_AllReduce", 900, 5, 8, correlation=99),
+    ]
+    seconds = {part: 1e6 * spent for part, spent in by_launch(trace).items()}
+    expected = {"products of the layers": 1030, "products of the head": 200, "optimizer": 4, "communication": 5}
+    assert seconds == pytest.approx(expected)
 
 
 def test_rates_are_work_over_time_and_shares_of_what_the_device_could_do() -> None:
@@ -87,9 +114,10 @@ def test_rates_are_work_over_time_and_shares_of_what_the_device_could_do() -> No
 
 
 def test_the_table_adds_up_to_the_step() -> None:
-    table = render({"loss": 0.2, "attention": 0.5}, wall=1.0, data_wait=0.05, rates={"attention": "3 TFLOP/s"})
+    table = render({"loss": 0.2, "attention": 0.5}, wall=1.0, unrecorded=0.9, data_wait=0.05, rates={"attention": "3 TFLOP/s"})
     shares = [float(share) for share in re.findall(r"\| ([\d.]+) % \|", table)]
-    assert sum(shares) == pytest.approx(100) and shares == [50.0, 20.0, 5.0, 25.0]
+    assert sum(shares) == pytest.approx(100) and shares == [50.0, 20.0, 5.0, 15.0, 10.0]
+    assert "| gaps, by recording | 100.0 |" in table
     assert "| attention | 500.0 | 50.0 % | 3 TFLOP/s |" in table and table.splitlines()[-1] == "| **the step** | 1000.0 | | |"
 
 
