@@ -41,8 +41,8 @@ from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.codes import CODES, in_blocks, in_tensors
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
+from pretrain.verify.written import CODES, in_blocks, in_tensors
 
 TOKENS = 512  # of a pack, at most, in the case of attention
 # Relative errors that rounding explains, of a tensor's norm. Wrong kernels are off by a tenth and more.
