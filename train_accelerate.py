@@ -79,7 +79,7 @@ from pretrain.run.faults import (
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
-from pretrain.run.resume import find_resume_point, planned_resume, restore
+from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
@@ -181,6 +181,7 @@ def build(
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
+    job = job.with_chunk(chunk_of(job, source))
     assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
@@ -399,6 +400,7 @@ def save(run: Run, *, behind: bool = False) -> None:
     record = run.state.record(run.job.identity) | {
         "health": run.health.state_dict(),
         "microbatch": run.job.plan.microbatch,
+        "loss_chunk": run.job.plan.loss.tokens_at_once,
         "world_size": run.accelerator.num_processes,
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save

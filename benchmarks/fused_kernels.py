@@ -122,7 +122,7 @@ FORWARD_TILINGS = [
     RotaryTiling(8192, 4),
     RotaryTiling(8192, 8),
 ]
-BACKWARD_TILINGS = [RotaryTiling(2048, 4, programs) for programs in (528, 660, 792, 2112)]
+BACKWARD_TILINGS = [RotaryTiling(2048, 4, programs, 80, stages) for programs in (660, 792, 1584) for stages in (1, 2, 3)]
 BACKWARD_TILINGS += [
     RotaryTiling(1024, 2, 1584),
     RotaryTiling(4096, 4, 396),
@@ -176,13 +176,23 @@ def rotary_tilings() -> Iterator[Case]:
 
 
 CODES_TILINGS = [
-    CodesTiling(tokens, warps, registers, programs)
-    for tokens, warps, registers in ((64, 8, 128), (64, 8, 168), (32, 8, 80), (32, 8, 112), (64, 16, 64), (32, 4, 128))
-    for programs in (264, 528, 1056)
+    CodesTiling(tokens, warps, registers, programs, stages)
+    for tokens, warps, registers, programs in (
+        (32, 8, 80, 396),
+        (32, 8, 80, 792),
+        (32, 8, 112, 264),
+        (32, 4, 168, 396),
+        (64, 8, 128, 264),
+        (64, 8, 168, 132),
+        (64, 16, 80, 132),
+    )
+    for stages in (1, 2, 3)
 ]
-CODES_TILINGS += [CodesTiling(128, 16, 128, programs) for programs in (264, 528, 1056)]
 BLOCKS_TILINGS = [
-    CodesTiling(128, warps, registers, programs) for warps, registers in ((8, 255), (16, 128)) for programs in (132, 264, 528)
+    CodesTiling(128, warps, registers, programs, stages)
+    for warps, registers in ((8, 255), (16, 128))
+    for programs in (132, 264)
+    for stages in (1, 2)
 ]
 
 
@@ -214,7 +224,7 @@ def rotary_codes_tilings() -> Iterator[Case]:
         r = Rotation(*ROTATIONS[model])
         for recipe, tilings in (("delayed", CODES_TILINGS), ("block", BLOCKS_TILINGS)):
             _, written = allocate(quantizer_of(recipe, gradient=True), r.qkv.shape, r.qkv.device)
-            for tiling in tilings if r.kept is not None else [each for each in tilings if each.programs == 528]:
+            for tiling in tilings if r.kept is not None else [each for each in tilings if each.stages == 1]:
                 ours = r.backward(rotary_kernel.rotate_backward_in_codes, written, tiling=tiling)
                 yield Case(f"{model}, into {recipe}, {tiling}", r.backward_bytes, ours)
 

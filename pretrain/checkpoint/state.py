@@ -82,6 +82,7 @@ class SavedRecord(BaseModel):
     identity: SavedIdentity
     health: SavedHealth
     microbatch: Annotated[int, Field(gt=0)]
+    loss_chunk: Annotated[int, Field(gt=0)] | None = None  # older versions did not say
     world_size: Annotated[int, Field(gt=0)]
 
 

@@ -7,7 +7,8 @@ A fused layer keeps for backward what the nodes of `pretrain.model.fused.functio
 
     2 · hidden               in the compute dtype      the layer's input, and the attention's residual sum
     2 · hidden               as operands               the outputs of the two norms; their statistics, 4 bytes each, beside
-    query + 2 · KV widths    in the compute dtype      queries, keys and values, before or after rotation
+    query + 2 · KV widths    in the compute dtype      queries, keys and values, before or after rotation; where heads are
+                                                       normed and memory allows (pretrain.plan.spare), both
     query width              in the compute dtype      the attention's output; 4 bytes a head of statistics beside
     query width              as operand                the same for its product; in BF16 the two are one
     gate and up widths       in the compute dtype      the activation's inputs; backward computes its output again
@@ -42,7 +43,7 @@ from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.arithmetic import StackedWeight
-from pretrain.model.fused.layers import Parts, assess_layer, not_fused_because, parts_of
+from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
@@ -87,13 +88,16 @@ class MemoryEstimate:
         layers: Sequence[LayerMemory] | None = None,
         gathered: bool = False,
         replicas: int = 1,
+        keeps_rotated: bool = False,
     ) -> MemoryEstimate:
         """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
         those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
-        of the model, in order; None: all are compiled, none is fused."""
+        of the model, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
         values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
+        if keeps_rotated:
+            layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
         moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
@@ -134,7 +138,7 @@ class MemoryEstimate:
             loss=loss,
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
-            logits_at_most=recipe.loss.chunk * logits if kind == "chunked" else None,
+            logits_at_most=recipe.loss.tokens_at_once * logits if kind == "chunked" else None,
             backward=backward,
             backward_by_pack=length * _backward(layers, kept),
         )
@@ -225,6 +229,7 @@ class LayerMemory:
     quantized_weights: int  # for forward and backward, kept from the first microbatch of a step to the last
     working_copies: int  # in BF16, of FP32 weights
     fused: bool  # then its working copies are kept as its quantized weights are, whether it is recomputed or not
+    rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
 
 
 def layers_of(
@@ -265,6 +270,7 @@ def fused_layer(layer: nn.Module, precision: Precision, recipe: Recipe, device_t
         quantized_weights=round(2 * (precision.weight_bytes or operand) * weights) if quantized else 0,
         working_copies=number * weights if _weights_are_cast(recipe.weights, precision) and not quantized else 0,
         fused=True,
+        rotated=number * parts.heads.width if parts.head_norms and parts.rotary and attention in ROTATED_ATTENTION else 0,
     )
 
 
@@ -311,7 +317,7 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     heads = parts.heads
     query, width = heads.query * heads.dim, heads.width
     result = number * query + 4 * heads.query
-    if backend in ("packed_cudnn", "packed_fa4") and parts.rotary:  # makes queries and keys again where heads are normed
+    if backend in ROTATED_ATTENTION and parts.rotary:  # one of queries and keys and what they are made from is enough
         return result + number * width
     # A norm keeps what came in and the attention what came out; a rotation alone keeps neither.
     result += number * width if parts.head_norms else 0

@@ -22,7 +22,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
 from pretrain.precision.settings import ActivePrecision
-from pretrain.settings.recipe import Recipe
+from pretrain.settings.recipe import LossSettings, Recipe
 
 WIDTH = 100  # of the rendered plan
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
@@ -59,6 +59,19 @@ class Plan:
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
+    chunk: int | None = None  # of the loss, where `loss.chunk` is `auto` (pretrain.plan.spare)
+    keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
+
+    @property
+    def loss(self) -> LossSettings:
+        """The recipe's, with the chunk that was chosen."""
+        settings = self.recipe.loss
+        return settings.model_copy(update={"chunk": self.chunk}) if settings.chunk == "auto" and self.chunk else settings
+
+    def with_chunk(self, chunk: int) -> Plan:
+        """The plan when it is known which chunk `auto` stands for."""
+        loss = self.recipe.loss.model_copy(update={"chunk": chunk})
+        return replace(self, recipe=self.recipe.model_copy(update={"loss": loss}), chunk=None)
 
     def with_microbatch(self, microbatch: int) -> Plan:
         """The plan when `auto` has found its microbatch. A step keeps its tokens; only its number of microbatches changes."""
@@ -73,7 +86,8 @@ class Plan:
     def memory(self) -> MemoryEstimate:
         precision, of = self.active.precision.name, self.devices
         shards = (of.count, of.sharded, self.layers, of.gathered, of.replicas)
-        return MemoryEstimate.of(self.recipe, self.flops, precision, *shards)
+        recipe = self.recipe.model_copy(update={"loss": self.loss})
+        return MemoryEstimate.of(recipe, self.flops, precision, *shards, keeps_rotated=self.keeps_rotated)
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -341,8 +355,11 @@ def _memory_lines(plan: Plan) -> list[str]:
     width = max(map(len, parts))
     copies = units.memory(plan.bytes_copied / GIB)
     saves = [f"host: {copies} a process for copies while a checkpoint is written"] if plan.recipe.checkpoint.every else []
+    spent = [f"loss in chunks of {plan.chunk:,} tokens"] if plan.chunk else []
+    spent += ["queries, keys and values kept for backward"] if plan.keeps_rotated else []
     return [
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
+        *([f"by the memory that is there: {', '.join(spent)}"] if spent else []),
         *(f"  {name:<{width}}  {units.memory(part / GIB):>9}" for name, part in parts.items()),
         *saves,
     ]

@@ -30,6 +30,7 @@ from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, c
 from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
 from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.plan.tokenizer import (
     check_tokenizer,
     encoded_prompt,
@@ -48,7 +49,6 @@ from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
 WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
-KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,10 @@ class Job:
     def with_microbatch(self, microbatch: int) -> Job:
         """The job when `batch.microbatch: auto` has found its microbatch (packs at once)."""
         return replace(self, plan=self.plan.with_microbatch(microbatch))
+
+    def with_chunk(self, chunk: int) -> Job:
+        """The job when it is known which `loss.chunk` a run takes for `auto`."""
+        return replace(self, plan=self.plan.with_chunk(chunk))
 
     def batches(self, accelerator: Accelerator) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe and the packs."""
@@ -205,6 +209,7 @@ def prepare_job(
     )
     asked = gathers_once_a_step(accelerator)
     plan = replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
+    plan = spend_spare_memory(plan)
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))

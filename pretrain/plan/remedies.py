@@ -71,7 +71,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield "optimizer.gradients=bf16", _with(plan, "optimizer", gradients="bf16")
     if recipe.loss.kind == "reference":
         yield "loss.kind=chunked", _with(plan, "loss", kind="chunked")
-    elif recipe.loss.kind == "chunked" and recipe.loss.chunk > _SMALL_CHUNK:
+    elif recipe.loss.kind == "chunked" and plan.loss.tokens_at_once > _SMALL_CHUNK:
         yield f"loss.chunk={_SMALL_CHUNK}", _with(plan, "loss", chunk=_SMALL_CHUNK)
     if devices.count > 1 and not devices.sharded:
         yield "accelerate_configs/zero.yaml", replace(plan, devices=replace(devices, sharded=True, gathered=True))

@@ -23,6 +23,7 @@ from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.plan.plan import ASSUMED_SHARES, WIDTH, Plan
 from pretrain.plan.preflight import fits_gathered
+from pretrain.plan.spare import spend_spare_memory
 from pretrain.settings.launch_topology import Sharding
 
 # Of what NVLink carries in one direction, the share at which exchanges would have to run, all in plain sight, to cost what a step
@@ -184,7 +185,7 @@ def on_cluster(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicated: 
     devices = replace(plan.devices, memory=memory, **shards)
     plan = replace(plan, devices=devices)
     gathered = sharded and (sharding == "once" or (sharding == "auto" and fits_gathered(plan)))
-    return replace(plan, devices=replace(devices, gathered=gathered))
+    return spend_spare_memory(replace(plan, devices=replace(devices, gathered=gathered)))
 
 
 def links_of(device: str | None, network: float | None) -> tuple[Links, str | None]:

@@ -208,12 +208,14 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         masters = model.round_weights(hf, job.weight_dtype) if exact else {}
     low_precision = make_backend(job.active, device) if job.active.precision.quantized else None
     context = PrecisionContext(low_precision, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
-    packed = PackedLanguageModel(hf, backend, recipe.loss, context)
+    packed = PackedLanguageModel(hf, backend, job.plan.loss, context)
     layers = model.decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
     arithmetic, not_fused = None, kernels.not_fused
     if not_fused is None:
         arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
+    if arithmetic:
+        arithmetic.keeps_rotated = job.plan.keeps_rotated
     fused = fuse(layers, decisions, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None

@@ -25,7 +25,7 @@ from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.run.assembly import Assembly
-from pretrain.settings.recipe import ScheduleSettings
+from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,14 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
+
+
+def chunk_of(job: Job, source: ResumePoint | None) -> int:
+    """Tokens of the loss at once: the recipe's, or where that is `auto` those that the run began with, so that sums keep their
+    order; of a fresh run, what its memory allows."""
+    if job.recipe.loss.chunk == "auto" and source:
+        return source.record.get("loss_chunk", USUAL_CHUNK)
+    return job.plan.loss.tokens_at_once
 
 
 def restore(

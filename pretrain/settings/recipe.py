@@ -17,6 +17,7 @@ from packing.settings import DataSettings
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
+USUAL_CHUNK = 4096  # tokens of the loss at once
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -136,12 +137,18 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
-    chunk: PositiveCount = 4096  # chunked: tokens whose logits exist at once
+    # chunked: tokens whose logits exist at once; auto: 8192 where a GPU has the memory, else 4096, fewer where they do not fit.
+    chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
     # largest p. Held-out loss is cross-entropy alone.
     penalty: PenaltyKind | None = None
     penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)  # lambda, by which the penalty is multiplied
     top_k: PositiveCount | None = None  # penalty top_k_mass: how many probabilities, fewer than the vocabulary has words
+
+    @property
+    def tokens_at_once(self) -> int:
+        """`chunk`, or the usual one where nothing has been chosen for `auto`."""
+        return USUAL_CHUNK if self.chunk == "auto" else self.chunk
 
     @model_validator(mode="after")
     def _a_penalty_is_whole(self) -> LossSettings:

@@ -41,7 +41,7 @@ from pretrain.precision.settings import ActivePrecision
 Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]
 # Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by.
-_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
+ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
     "packed_cudnn": (cudnn_forward, cudnn_backward),
     "packed_fa4": (flash_forward, flash_backward),
 }
@@ -216,7 +216,8 @@ class FusedLayers:
         """For the audit: "28 of 28 layers"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{why}"
+        kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
+        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
 
 
 @dataclass(frozen=True)
@@ -283,7 +284,7 @@ class FusedLayer:
         parameters = (*parts.attention_norm.parameters, *head_norms, *self.qkv.weights.parameters)
         name, eps = attention.config._attn_implementation, parts.head_norms[0].variance_epsilon if head_norms else 0.0
         angles = [table.flatten(0, -2) for table in position_embeddings] if parts.rotary else []
-        if parts.rotary and name in _ATTENTION:
+        if parts.rotary and name in ROTATED_ATTENTION:
             documents = Documents(cu_seqlens, max_seqlen, attention.scaling)
             return NormAttention.apply(
                 arithmetic, parts.attention_norm, self.qkv, name, heads, eps, documents, x, *angles, *parameters
@@ -340,7 +341,7 @@ class NormProduct(torch.autograd.Function):
 
 
 class NormAttention(torch.autograd.Function):
-    """`NormProduct`, `Rotation` and an attention of `_ATTENTION` in one: x [tokens, hidden] -> attention's output
+    """`NormProduct`, `Rotation` and an attention of `ROTATED_ATTENTION` in one: x [tokens, hidden] -> attention's output
     [tokens, query x dim], and x itself. So the gradient between attention and product is written as the product reads it.
 
     Where heads are normed, backward needs what the product gave, and makes queries, keys and values again from it unless they are
@@ -369,7 +370,7 @@ class NormAttention(torch.autograd.Function):
         own = len(norm.parameters)
         norms = parameters[own : len(parameters) - len(product.weights.parameters)]
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
-        forward, differentiate = _ATTENTION[name]
+        forward, differentiate = ROTATED_ATTENTION[name]
         output, *kept = forward(q, k, v, documents.ends, documents.longest, documents.scale)
         rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
         ctx.pieces = (arithmetic, norm, product, differentiate, heads, eps, documents)

@@ -12,7 +12,8 @@ and each goes through the tokens in strides; everything else starts one program 
 
 Backward writes its gradient in BF16, or in the format of the products that read it, by rows and by columns: then a tile is some
 tokens of one head, whose columns are whole sectors of the transpose. Both have the same bits, because every multiplication and
-addition is rounded as it is written here. Left to the compiler, some lanes of a tile would fuse two of them and others not.
+addition is rounded as it is written here, and a thread holds eight neighbours of a row in both. Left to the compiler, some lanes
+of a tile would fuse two operations and others not.
 """
 
 from __future__ import annotations
@@ -50,29 +51,29 @@ class RotaryTiling:
     warps: int
     programs: int = 792  # of a backward that sums norm gradients: 6 x an H200's 132 multiprocessors, which 80 registers allow
     registers: int | None = None  # of a thread, at most
+    stages: int = 1  # tiles that a program of such a backward loads at once; more than one go through shared memory
 
 
 FORWARD = RotaryTiling(4096, 4)
-BACKWARD = RotaryTiling(
-    2048, 4, registers=80
-)  # of everything it loads two tiles and keeps sums: a larger one would not fit five times
+BACKWARD = RotaryTiling(2048, 4, registers=80)  # it loads two tiles of all and keeps sums: a larger one would not fit five times
 
 
 @dataclass(frozen=True)
 class CodesTiling:
-    """How a launch that writes codes is cut: of a head, so many tokens a tile."""
+    """How a launch that writes codes is cut: of a head, so many tokens a tile. By what the compiler needs, not yet measured."""
 
     tokens: int
     warps: int  # where a head has 128 values; for others in proportion
     registers: int  # of a thread, at most
-    programs: int = 528  # of a backward that sums norm gradients
+    programs: int  # of a backward that sums norm gradients
+    stages: int  # tiles that such a program loads at once
 
 
-TENSOR_SCALED = CodesTiling(64, 8, 128)  # 64 tokens are two sectors of the transpose
-BLOCK_SCALED = CodesTiling(BLOCK.value, 16, 128)  # 128 of them share a scale
+TENSOR_SCALED = CodesTiling(32, 8, 80, 396, 2)  # 32 tokens are a sector of the transpose
+BLOCK_SCALED = CodesTiling(BLOCK.value, 16, 128, 264, 1)  # 128 of them share a scale
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
-MOST_HALVINGS = tl.constexpr(7)  # of half a head of 256
+IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
 
 
 @triton.jit
@@ -136,26 +137,16 @@ def _turned_back(dy1, dy2, c, s):
 
 
 @triton.jit
-def _row_sums(x):
-    """Of x [rows, 2^n] along its rows: of neighbours, then of neighbouring pairs, and so on. In what order Triton adds up a row
-    by itself depends on how many neighbours lie in one thread's registers, and so on what the kernel writes in the end."""
-    for _ in tl.static_range(MOST_HALVINGS):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]), axis=2)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
 def _normal(x1, x2, dim: tl.constexpr, eps):
     """Both halves of heads over their root mean square, and the factor [rows, 1] that made them so."""
-    factor = tl.rsqrt(tl.fma(_row_sums(tl.fma(x1, x1, x2 * x2)), 1.0 / dim, eps))[:, None]
+    factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
     return x1 * factor, x2 * factor, factor
 
 
 @triton.jit
 def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
     """The gradient of what `_normal` was given, from that of what it returned."""
-    along = (_row_sums(tl.fma(dn1, n1, dn2 * n2)) * (1.0 / dim))[:, None]
+    along = (tl.sum(tl.fma(dn1, n1, dn2 * n2), axis=1) * (1.0 / dim))[:, None]
     return factor * tl.fma(-n1, along, dn1), factor * tl.fma(-n2, along, dn2)
 
 
@@ -184,6 +175,7 @@ def _rotate_backward(
     dim: tl.constexpr,
     heads: tl.constexpr,
     rows: tl.constexpr,
+    stages: tl.constexpr,
 ):
     half: tl.constexpr = dim // 2
     width: tl.constexpr = (query + 2 * kv) * dim
@@ -204,7 +196,7 @@ def _rotate_backward(
             w2 = tl.load(weight_at + half).to(tl.float32)
             sum1 = tl.zeros([rows, half], tl.float32)
             sum2 = tl.zeros([rows, half], tl.float32)
-        for first in range(start, tokens, step):
+        for first in tl.range(start, tokens, step, num_stages=stages):
             here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
             dy_at = dy + _tile(first, dy_token, dy_head, rows, heads, half)
             angle = _tile(first, dim, 0, rows, heads, half)
@@ -228,7 +220,7 @@ def _rotate_backward(
             tl.store(sum_at, tl.sum(sum1, axis=0))
             tl.store(sum_at + half, tl.sum(sum2, axis=0))
     else:
-        for first in range(start, tokens, step):
+        for first in tl.range(start, tokens, step, num_stages=stages):
             here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
             dy_at = dv + (head - query - kv).to(tl.int64) * dv_head + _tile(first, dv_token, dv_head, rows, heads, half)
             dx_at = dqkv + head * dim + _tile(first, width, dim, rows, heads, half)
@@ -266,6 +258,7 @@ def _rotate_backward_in_codes(
     kv: tl.constexpr,
     dim: tl.constexpr,
     height: tl.constexpr,  # tokens of a tile, of which there are whole ones
+    stages: tl.constexpr,
     blocks: tl.constexpr,  # a scale for every 128 values; else one for all, whose reciprocal goes to `rows_scale_inv`
     power_of_two: tl.constexpr,
     fp8: tl.constexpr,
@@ -290,7 +283,7 @@ def _rotate_backward_in_codes(
             weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
             sum1 = tl.zeros([height, half], tl.float32)
             sum2 = tl.zeros([height, half], tl.float32)
-        for first in range(program * height, tokens, step):
+        for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
             angle = _tile(first, dim, 0, height, 1, half)
             dy1 = tl.load(dy_at).to(tl.float32)
@@ -331,7 +324,7 @@ def _rotate_backward_in_codes(
             tl.store(sum_at, tl.sum(sum1, axis=0))
             tl.store(sum_at + half, tl.sum(sum2, axis=0))
     else:
-        for first in range(program * height, tokens, step):
+        for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dv + (head - query - kv) * tl.cast(dv_head, tl.int64) + _tile(first, dv_token, 0, height, 1, half)
             dx1 = tl.load(dy_at).to(tl.float32)
             dx2 = tl.load(dy_at + half).to(tl.float32)
@@ -376,7 +369,10 @@ def _write_head(
     fp8: tl.constexpr,
 ):
     half: tl.constexpr = d1.shape[1]
-    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, half)
+    # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums over a
+    # head would have another order than in `_rotate_backward`.
+    i = tl.max_contiguous(first + tl.arange(0, d1.shape[0]), IN_A_THREAD)
+    j = tl.max_contiguous(column + tl.arange(0, half), IN_A_THREAD)
     if blocks:
         if rows is not None:  # a head is a block
             tl.static_assert(2 * half == BLOCK)
@@ -471,6 +467,7 @@ def rotate_backward(
                 tokens,
                 norms.eps,
                 *layout,
+                tiling.stages if sums is not None else 1,
                 num_warps=tiling.warps,
                 maxnreg=tiling.registers,
                 enable_fp_fusion=False,
@@ -516,6 +513,7 @@ def rotate_backward_in_codes(
     inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
     inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
     shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
+    shape |= {"stages": 1 if norms is None else tiling.stages}
     shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
     shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
     shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}

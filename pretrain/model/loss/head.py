@@ -110,7 +110,7 @@ class LossHead(nn.Linear):
                 return cut_cross_entropy(hidden, self.weight, labels)
             head = (hidden, self.weight, self.bias, labels)
             if self.settings.kind == "chunked":
-                trained, parts = chunked_loss(*head, self.settings.chunk, low_precision, penalty)
+                trained, parts = chunked_loss(*head, self.settings.tokens_at_once, low_precision, penalty)
             else:
                 trained, parts = reference_loss(*head, low_precision, penalty)
         if penalty is None:
@@ -141,7 +141,7 @@ class LossHead(nn.Linear):
             summed = "summed by the products"
         return {
             "kind": "chunked",
-            "chunk": self.settings.chunk,
+            "chunk": self.settings.tokens_at_once,
             "softmax": f"fp32, {softmax}",
             "weight_gradient": f"fp32, {summed}",
             **penalised,

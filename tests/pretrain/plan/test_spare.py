@@ -1,0 +1,107 @@
+"""What memory that is left over is spent on, by hand and for any device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pretrain.metrics.flops import ModelFlops
+from pretrain.model.fused import layers as choice
+from pretrain.plan.memory import layers_of
+from pretrain.plan.plan import Devices, Plan, render
+from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision
+from pretrain.run.resume import ResumePoint, chunk_of
+from tests.pretrain.plan.plan_recipe import recipe
+from tests.pretrain.plan.test_scaling import QWEN3
+
+GIB = 2**30
+H200 = int(139.8 * GIB)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
+    wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
+    settings = wanted.fp8_config.resolved("delayed")
+    active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice.transformer_engine, "missing", lambda: None)
+        found = layers_of(hf, wanted, active, "cuda", "packed_cudnn")
+    return Plan(wanted, active, Devices(name="NVIDIA H200", memory=H200), "qwen3", ModelFlops.of(hf), 745.0, found)
+
+
+def of(plan: Plan, *, memory: int | None = H200, name: str = "NVIDIA H200", **changes: Any) -> Plan:
+    """`plan` on another device, or with some sections of its recipe changed key by key."""
+    sections = {key: getattr(plan.recipe, key).model_copy(update=values) for key, values in changes.items()}
+    devices = replace(plan.devices, memory=memory, name=name)
+    return spend_spare_memory(replace(plan, devices=devices, recipe=plan.recipe.model_copy(update=sections)))
+
+
+def test_an_h200_has_room_for_long_chunks_and_for_queries_and_keys(plan: Plan) -> None:
+    """Twice the logits, of 4 bytes each; and 28 layers' queries, keys and values of 4,096 values in BF16."""
+    made = of(plan)
+    assert (made.chunk, made.loss.chunk, made.keeps_rotated) == (8192, 8192, True)
+    more = made.memory.total(8) - plan.memory.total(8)
+    assert more == 28 * 2 * 4096 * 32_768 + 4096 * 4 * 151_936
+    assert "by the memory that is there: loss in chunks of 8,192 tokens, queries, keys and values kept" in render(made)
+
+
+def test_chunks_come_first_and_shorten_only_where_nothing_else_helps(plan: Plan) -> None:
+    needed = {chunk: replace(plan, chunk=chunk).memory.total(8) for chunk in (8192, 4096, 2048, 1024)}
+    spared = {chunk: int(size / (1 - KEPT_FREE)) + 1 for chunk, size in needed.items()}
+    made = of(plan, memory=spared[8192])
+    assert (made.chunk, made.keeps_rotated) == (8192, False)
+    assert [of(plan, memory=size).chunk for size in (spared[8192] - 2, needed[4096], needed[4096] - 1)] == [4096, 4096, 2048]
+    assert [of(plan, memory=size).chunk for size in (needed[1024], needed[1024] - 1)] == [1024, 1024]
+
+
+@given(memory=st.integers(2**32, 2**38), microbatch=st.sampled_from(["auto", 1, 4, 32]))
+def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, microbatch: int | str) -> None:
+    made = of(plan, memory=memory, batch={"microbatch": microbatch})
+    assert made == of(made, memory=memory)  # settings and memory alone decide
+    packs = min(8, plan.with_microbatch(8).packs_per_rank) if microbatch == "auto" else microbatch
+    if made.keeps_rotated or made.chunk == 8192:
+        without = replace(made, chunk=None, keeps_rotated=False)
+        assert made.memory.total(min(packs, without.expected_microbatch)) <= (1 - KEPT_FREE) * memory
+
+
+def test_nothing_is_kept_of_layers_that_are_recomputed_or_have_nothing_to_keep(plan: Plan) -> None:
+    assert not of(plan, model={"gradient_checkpointing": "full"}).keeps_rotated
+    unrotated = replace(plan, layers=[replace(layer, rotated=0) for layer in plan.layers])
+    assert not of(unrotated).keeps_rotated and of(unrotated).chunk == 8192
+
+
+def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> None:
+    for made in (of(plan, name="CPU"), of(plan, memory=None)):
+        assert (made.chunk, made.keeps_rotated, made.loss.tokens_at_once) == (None, False, 4096)
+
+
+def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
+    made = of(plan, loss={"chunk": 512})
+    assert (made.chunk, made.loss.chunk) == (None, 512)
+    assert of(plan, loss={"kind": "reference"}).chunk is None
+
+
+@pytest.mark.parametrize(
+    ("set_to", "record", "taken"), [("auto", None, 8192), ("auto", {"loss_chunk": 2048}, 2048), ("auto", {}, 4096)]
+)
+def test_a_resumed_run_keeps_the_chunk_that_it_began_with(
+    plan: Plan, tmp_path: Any, set_to: str, record: dict[str, int] | None, taken: int
+) -> None:
+    source = None if record is None else ResumePoint(tmp_path, record, [])
+    made = of(plan, loss={"chunk": set_to})
+    assert chunk_of(SimpleNamespace(recipe=made.recipe, plan=made), source) == taken
+    assert made.with_chunk(taken).loss.chunk == made.with_chunk(taken).recipe.loss.chunk == taken
+    fixed = of(plan, loss={"chunk": 64})
+    assert chunk_of(SimpleNamespace(recipe=fixed.recipe, plan=fixed), source) == 64
