@@ -41,7 +41,7 @@ from pretrain.plan.tokenizer import (
     without_absent_tokenizer,
 )
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
-from pretrain.precision.scope import check_shapes
+from pretrain.precision.scope import check_kept, check_shapes
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
@@ -162,6 +162,7 @@ def prepare_job(
     shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
     check_fit(active, recipe, shape.layers)
     check_shapes(shapes, active)
+    check_kept(shapes, list(model.decoder_layers(shapes).values()), active)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
 

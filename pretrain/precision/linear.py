@@ -239,18 +239,28 @@ class LowPrecisionLinear(nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
     def __init__(self, linear: nn.Linear | Conv1D, name: str, product: LinearProduct, context: PrecisionContext) -> None:
+        """`product`: of the context's present backend."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.transposed = isinstance(linear, Conv1D)
         self.name = name
-        self.product = product
+        self.products: dict[Backend | None, LinearProduct] = {context.backend: product}  # by what computes them
         self.context = context
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the backend whose turn it is computes this linear."""
+        return self.context.backend in self.products
+
+    @property
+    def product(self) -> LinearProduct:
+        return self.products[self.context.backend]
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         weight = summing_where(self.weight, self.weight.t()) if self.transposed else self.weight
-        if not self.context.low_precision:
+        if not (self.context.low_precision and self.is_low):
             self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
@@ -265,17 +275,19 @@ class LowPrecisionNorm(nn.Module):
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.eps = eps
         self.kind = norm_kind(norm)
-        self.function = function
+        self.functions: dict[Backend | None, NormFunction] = {context.backend: function}
         self.context = context
         self.calls = 0  # in low precision; for the audit
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> the same shape and dtype."""
-        if self.context.low_precision or not self.context.quantizing:  # nothing is quantized in here, so parity looks at it too
+        function = self.functions.get(self.context.backend)
+        # Nothing is quantized in here, so parity looks at it too.
+        if function is not None and (self.context.low_precision or not self.context.quantizing):
             self.calls += self.context.low_precision
             dtype = self.context.compute_dtype
-            return self.function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+            return function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
 
 

@@ -96,7 +96,7 @@ class Assembly:
         if self.active.backend != "transformer_engine" or fastest is None:
             return None
         weights = low_precision_weights(self.model)
-        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
+        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_now is not None)
 
     def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
         """What one device computed in the step of these figures, for its profile."""
@@ -212,7 +212,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     arithmetic, not_fused = None, kernels.not_fused
     if not_fused is None:
         arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
-    fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    fused = fuse(layers, {context.backend: decisions}, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
     convert(hf, decisions, context, fused)

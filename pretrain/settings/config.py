@@ -43,7 +43,7 @@ _NOT_IDENTITY = (
 
 
 # Settings that are newer than checkpoints, which say nothing of them and mean this.
-_MEANT_BEFORE = {"model.from_scratch": False}
+_MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": []}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

@@ -64,7 +64,7 @@ def assemble(
     if fused:
         arithmetic, why_not = choose_arithmetic("auto", active, "cuda", context)
         assert arithmetic, why_not
-        packed.fused = fuse(layers, decisions, arithmetic)
+        packed.fused = fuse(layers, {context.backend: decisions}, arithmetic)
         assert not packed.fused.left_out
     else:
         convert(hf, decisions, context)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from transformers.pytorch_utils import Conv1D
 
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
@@ -151,6 +151,8 @@ class StackedProduct:
         self.name = name  # of its history and scales in a checkpoint
         self.members = members  # the linears that it stands in for, by Hugging Face name
         self.weights = weights
+        self.computed_low_by: tuple[Backend, ...] = ()  # the backends that compute it in low precision, when it is their turn
+        self.reads_from: StackedProduct | None = None  # whose output the activation before this one reads; None: no activation's
         self._arithmetic = arithmetic
 
     def begin(self, x: Tensor) -> None:
@@ -215,9 +217,10 @@ class Arithmetic:
         self.differentiable = True  # the forward under way will be differentiated
 
     def product(
-        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
     ) -> StackedProduct:
-        """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
+        """Of the linears `members`; `low_precision`: the backends that compute it in low precision, which torch's own products
+        never have."""
         return StackedProduct(name, members, weights, self)
 
     def norm(self, x: Tensor, norm: Norm, product: StackedProduct) -> tuple[Operand, tuple[Tensor, ...]]:
