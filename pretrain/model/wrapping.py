@@ -56,8 +56,8 @@ def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
     """Let every module that was decided for multiply in low precision where the context's present backend computes; in place, and
-    on the same Parameters. Those inside of `fused` layers stay: the layers multiply by themselves. Of several backends it is called once
-    for each."""
+    on the same Parameters. Those inside of `fused` layers stay: the layers multiply by themselves. Called for each of several
+    backends."""
     backend = context.backend
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):

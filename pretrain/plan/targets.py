@@ -125,6 +125,8 @@ class MeasuredRun:
             why = "it shared its machine with other runs, so its speed is not its own"
         elif run.emulated:
             why = "its precision was emulated, so its speed is not the hardware's"
+        elif "schedule" in run.audit:
+            why = f"its precision was {run.audit['schedule']}, so its speed is that of several"
         elif not known:
             why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
         if why:

@@ -101,7 +101,7 @@ ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 @dataclass
 class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
-    who is watching. Every model has one; `backend` is None where nothing is quantized.
+    who is watching. Every model has one; `backend` is the one that computes now, None where nothing is quantized.
 
     A layer that is recomputed in backward enters the context again, or it would be recomputed in another precision, without any
     sign of it.
@@ -124,7 +124,11 @@ class PrecisionContext:
     quantizing: bool = True
     calls_outside: Counter[str] = field(default_factory=Counter)
     observed: bool = False
-    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backend's storage
+    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
+    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backends' storage
+
+    def __post_init__(self) -> None:
+        self.backends = self.backends or ([self.backend] if self.backend else [])
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -194,6 +198,10 @@ class PrecisionContext:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
         return self.backend.state() if self.backend else {}
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
+        return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
+
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
         """Around passes that are not training's: history and scales are afterwards what they were before.
@@ -223,8 +231,8 @@ class PrecisionContext:
 
     def forget(self) -> None:
         """As before the first forward."""
-        if self.backend is not None:
-            self.backend.reset()
+        for backend in self.backends:
+            backend.reset()
 
     def _put_back(self, state: Sequence[Tensor]) -> None:
         self.forget()
@@ -232,7 +240,7 @@ class PrecisionContext:
             tensor.copy_(before)
 
     def _storage(self) -> list[Tensor]:
-        return self.backend.state_storage() if self.backend else []
+        return [tensor for backend in self.backends for tensor in backend.state_storage()]
 
 
 class LowPrecisionLinear(nn.Module):

@@ -24,6 +24,7 @@ from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_co
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.run.assembly import Assembly
 from pretrain.settings.recipe import ScheduleSettings
 
@@ -67,6 +68,7 @@ def find_resume_point(
     except InputError as error:
         raise InputError(f"{error}\n{hint}") from None if hint else error
     notes = [f"the recipe has changed: {change}" for change in changes]
+    notes += filter(None, [precision_has_moved(record, job)])
     return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)
 
 
@@ -101,6 +103,25 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, che
     return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
 
 
+def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the next step was to be in another precision when the checkpoint was saved: of a schedule with shares,
+    a changed horizon moves the steps at which it switches. None where it is the same."""
+    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
+    step, steps = progress["step"], progress["steps"]
+    try:
+        ends = last_steps([until for until, _ in phases], steps)
+    except InputError:  # of a version with other rules
+        return None
+    saved = next((name for end, (_, name) in zip(ends, phases, strict=True) if step < end), phases[-1][1] if phases else None)
+    now = job.plan.active_after(step).precision.name
+    if len(phases) < 2 or saved == now or step >= steps:
+        return None
+    return (
+        f"WARNING  by the checkpoint's schedule and its {steps:,} steps, step {step + 1:,} was to be in {saved}; by the present "
+        f"ones it is in {now}. `until` as a step number stays where it is when the horizon changes"
+    )
+
+
 def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
@@ -118,7 +139,7 @@ def restore(
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
-    scales, scale_notes = scales_to_load(source.path, assembly.precision.state())
+    scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"])

@@ -14,7 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
+from pretrain.precision.schedule import PrecisionSetting
+from pretrain.precision.settings import LowPrecisionSettings
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -205,7 +206,9 @@ class Recipe(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's, and a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
-    precision: PrecisionName | None = None  # what matrix products compute in; null: as the accelerate configuration says
+    # What matrix products compute in: a name, or one after the other, [{until: 0.8, use: nvfp4}, {use: bf16}]; null: as the
+    # accelerate configuration says.
+    precision: PrecisionSetting | None = None
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
     # that costs 1 % of the run at most, and the same code has not passed on this device before.

@@ -112,8 +112,8 @@ class Parts:
 
 
 def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, frozenset[str]]:
-    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and which of its linears are in low precision, by
-    name in the model.
+    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and which of its linears are in low
+    precision, by name in the model.
 
     `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ among the linears of one
     stacked product, the layer stays unfused.

@@ -1,0 +1,41 @@
+"""Going over from one precision to the next between two steps, where `precision` is a schedule.
+
+When that is follows from the settings alone. A run that is resumed at that step does again what the unbroken run did there, and
+at any later one it finds the histories in its checkpoint. So both have the same bits.
+"""
+
+from __future__ import annotations
+
+from pretrain.precision.settings import ActivePrecision
+from pretrain.run.assembly import Run
+from pretrain.verify.audit import in_short
+
+
+def follow_the_schedule(run: Run) -> None:
+    """Between two steps, before random numbers are drawn for the next: go over to its precision, if it is the first of a phase.
+    Collective."""
+    step, timetable = run.state.step, run.job.plan.timetable
+    if step == 0 or step not in timetable:
+        return
+    before, active = run.assembly.active.precision.name, timetable[step]
+    with run.watch.busy("changing the precision"), run.waited.on("checks", "looking at what runs"):
+        run.assembly.begin(active, run.job, run.accelerator)
+    look_after(run, active)
+    products = in_short(run.assembly.audit)["products"]
+    run.console.notice(f"precision after step {step}: {before}, then {active.precision.name}, audited anew: {products}")
+
+
+def go_on_as_scheduled(run: Run) -> None:
+    """After a checkpoint was read: the precision of the step that it was saved after. What begins now, the next step begins."""
+    active = run.job.plan.active_after(max(run.state.step - 1, 0))
+    run.assembly.use(active)
+    look_after(run, active)
+
+
+def look_after(run: Run, active: ActivePrecision) -> None:
+    """Let all that knows the precision of a step know that it is `active` now."""
+    run.job = run.job.in_precision(active)
+    run.health.precision_remedy = run.job.precision_remedy
+    run.recorder.low_precision = run.assembly.low_precision_products(run.job.plan.devices.name)
+    if run.precision_watch:
+        run.precision_watch.go_over_to(active, first_step=run.state.step + 1)
