@@ -104,6 +104,11 @@ class Plan:
             self.active.precision.name
         )
 
+    @property
+    def requested(self) -> str:
+        """The same of what was asked for, which the device may not have."""
+        return label(self.recipe.precision) or self.active.requested
+
     @cached_property
     def memory(self) -> MemoryEstimate:
         """Of the phase that takes most."""
