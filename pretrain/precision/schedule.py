@@ -36,8 +36,9 @@ def _share_or_step(value: Any) -> Any:
 class PrecisionPhase(Settings):
     """A part of a run in one precision."""
 
-    until: Annotated[float | int, BeforeValidator(_share_or_step)] | None = None  # a share of the steps, or a step; null: the end
-    use: PrecisionName
+    # A share of all steps, or the number of a step, with which the phase ends; the last one goes on to the end.
+    until: Annotated[float | int, BeforeValidator(_share_or_step)] | None = None
+    use: PrecisionName  # what its products compute in
 
     @model_validator(mode="before")
     @classmethod

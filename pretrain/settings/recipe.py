@@ -206,9 +206,7 @@ class Recipe(Settings):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")  # the run's, and a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
-    # What matrix products compute in: a name, or one after the other, [{until: 0.8, use: nvfp4}, {use: bf16}]; null: as the
-    # accelerate configuration says.
-    precision: PrecisionSetting | None = None
+    precision: PrecisionSetting | None = None  # what products compute in; a list: one after the other; null: as accelerate's file
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
     # that costs 1 % of the run at most, and the same code has not passed on this device before.
