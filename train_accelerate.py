@@ -221,7 +221,7 @@ def build(
         waited=waited,
     )
     if source:
-        go_on_as_scheduled(run)
+        go_on_as_scheduled(run, source.record)
     watch.attach(assembly.model)
     comparisons = sum(4 if active.precision.quantized else 2 for active in job.plan.actives)
     with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):

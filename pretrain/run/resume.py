@@ -103,22 +103,29 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, che
     return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
 
 
-def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
-    """What to know where the next step was to be in another precision when the checkpoint was saved: of a schedule with shares,
-    a changed horizon moves the steps at which it switches. None where it is the same."""
+def precision_to_come(record: Mapping[str, Any]) -> str | None:
+    """What the schedule that a checkpoint was saved under has for what comes after it; None where there was no schedule."""
     phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
-    step, steps = progress["step"], progress["steps"]
+    if len(phases) < 2:
+        return None
     try:
-        ends = last_steps([until for until, _ in phases], steps)
+        ends = last_steps([until for until, _ in phases], progress["steps"])
     except InputError:  # of a version with other rules
         return None
-    saved = next((name for end, (_, name) in zip(ends, phases, strict=True) if step < end), phases[-1][1] if phases else None)
+    names = [name for end, (_, name) in zip(ends, phases, strict=True) if progress["step"] < end]
+    return names[0] if names else phases[-1][1]
+
+
+def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the present schedule goes on in another precision than the checkpoint's own: a changed horizon moves the
+    shares. None where it does not."""
+    saved, step = precision_to_come(record), record["progress"]["step"]
     now = job.plan.active_after(step).precision.name
-    if len(phases) < 2 or saved == now or step >= steps:
+    if saved in (None, now):
         return None
     return (
-        f"WARNING  by the checkpoint's schedule and its {steps:,} steps, step {step + 1:,} was to be in {saved}; by the present "
-        f"ones it is in {now}. `until` as a step number stays where it is when the horizon changes"
+        f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
+        "which begins anew there. An `until` that is a step number stays where it is when the horizon changes"
     )
 
 

@@ -39,7 +39,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
 
-    go_on_as_scheduled(run)
+    go_on_as_scheduled(run, record)
     if run.precision_watch:
         run.precision_watch.go_back(run.state.step)
     if run.accelerator.is_main_process:

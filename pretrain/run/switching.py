@@ -6,8 +6,12 @@ at any later one it finds the histories in its checkpoint. So both have the same
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Run
+from pretrain.run.resume import precision_to_come
 from pretrain.verify.audit import in_short
 
 
@@ -17,19 +21,28 @@ def follow_the_schedule(run: Run) -> None:
     step, timetable = run.state.step, run.job.plan.timetable
     if step == 0 or step not in timetable:
         return
-    before, active = run.assembly.active.precision.name, timetable[step]
-    with run.watch.busy("changing the precision"), run.waited.on("checks", "looking at what runs"):
-        run.assembly.begin(active, run.job, run.accelerator)
-    look_after(run, active)
-    products = in_short(run.assembly.audit)["products"]
-    run.console.notice(f"precision after step {step}: {before}, then {active.precision.name}, audited anew: {products}")
+    begin(run, timetable[step], run.assembly.active.precision.name)
 
 
-def go_on_as_scheduled(run: Run) -> None:
-    """After a checkpoint was read: the precision of the step that it was saved after. What begins now, the next step begins."""
+def go_on_as_scheduled(run: Run, record: Mapping[str, Any]) -> None:
+    """After a checkpoint with this `record` was read: the precision of the step that it was saved after. What begins now, the
+    next step begins. Where the checkpoint's own schedule has another precision for it, the histories are none that could be gone
+    on with, and this one begins here."""
     active = run.job.plan.active_after(max(run.state.step - 1, 0))
     run.assembly.use(active)
     look_after(run, active)
+    saved, coming = precision_to_come(record), run.job.plan.active_after(run.state.step)
+    if saved not in (None, coming.precision.name):
+        begin(run, coming, saved)
+
+
+def begin(run: Run, active: ActivePrecision, before: str) -> None:
+    """Go over to `active` here, and say so; `before`: the precision's name so far."""
+    with run.watch.busy("changing the precision"), run.waited.on("checks", "looking at what runs"):
+        run.assembly.begin(active, run.job, run.accelerator)
+    look_after(run, active)
+    products, step = in_short(run.assembly.audit)["products"], run.state.step
+    run.console.notice(f"precision after step {step}: {before}, then {active.precision.name}, audited anew: {products}")
 
 
 def look_after(run: Run, active: ActivePrecision) -> None:

@@ -82,3 +82,16 @@ def test_a_run_with_a_schedule_is_named_and_read_by_it(started: Callable[..., Fi
     products = record.audit["precisions"]["nvfp4"]["products"]
     kept = [each for each in products if (each["reason"] or "").startswith("keep_bf16: ")]
     assert len(kept) == 8 and {each["effective"] for each in kept} == {"bf16"}
+
+
+def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(started: Callable[..., Finished]) -> None:
+    """With histories of the weights as they are: those of the phase before were forgotten at the switch."""
+    schedule = "precision=[{until:0.6,use:delayed},{use:bf16}]"
+    started("run", schedule)
+    longer = started("run", schedule, "train.steps=10", "--accept-changes")
+    said = "WARNING  after step 5 the checkpoint's `precision` was to be bf16; by the present schedule it is delayed, "
+    assert said in longer.out
+    assert longer.out.count("precision after step 5: bf16, then delayed, audited anew: ") == 1
+    assert longer.out.count("precision after step 6: delayed, then bf16, audited anew: ") == 1
+    steps = [step["precision"] for step in longer.records() if "loss" in step]
+    assert steps == ["delayed"] * 3 + ["bf16"] * 2 + ["delayed"] + ["bf16"] * 4
