@@ -69,7 +69,8 @@ class RunRecord:
     @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        own = [found.get("backend") for found in self.audit.get("precisions", {}).values()]
+        precisions = self.audit.get("precisions")
+        own = [found.get("backend") for found in (precisions or {}).values()] if isinstance(precisions, dict) else []
         return next((backend for backend in own if backend != "torch"), self.audit.get("backend"))
 
     @property

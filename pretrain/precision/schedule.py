@@ -88,12 +88,13 @@ PrecisionSetting = Annotated[
 
 
 def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
-    """(`until`, precision) of each phase of a `precision`, from a recipe or as a run's config.yaml has it; empty for None,
-    and one phase for a name."""
-    if setting is None or isinstance(setting, str):
-        return [] if setting is None else [(None, setting)]
-    phases = (phase if isinstance(phase, Mapping) else phase.model_dump() for phase in setting)
-    return [(phase.get("until"), phase["use"]) for phase in phases]
+    """(`until`, precision) of each phase of a `precision`, from a recipe or as a run's config.yaml has it: one phase for a name,
+    none for None or what is no schedule."""
+    if isinstance(setting, str):
+        return [(None, setting)]
+    listed = setting if isinstance(setting, list | tuple) else ()
+    phases = [each.model_dump() if isinstance(each, PrecisionPhase) else each for each in listed]
+    return [(each.get("until"), str(each["use"])) for each in phases if isinstance(each, Mapping) and "use" in each]
 
 
 def label(setting: Any) -> str | None:
@@ -126,5 +127,5 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
     return ends
 
 
-def _when(until: float | int) -> str:
-    return f"{100 * until:g} %" if isinstance(until, float) else f"step {until:,}"
+def _when(until: float | int | None) -> str:
+    return f"{100 * until:g} %" if isinstance(until, float) else f"step {until}"

@@ -110,7 +110,7 @@ def precision_to_come(record: Mapping[str, Any]) -> str | None:
         return None
     try:
         ends = last_steps([until for until, _ in phases], progress["steps"])
-    except InputError:  # of a version with other rules
+    except (InputError, TypeError):  # of a version with other rules
         return None
     names = [name for end, (_, name) in zip(ends, phases, strict=True) if progress["step"] < end]
     return names[0] if names else phases[-1][1]

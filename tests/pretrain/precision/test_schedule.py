@@ -37,6 +37,12 @@ def test_a_command_line_needs_no_blanks_after_colons(loaded: Any, text: str) -> 
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
 
+@pytest.mark.parametrize("setting", [5, {"use": "bf16"}, [], [5, "bf16"], [{"until": 3}], None])
+def test_what_a_foreign_file_may_hold_has_no_label(setting: Any) -> None:
+    assert label(setting) is None and in_a_path(setting) is None and not is_quantized(setting)
+    assert label([{"use": "nvfp4"}, {"use": "bf16"}]) == "nvfp4 to step None, then bf16"
+
+
 def test_names_are_what_they_were(loaded: Any) -> None:
     for name, value in (("delayed", "delayed"), ("null", None)):
         recipe = loaded(f"precision={name}")
