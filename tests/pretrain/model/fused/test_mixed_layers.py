@@ -82,8 +82,8 @@ class RoundingArithmetic(Arithmetic):
         product.computed_low_by = tuple(low_precision)
         return product
 
-    def norm(self, x: Tensor, norm: Any, product: StackedProduct) -> tuple[Tensor, tuple[Tensor, ...]]:
-        y, statistics = super().norm(x, norm, product)
+    def norm(self, x: Tensor, norm: Any, product: StackedProduct, *residual: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        y, statistics = super().norm(x, norm, product, *residual)
         return product.operand(y), statistics
 
     def activate(self, hidden: Tensor, kind: Any, product: StackedProduct) -> tuple[Tensor, None]:
