@@ -81,6 +81,7 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
+from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
@@ -122,8 +123,9 @@ def launch(arguments: argparse.Namespace) -> int:
     console = Console(job.plan.steps, enabled=main_process)
     for text in (*asked.notices, *job.notices):
         console.notice(text)
-    if job.active.notice:
-        console.warning(job.active.notice)
+    for active in job.plan.actives:
+        if active.notice:
+            console.warning(active.notice)
     if arguments.plan:
         resumed = planned_resume(job, arguments.resume, arguments.accept_changes)
         scaling = render_scaling(job.plan, cluster, asked.sharding, replicated=asked.replicas > 1) if cluster else None
@@ -190,7 +192,12 @@ def build(
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):
-        job = job.with_microbatch(choose_microbatch(job, assembly.model, source.record if source else None, accelerator))
+        fitting = []
+        for active in job.plan.actives:  # what is chosen fits in each
+            with assembly.using(active):
+                of_active, saved = job.in_precision(active), source.record if source else None
+                fitting.append(choose_microbatch(of_active, assembly.model, saved, accelerator))
+        job = job.with_microbatch(min(fitting))
     plan, main_process = job.plan, accelerator.is_main_process
     recorder = Recorder(
         flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
@@ -217,19 +224,21 @@ def build(
         watch=watch,
         waited=waited,
     )
+    if source:
+        go_on_as_scheduled(run, source.record)
     watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
-    comparisons = 4 if job.active.precision.quantized else 2
+    comparisons = sum(4 if active.precision.quantized else 2 for active in job.plan.actives)
     with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else None
+        parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else []
     introduce(run, notes)
     run.best = best_so_far(run)
     watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
     every = recipe.checkpoint.every
     if every is not None and state.step // every * every + every < state.steps:
         checkpoints.prepare(assembly.tensors, assembly.state_tensors)
-    if parity:
-        console.notice(parity.summary())
-        parity.require()
+    for active, found in zip(job.plan.actives, parity, strict=False):
+        console.notice(f"{active.precision.name}: {found.summary()}" if job.plan.phases else found.summary())
+        found.require()
     return run
 
 
@@ -285,8 +294,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if run.profile and run.profile.step == state.step:
             work = run.assembly.work_of(figures, run.recorder)
             run.console.notice(run.profile.table(work, steps.data_wait_ms))
-        if state.step == run.resumed_step + 1 and accelerator.is_main_process:
-            run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the first step has confirmed it
+        if is_confirming(run, state.step - 1) and accelerator.is_main_process:
+            run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the step has confirmed it
 
         # Between steps.
         if evaluates:
@@ -311,6 +320,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     return None
 
 
+def is_confirming(run: Run, steps: int) -> bool:
+    """Whether the step that follows `steps` is the first of this process or of a phase: its products are held to the audit."""
+    return steps == run.resumed_step or steps in run.job.plan.timetable
+
+
 def first_step(run: Run) -> AbstractContextManager[object]:
     """Around each step: that the first one of this process takes long, on a terminal."""
     if run.state.step != run.resumed_step:
@@ -323,6 +337,7 @@ def first_step(run: Run) -> AbstractContextManager[object]:
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
     recipe, state, optimizer, precision = run.job.recipe, run.state, run.assembly.optimizer, run.assembly.precision
+    follow_the_schedule(run)
     learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps, recipe.batch.tokens)
     adamw.set_learning_rate(optimizer, learning_rate)
     seed_step(recipe.seed, state.step, run.accelerator.process_index)
@@ -331,7 +346,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
 
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
-    with run.assembly.confirming_audit(state.step + 1) if state.step == run.resumed_step else nullcontext():
+    with run.assembly.confirming_audit(state.step + 1) if is_confirming(run, state.step) else nullcontext():
         mean_loss = forward_backward(run.assembly.model, batches, run.accelerator, watching)
     norm = adamw.gradient_norm(run.assembly.model.parameters())
     parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
@@ -364,6 +379,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "tokens": state.tokens,
         **({"trained_tokens": state.valid_tokens} if run.job.plan.trained_share is not None else {}),
         "epoch": batches.epoch,
+        **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
         **batches.sources,
         "loss": loss,
         **({"penalty": penalty[0]} if penalty else {}),

@@ -72,7 +72,7 @@ class Trained:
         self.context = self.packed.context = PrecisionContext(make_backend(self.active, device), torch.bfloat16)
         arithmetic, _ = choose_arithmetic("auto", self.active, device.type, self.context)
         if arithmetic:
-            self.packed.fused = fuse(layers, decisions, arithmetic)
+            self.packed.fused = fuse(layers, {self.context.backend: decisions}, arithmetic)
         convert(hf, decisions, self.context, self.packed.fused)
         attach_main_gradients(self.packed, torch.float32, self.packed.fused.stacks if self.packed.fused else ())
         packs, length = PACKS[device.type]

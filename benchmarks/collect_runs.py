@@ -50,10 +50,13 @@ def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
 def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from other runs."""
     audit = json.loads((path / "audit.json").read_text())
-    steps = [record for record in read_metrics(path) if is_step(record)]
+    steps, schedule = [record for record in read_metrics(path) if is_step(record)], {}
+    if "schedule" in audit:
+        of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
+        schedule = {"schedule": audit["schedule"], "precisions": of_phases}
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
-        "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")},
+        "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
         "summary": json.loads((path / "summary.json").read_text()),
         "losses": [record["loss"] for record in steps],
         "gradient_norms": [record["gradient_norm"] for record in steps],

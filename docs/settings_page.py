@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator, Tag
 from pydantic.fields import FieldInfo
 
 from foundation.settings import Settings
@@ -52,7 +52,7 @@ of a precision.
 
 def page() -> str:
     """The whole of docs/settings.md."""
-    own = [row for row in rows(Recipe) if "." not in row[0]]
+    own = [row for row in rows(Recipe) if "." not in row[0].replace("[].", "")]
     parts = [HEAD, "## The recipe itself", table(own)]
     for name, field in Recipe.model_fields.items():
         for cls in settings_classes(field.annotation):
@@ -131,9 +131,16 @@ def in_list(annotation: Any) -> list[type[BaseModel]]:
 
 
 def union(annotation: Any) -> list[Any]:
-    """The members of a union without None; anything else by itself."""
+    """The members of a union without None, of unions inside of it too; anything else by itself."""
+    inner = typing.get_args(annotation)
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
-        return [part for part in typing.get_args(annotation) if part is not type(None)]
+        return [member for part in inner if part is not type(None) for member in union(part)]
+    if typing.get_origin(annotation) is typing.Annotated and isinstance(inner[-1], Discriminator):
+        return union(inner[0])
+    if typing.get_origin(annotation) is typing.Annotated and isinstance(inner[-1], Tag):  # what tells it from the others
+        return union(typing.Annotated[inner[:-1]] if inner[1:-1] else inner[0])
+    if typing.get_origin(annotation) is typing.Annotated and typing.get_origin(inner[0]) is tuple:
+        return [inner[0]]
     return [annotation]
 
 
@@ -145,7 +152,10 @@ def kind(field: FieldInfo) -> str:
 def words(annotation: Any, constraints: list[Any]) -> str:
     """A type in words, with its bounds: "whole number, 1 or more"."""
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
-    if annotation == PrecisionName or origin is Literal:
+    if union(annotation) != [annotation]:
+        return " or ".join(words(part, []) for part in union(annotation))
+    a_name = annotation == PrecisionName or (constraints and typing.Annotated[(annotation, *constraints)] == PrecisionName)
+    if a_name or origin is Literal:
         return ", ".join(f"`{value}`" for value in (inner if origin is Literal else PRECISIONS))
     if origin is typing.Annotated:
         nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in inner[1:])

@@ -127,10 +127,12 @@ def _keys(cls: type[BaseModel], location: tuple[str | int, ...]) -> list[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """What an annotation allows: the members of a union, or itself."""
+    """What an annotation allows: the members of a union, of unions inside of it too, or itself."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
-    return typing.get_args(annotation) if typing.get_origin(annotation) in (types.UnionType, typing.Union) else (annotation,)
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return (annotation,)
+    return tuple(member for part in typing.get_args(annotation) for member in _members(part))
 
 
 def _is_section(annotation: Any) -> bool:
@@ -154,13 +156,15 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """What `key=text` on a command line means: YAML, but plain text for the keys of `cls` that hold text.
 
-    YAML would read the template `{title}: {text}` as a mapping. Shells pass `\\n` in quotes on as two characters; in text they
-    mean a line's end. `null` means none for every key. Raises InputError where the text is not YAML.
+    YAML would read the template `{title}: {text}` as a mapping. Where a key may hold a list too, brackets begin one. Shells pass
+    `\\n` in quotes on as two characters; in text they mean a line's end. `null` means none for every key. Raises InputError where
+    the text is not YAML.
     """
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
-    members = {_members(member)[0] for member in _members(field.annotation)} if field else set()
-    if members & {str, Path} and text != "null":
+    members = set(_members(field.annotation)) if field else set()
+    a_list = text.lstrip().startswith("[") and any(typing.get_origin(member) in (list, tuple) for member in members)
+    if members & {str, Path} and text != "null" and not a_list:
         return text.replace("\\n", "\n").replace("\\t", "\t") if str in members else text
     try:
         return parse_yaml(text)

@@ -18,7 +18,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -221,15 +221,14 @@ class Variants:
         values: dict[tuple[str, str], set[str]] = {}
         for run in quantized:
             for key, value in _options(run).items():
-                values.setdefault((key, run.config["precision"]), set()).add(str(value))
+                values.setdefault((key, run.precision), set()).add(str(value))
         self.options = list(dict.fromkeys(key for (key, _), found in values.items() if len(found) > 1))
         self.dtypes = [key for key in ("moments", "gradients") if len({self.dtype(run, key) for run in runs}) > 1]
         self.names = list(dict.fromkeys(self.name(run) for run in quantized))
 
     @staticmethod
     def is_quantized(run: RunRecord) -> bool:
-        precision = PRECISIONS.get(run.config.get("precision") or "")
-        return precision is not None and precision.quantized
+        return is_quantized(run.config.get("precision"))
 
     def value(self, run: RunRecord, option: str) -> str | None:
         """The run's value of an option; None where its precision has no such option."""

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
@@ -229,7 +229,7 @@ def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
 
 def _computed(recipe: Recipe) -> Values:
     """All settings that change what is computed: not where the run is kept, nor options of a low precision that is not used."""
-    unused = {"run_dir"} if PRECISIONS[recipe.precision].quantized else {"run_dir", "fp8_config"}
+    unused = {"run_dir"} if is_quantized(recipe.precision) else {"run_dir", "fp8_config"}
     return {key: value for key, value in resolved(recipe).items() if key not in unused}
 
 
@@ -253,6 +253,7 @@ def _name_of(values: Values) -> str:
     parts = []
     for key, value in values.items():
         last = key.rpartition(".")[-1]
+        value = in_a_path(value) if key == "precision" and isinstance(value, list) else value
         parts.append(_text(key, value) if last in _WITHOUT_KEY else f"{last}={_text(key, value)}")
     return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).strip("_")
 

@@ -72,7 +72,7 @@ class Health:
         self.settings = settings
         self.skipped_steps = 0
         self.rollbacks = 0  # whoever goes back counts them
-        self._precision_remedy = precision_remedy
+        self.precision_remedy = precision_remedy
         self._consecutive_skips = 0
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
@@ -166,8 +166,8 @@ class Health:
             remedy = "Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and resume from an earlier checkpoint"
         else:
             remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
-        if self._precision_remedy:
-            remedy += f". In this precision also: {self._precision_remedy}"
+        if self.precision_remedy:
+            remedy += f". In this precision also: {self.precision_remedy}"
         if wanted == "stop":
             others = "`skip` leaves such steps out, `rollback` goes back to the last checkpoint and past the data since"
             remedy += f". `health.{key}`: {others}{', `warn` goes on' if key == 'on_spike' else ''}"

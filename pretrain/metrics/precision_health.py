@@ -95,15 +95,21 @@ class PrecisionWatch:
         self.every = every
         self._confirming = confirming
         self._context = context
-        self._statistics = OperandStatistics(active, context.backend)
-        self._health = PrecisionHealth(active)
+        self.go_over_to(active, first_step=1)
         self._file = JsonlTracker(folder / STATISTICS_FILE, resumed_step) if main_process else None
         if self._file:
             self._file.start()
 
+    def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
+        """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
+        backend = self._context.backend
+        self._first = first_step
+        self._statistics = None if backend is None else OperandStatistics(active, backend)
+        self._health = None if backend is None else PrecisionHealth(active)
+
     def due(self, step: int) -> bool:
-        """The first step, which shows how the run begins, and every n-th."""
-        return step == 1 or step % self.every == 0
+        """The first step, which shows how the run begins, or goes on in another precision, and every n-th."""
+        return self._statistics is not None and (step == self._first or step % self.every == 0)
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:

@@ -16,6 +16,7 @@ from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent
 from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
+from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_STEPS = 50  # one step's loss is mostly noise (sd 0.13 in the reference's runs); their mean is what runs differ in
@@ -60,15 +61,17 @@ class RunRecord:
 
     @property
     def precision(self) -> str | None:
-        """The precision asked for; where the device made it fall back to another, both."""
-        requested = self.config.get("precision")
-        effective = self.audit.get("effective", requested)
+        """The precision asked for, as "nvfp4 to 80 %, then bf16"; where the device made it fall back to another, both."""
+        requested = schedule.label(self.config.get("precision"))
+        effective = self.audit.get("schedule", self.audit.get("effective", requested))
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
     def backend(self) -> str | None:
-        """What computed the products: "torch", "transformer_engine" or "emulation"."""
-        return self.audit.get("backend")
+        """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
+        precisions = self.audit.get("precisions")
+        own = [found.get("backend") for found in (precisions or {}).values()] if isinstance(precisions, dict) else []
+        return next((backend for backend in own if backend != "torch"), self.audit.get("backend"))
 
     @property
     def emulated(self) -> bool:
@@ -126,7 +129,7 @@ def read_run(run_dir: Path) -> RunRecord:
     )
 
 
-IN_WORDS = {"halted", "frozen_most"}  # what a step's line says beside its figures
+IN_WORDS = {"halted", "frozen_most", "precision"}  # what a step's line says beside its figures
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -21,21 +21,33 @@ from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.loss.head import LossHead, LowPrecisionHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.precision.linear import LowPrecisionLinear, LowPrecisionNorm, PrecisionContext, norm_kind, summing_where
+from pretrain.precision.linear import (
+    Backend,
+    LowPrecisionLinear,
+    LowPrecisionNorm,
+    PrecisionContext,
+    norm_kind,
+    summing_where,
+)
 from pretrain.precision.scope import LINEARS, Decision, eps_of, features_of
 from pretrain.settings.recipe import ModelSettings
 
 Forward = Callable[..., Any]
 
 
-def fuse(layers: Mapping[str, nn.Module], decisions: Mapping[str, Decision], arithmetic: Arithmetic) -> FusedLayers:
-    """Give each of `layers` that can be fused its fused forward, in place; arguments and reasons as of `assess_layer`."""
+def fuse(
+    layers: Mapping[str, nn.Module], decisions: Mapping[Backend, Mapping[str, Decision]], arithmetic: Arithmetic
+) -> FusedLayers:
+    """Give each of `layers` that can be fused its fused forward, in place. `decisions`: of each backend that computes in low
+    precision, what it was decided that each linear is to compute in; reasons as of `assess_layer`."""
     fused, left_out = {}, {}
     for name, layer in layers.items():
-        reason, low_precision = assess_layer(name, layer, decisions)
-        if reason:
+        assessed = {backend: assess_layer(name, layer, each) for backend, each in decisions.items()}
+        reasons = [reason for reason, _ in assessed.values()] or [assess_layer(name, layer, {})[0]]
+        if reason := next(filter(None, reasons), None):
             left_out[name] = reason
         else:
+            low_precision = {backend: low for backend, (_, low) in assessed.items()}
             layer.forward = fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
     return FusedLayers(fused, left_out, arithmetic)
 
@@ -43,27 +55,36 @@ def fuse(layers: Mapping[str, nn.Module], decisions: Mapping[str, Decision], ari
 def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
-    """Let every module that was decided for multiply in low precision; in place, and on the same Parameters. Those inside of
-    `fused` layers stay: the layers multiply by themselves."""
+    """Let every module that was decided for multiply in low precision where the context's present backend computes; in place, and
+    on the same Parameters. Those inside of `fused` layers stay: the layers multiply by themselves. Called for each of several
+    backends."""
+    backend = context.backend
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):
         if name not in decisions or decisions[name].reason is not None or name.startswith(inside):
             continue
-        if isinstance(module, LINEARS):
-            product = context.backend.product(name, *features_of(module), bias=module.bias is not None)
-            if isinstance(module, LossHead):
+        if isinstance(module, (*LINEARS, LowPrecisionLinear)):
+            product = backend.product(name, *features_of(module), bias=module.bias is not None)
+            known = module.low_precision if isinstance(module, LossHead) else module
+            if isinstance(known, LowPrecisionHead | LowPrecisionLinear):  # by another backend, whose turn was before
+                known.products[backend] = product
+            elif isinstance(module, LossHead):
                 module.low_precision = LowPrecisionHead(name, product, context)
             else:
                 hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
+        elif isinstance(module, LowPrecisionNorm):
+            module.functions[backend] = backend.norm(module.kind, module.weight.shape[0], module.eps)
         else:
-            function = context.backend.norm(norm_kind(module), module.weight.shape[0], eps_of(module))
+            function = backend.norm(norm_kind(module), module.weight.shape[0], eps_of(module))
             hf.set_submodule(name, LowPrecisionNorm(module, eps_of(module), function, context))
 
 
 def low_precision_weights(packed: PackedLanguageModel) -> int:
-    """Weights that are multiplied in low precision, each with 6 FLOPs a token in forward and backward."""
-    fused = packed.fused.low_precision_weights if packed.fused else 0
-    low = (m for m in packed.hf.modules() if isinstance(m, LowPrecisionLinear) or (isinstance(m, LossHead) and m.low_precision))
+    """Weights that are multiplied in low precision now, each with 6 FLOPs a token in forward and backward."""
+    backend = packed.context.backend
+    fused = packed.fused.low_precision_weights(backend) if packed.fused else 0
+    modules = ((each, each.low_precision if isinstance(each, LossHead) else each) for each in packed.hf.modules())
+    low = [m for m, products in modules if isinstance(products, LowPrecisionHead | LowPrecisionLinear) and products.is_low]
     return fused + sum(module.weight.numel() for module in low)
 
 

@@ -17,6 +17,7 @@ from foundation.settings import MOST
 from pretrain.optimizer import schedule
 from pretrain.plan.memory import microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
@@ -67,7 +68,9 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
     if recipe.deterministic:
         check_deterministic(recipe, microbatch_sizes(packs, world_size))
     if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
-        schedule.check(recipe.schedule, steps_of(recipe.train, tokens, 0, length), tokens)
+        steps = steps_of(recipe.train, tokens, 0, length)
+        schedule.check(recipe.schedule, steps, tokens)
+        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
     if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
 

@@ -38,7 +38,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
@@ -245,55 +244,72 @@ def layers_of(
     left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
     for name, layer in layers.items():
-        reason, low_precision = assess_layer(name, layer, decisions)
-        precision = active.precision if low_precision else left_out
-        is_fused = not (off or reason)
-        found.append(fused_layer(layer, precision, recipe, device_type, attention) if is_fused else compiled)
+        reason, low = assess_layer(name, layer, decisions)
+        if off or reason:
+            found.append(compiled)
+            continue
+        parts = parts_of(layer)
+        stacks = (parts.qkv, parts.output, parts.below, parts.above)
+        of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else left_out for stack in stacks]
+        found.append(fused_layer(parts, of_stacks, recipe, device_type, attention))
     return found
 
 
-def fused_layer(layer: nn.Module, precision: Precision, recipe: Recipe, device_type: str, attention: str) -> LayerMemory:
-    """`layer` by its shapes; `precision`: what its products compute in, on `device_type` in packed `attention`."""
-    parts, number, quantized = parts_of(layer), precision.number_bytes, precision.quantized
+def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, device_type: str, attention: str) -> LayerMemory:
+    """A layer of these `parts` by its shapes; `of_stacks`: what its four products compute in, on `device_type` in packed
+    `attention`: queries, keys and values; the attention's output; gate and up; down."""
+    number = of_stacks[0].number_bytes
     stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.below, parts.above)]
     qkv, output, below, above = stacks
-    weights = sum(weight.numel() for stack in stacks for weight in stack.weights)
-    operand = precision.operand_bytes if quantized else number
+    weights = [sum(weight.numel() for weight in stack.weights) for stack in stacks]
+    operands = [precision.operand_bytes if precision.quantized else number for precision in of_stacks]
     statistics = 4 if parts.attention_norm.kind == "rms" else 8
-    kept = 2 * number * qkv.in_features + 2 * (operand * qkv.in_features + statistics) + number * below.out_features
-    kept += _attention(parts, number, attention, recipe.data.length) + (operand * output.in_features if quantized else 0)
-    activated, workspace = _mlp_backward(parts, precision, device_type, below.in_features, below.out_features, above.in_features)
+    kept = 2 * number * qkv.in_features + number * below.out_features
+    kept += sum(operand * qkv.in_features + statistics for operand in (operands[0], operands[2]))
+    kept += _attention(parts, number, attention, recipe.data.length)
+    kept += operands[1] * output.in_features if of_stacks[1].quantized else 0
+    widths = below.in_features, below.out_features, above.in_features
+    activated, workspace = _mlp_backward(parts, of_stacks[2], of_stacks[3], device_type, *widths)
+    quantized_weights = working_copies = 0.0
+    for precision, operand, of_stack in zip(of_stacks, operands, weights, strict=True):
+        if precision.quantized:
+            quantized_weights += 2 * (precision.weight_bytes or operand) * of_stack
+        elif _weights_are_cast(recipe.weights, precision):
+            working_copies += number * of_stack
     return LayerMemory(
         inputs=number * qkv.in_features,
         kept=round(kept + activated),
         workspace=round(workspace),
-        quantized_weights=round(2 * (precision.weight_bytes or operand) * weights) if quantized else 0,
-        working_copies=number * weights if _weights_are_cast(recipe.weights, precision) and not quantized else 0,
+        quantized_weights=round(quantized_weights),
+        working_copies=round(working_copies),
         fused=True,
         rotated=number * parts.heads.width if parts.head_norms and parts.rotary and attention in ROTATED_ATTENTION else 0,
     )
 
 
 def _mlp_backward(
-    parts: Parts, precision: Precision, device_type: str, hidden: int, inside: int, activated: int
+    parts: Parts, below: Precision, above: Precision, device_type: str, hidden: int, inside: int, activated: int
 ) -> tuple[float, float]:
     """Bytes a token of the activated values that are kept for it, and of what it makes by the time that it holds most of all.
 
     That is where the gradient of `inside`, of the gate and up widths together, is made: from that of the `activated` values,
-    which was made from that of the layer's output. The attention's backward comes when what the MLP kept is free again.
+    which was made from that of the layer's output. The attention's backward comes when what the MLP kept is free again. `below`,
+    `above`: what the products below and above the activation compute in.
     """
-    number = precision.number_bytes
+    number = above.number_bytes
     made = number * hidden + number * activated
     if device_type == "cpu":  # plain torch: the formula's steps one by one, in FP32
         return 0, made + number * (inside + activated) + 4 * 4 * inside
     gated = parts.activation == "swiglu"
-    if not precision.quantized:
+    made += (2 * above.operand_bytes * hidden if above.quantized else 0) + (
+        2 * below.operand_bytes * inside if below.quantized else 0
+    )
+    if not above.quantized:
         return (0, made + number * (inside + activated)) if gated else (number * activated, made + number * inside)
-    operand = precision.operand_bytes
-    made += 2 * operand * (hidden + inside)
-    if gated and precision.activates_again:
+    operand = above.operand_bytes
+    if gated and above.activates_again and below.quantized:
         return 0, made + operand * activated
-    return operand * activated, made + (0 if gated else number * inside)
+    return operand * activated, made + (0 if gated and below.quantized else number * inside)
 
 
 def compiled_layer(flops: ModelFlops, precision: Precision, weights: str) -> LayerMemory:

@@ -21,6 +21,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
+from pretrain.precision.schedule import label, last_steps
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
@@ -43,11 +44,20 @@ class Devices:
 
 
 @dataclass(frozen=True)
+class ActivePhase:
+    """A part of a run in one precision; `until` as the recipe says it, None: to the end."""
+
+    until: float | int | None
+    active: ActivePrecision
+    layers: Sequence[LayerMemory]
+
+
+@dataclass(frozen=True)
 class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
 
     recipe: Recipe
-    active: ActivePrecision
+    active: ActivePrecision  # of a run whose precision is a schedule: that of the first phase, or of the one under way
     devices: Devices
     model_type: str
     flops: ModelFlops
@@ -61,6 +71,8 @@ class Plan:
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
     chunk: int | None = None  # of the loss, where `loss.chunk` is `auto` (pretrain.plan.spare)
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
+    phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
+    low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn
 
     @property
     def loss(self) -> LossSettings:
@@ -83,11 +95,50 @@ class Plan:
         return steps_of(self.recipe.train, self.tokens_per_step, self.packs or 0, self.recipe.data.length)
 
     @cached_property
+    def timetable(self) -> dict[int, ActivePrecision]:
+        """By a number of steps done, what the steps from there on compute in; 0 is always among them. InputError where a phase
+        would have no step."""
+        ends = last_steps([phase.until for phase in self.phases], self.steps)
+        return dict(zip([0, *ends], [phase.active for phase in self.phases] or [self.active], strict=False))
+
+    def active_after(self, steps: int) -> ActivePrecision:
+        """What the step computes in that follows `steps` steps; of a finished run, what the last one did."""
+        return self.timetable[max(begin for begin in self.timetable if begin <= min(steps, self.steps - 1))]
+
+    @property
+    def actives(self) -> list[ActivePrecision]:
+        """Every precision that the run computes in, once."""
+        return list({active.precision.name: active for active in self.timetable.values()}.values())
+
+    @property
+    def computes(self) -> str:
+        """What products are computed in, for people: "delayed", or "delayed to 80 %, then bf16"."""
+        return label([{"until": phase.until, "use": phase.active.precision.name} for phase in self.phases]) or (
+            self.active.precision.name
+        )
+
+    @property
+    def requested(self) -> str:
+        """The same of what was asked for, which the device may not have."""
+        return label(self.recipe.precision) or self.active.requested
+
+    @cached_property
     def memory(self) -> MemoryEstimate:
-        precision, of = self.active.precision.name, self.devices
-        shards = (of.count, of.sharded, self.layers, of.gathered, of.replicas)
+        """Of the phase that takes most."""
+        of, known = self.devices, {phase.active.precision.name: phase.layers for phase in self.phases}
+        known = known or {self.active.precision.name: self.layers}
         recipe = self.recipe.model_copy(update={"loss": self.loss})
-        return MemoryEstimate.of(recipe, self.flops, precision, *shards, keeps_rotated=self.keeps_rotated)
+        estimates = [
+            MemoryEstimate.of(
+                recipe,
+                self.flops,
+                name,
+                *(of.count, of.sharded, layers, of.gathered, of.replicas),
+                keeps_rotated=self.keeps_rotated,
+            )
+            for name, layers in known.items()
+        ]
+        return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 
     def fairness(self, data_fingerprint: str) -> dict[str, Any]:
         """What two runs must have in common for their losses to be compared; `pretrain.compare.report` asks for it."""
@@ -136,7 +187,7 @@ class Plan:
 
     @property
     def emulated(self) -> bool:
-        return self.active.backend == "emulation"
+        return any(active.backend == "emulation" for active in self.actives)
 
     @property
     def flops_per_token(self) -> float:
@@ -167,9 +218,15 @@ class Plan:
 
     @property
     def peak_tflops(self) -> float | None:
-        """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation."""
-        one = None if self.emulated else peak(self.devices.name, self.active.precision.peak)
-        return one * self.devices.count if one else None
+        """Dense peak of all devices together, in the precision of the run; None on an unknown device, and in emulation. Of
+        several precisions it is that of the whole run: its FLOPs over the time that each phase takes at its own."""
+        begins, time = [*self.timetable, self.steps], 0.0
+        for active, begin, end in zip(self.timetable.values(), begins, begins[1:], strict=False):
+            one = None if self.emulated else peak(self.devices.name, active.precision.peak)
+            if one is None:
+                return None
+            time += (end - begin) / one
+        return self.steps / time * self.devices.count
 
     @property
     def microbatch_candidates(self) -> list[int]:
@@ -206,20 +263,26 @@ class Plan:
             found.append(self._empty_places())
         if self.recipe.weights == "bf16":
             found.append(self._frozen_weights())
-        found += self.active.precision.cautions(self.active.settings)
-        if self.emulated:
-            found.append(
-                f"`{self.active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
-                "(a step took 1.3 to 1.8 times BF16's on an H200, benchmarks/results/h200_emulated.json)"
-            )
-        elif self.active.precision.quantized and self.flops.shape.hidden <= SMALL_HIDDEN:
-            found.append(
-                f"`{self.active.precision.name}` may not pay: at a hidden size of {SMALL_HIDDEN}, FP8 ran at 0.87 to 1.06 times "
-                "BF16's speed on an H200 that several runs shared (benchmarks/results/h200_comparison.json); measure both"
-            )
+        for active in self.actives:
+            found += active.precision.cautions(active.settings)
+            found += self._speed_of(active)
         if names := self.flops.uncounted:
             found.append(f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ...")
         return found
+
+    def _speed_of(self, active: ActivePrecision) -> list[str]:
+        """Why it may not be faster than BF16."""
+        if active.backend == "emulation":
+            return [
+                f"`{active.precision.name}` is emulated on this device: it shows the losses of the format and saves no time "
+                "(a step took 1.3 to 1.8 times BF16's on an H200, benchmarks/results/h200_emulated.json)"
+            ]
+        if active.precision.quantized and self.flops.shape.hidden <= SMALL_HIDDEN:
+            return [
+                f"`{active.precision.name}` may not pay: at a hidden size of {SMALL_HIDDEN}, FP8 ran at 0.87 to 1.06 times "
+                "BF16's speed on an H200 that several runs shared (benchmarks/results/h200_comparison.json); measure both"
+            ]
+        return []
 
     def _empty_places(self) -> str:
         places = self.packs_per_step + self.empty_places
@@ -254,7 +317,7 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
     if plan.devices.sharded:
         devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
-    compute = f"{plan.active.precision.name} compute, emulated" if plan.emulated else f"{plan.active.precision.name} compute"
+    compute = f"{plan.computes} compute, emulated" if plan.emulated else f"{plan.computes} compute"
     title = f"{recipe.name}: {compute}, {recipe.weights} weights, {devices}"
     subjects = {
         "model": _model_lines(plan),
@@ -278,7 +341,25 @@ def _model_lines(plan: Plan) -> list[str]:
     return [
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
         f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
+        *_bf16_lines(plan),
         *textwrap.wrap(plan.vocabulary or "", WIDTH - 9),
+    ]
+
+
+def _bf16_lines(plan: Plan) -> list[str]:
+    """Where linears stay in BF16 by name, how many do not."""
+    kept = plan.active.settings.keep_bf16
+    if not plan.low_linears or not kept:
+        return []
+    low, linears = plan.low_linears
+    return textwrap.wrap(f"{low:,} of {plural(linears, 'linear')} in low precision; keep_bf16: {', '.join(kept)}", WIDTH - 9)
+
+
+def _phase_lines(plan: Plan) -> list[str]:
+    ends = [*plan.timetable, plan.steps][1:] if plan.phases else []
+    return [
+        f"steps {begin + 1:,} to {end:,} in {active.precision.name}"
+        for (begin, active), end in zip(plan.timetable.items(), ends, strict=False)
     ]
 
 
@@ -300,6 +381,7 @@ def _horizon_lines(plan: Plan) -> list[str]:
     )
     return [
         f"{plural(plan.steps, 'step')} = {tokens}{epochs}{trained}",
+        *_phase_lines(plan),
         *_source_lines(plan),
         schedule.describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps, plan.tokens_per_step),
     ]
@@ -333,7 +415,7 @@ def _flops_lines(plan: Plan) -> list[str]:
 
 def _time_line(plan: Plan) -> str:
     """At the stated speed; without one, at two utilisations between which runs of dense models usually lie."""
-    precision = plan.active.precision.name
+    precision = plan.computes
     if plan.tokens_per_second:
         tflops = plan.tokens_per_second * plan.flops_per_token / 1e12
         share = f", {units.percent(tflops / plan.peak_tflops)} of the {precision} peak" if plan.peak_tflops else ""

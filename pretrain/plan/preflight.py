@@ -29,7 +29,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
 from pretrain.plan.memory import layers_of
-from pretrain.plan.plan import Devices, Plan
+from pretrain.plan.plan import ActivePhase, Devices, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.plan.tokenizer import (
     check_tokenizer,
@@ -42,7 +42,8 @@ from pretrain.plan.tokenizer import (
     without_absent_tokenizer,
 )
 from pretrain.precision.registry import WEIGHT_DTYPES, Precision
-from pretrain.precision.scope import check_shapes
+from pretrain.precision.schedule import PrecisionPhase, last_steps, phases_of
+from pretrain.precision.scope import LINEARS, check_kept, check_shapes, low_precision_linears
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings import config
@@ -90,10 +91,17 @@ class Job:
         """What to change in the precision where values overflow; None where nothing is quantized."""
         return self.precision.against_overflow(self.active.settings) if self.precision.quantized else None
 
+    def in_precision(self, active: ActivePrecision) -> Job:
+        """The job while it computes in `active`, one of the plan's."""
+        return replace(self, plan=replace(self.plan, active=active))
+
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
+        if phases := self.plan.phases:
+            setting = tuple(PrecisionPhase(until=phase.until, use=phase.active.precision.name) for phase in phases)
+            effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train
         # The fingerprint has them, too; these say what has changed.
         weights = packs.weights if isinstance(packs, MixedPacks) else {}
@@ -144,7 +152,15 @@ def prepare_job(
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
-    active = select_precision(recipe.precision, recipe.fp8_config, missing_on(accelerator.device.type))
+    missing, chosen = missing_on(accelerator.device.type), []
+    for until, use in phases_of(recipe.precision):
+        active = select_precision(use, recipe.fp8_config, missing)
+        if chosen and chosen[-1][1].precision is active.precision:  # by fallback
+            chosen[-1] = (until, chosen[-1][1])
+        else:
+            chosen.append((until, active))
+    actives = list({each.precision.name: each for _, each in chosen}.values())
+    active = actives[0]
     check_settings(recipe, active.precision.name, accelerator.num_processes)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
@@ -164,8 +180,12 @@ def prepare_job(
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
     model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
-    check_fit(active, recipe, shape.layers)
-    check_shapes(shapes, active)
+    decoder = list(model.decoder_layers(shapes).values())
+    for each in actives:
+        check_fit(each, recipe, shape.layers)
+        check_shapes(shapes, each)
+        check_kept(shapes, decoder, each)
+    low = next((low_precision_linears(shapes, decoder, each) for each in actives if each.precision.quantized), None)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
     backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
 
@@ -192,6 +212,10 @@ def prepare_job(
             "the command line plans without it"
         )
 
+    phases = [
+        ActivePhase(until, each, layers_of(shapes, recipe, each, accelerator.device.type, backend.name))
+        for until, each in (chosen if len(chosen) > 1 else ())
+    ]
     plan = Plan(
         recipe,
         active,
@@ -200,6 +224,8 @@ def prepare_job(
         ModelFlops.of(shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
+        phases=phases,
+        low_linears=None if low is None else (len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())),
         packs=len(data.train) if data else None,
         trained_share=data.trained_share if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
@@ -212,6 +238,7 @@ def prepare_job(
     plan = spend_spare_memory(plan)
     if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
         schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
+        last_steps([phase.until for phase in plan.phases], plan.steps)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend, notices)
 

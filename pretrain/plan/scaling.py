@@ -253,7 +253,7 @@ def _range(texts: Iterable[str]) -> str:
 def _assumptions(one: Scaled, plan: Plan, links: Links, known: str | None) -> Iterator[tuple[str, str]]:
     device = f"{known}'s" if known else f"{ASSUMED}'s, as {plan.devices.name or 'this device'} is not in the table"
     if not plan.tokens_per_second:
-        yield "assumed", f"speed: 50 to 30 % of the {plan.active.precision.name} peak; --tokens-per-second N states one GPU's"
+        yield "assumed", f"speed: 50 to 30 % of the {plan.computes} peak; --tokens-per-second N states one GPU's"
     elif plan.devices.count > 1:
         yield "assumed", f"speed: that of {plan.devices.count} GPUs divided by their number, what they exchanged included"
     else:

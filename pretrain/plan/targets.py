@@ -69,13 +69,15 @@ class Target:
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
-        plan, active = job.plan, job.active
-        if active.backend == "emulation":
-            active = replace(active, backend="transformer_engine", reason=None)
+        plan, active = job.plan, _on_hardware(job.active)
         layers = self._layers(job, active)
+        phases = [
+            replace(phase, active=_on_hardware(phase.active), layers=self._layers(job, _on_hardware(phase.active)))
+            for phase in plan.phases
+        ]
         usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
         alone = Devices(name=self.name, memory=usable)
-        here = replace(plan, devices=alone, active=active, layers=layers, tokens_per_second=None)
+        here = replace(plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
         whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
         fits = usable is None or whole.memory.total(1) <= usable
         return whole if fits else on_cluster(here, Cluster(self.count), "auto", replicated=False)
@@ -93,11 +95,12 @@ class Target:
 
     def obstacle(self, plan: Plan) -> str | None:
         """Why `plan` cannot run on it or has no speed; None where it can."""
-        precision, capability = PRECISIONS[plan.active.requested], CAPABILITY.get(self.name.upper())
-        if precision.quantized and capability and (need := precision.hardware.missing(capability, NEWEST_CUDA)):
-            return f"{precision.name} needs {need}"
-        if peak(self.name, precision.peak) is None:
-            return f"no {precision.name} peak is known of it"
+        capability = CAPABILITY.get(self.name.upper())
+        for precision in (PRECISIONS[active.requested] for active in plan.actives):
+            if precision.quantized and capability and (need := precision.hardware.missing(capability, NEWEST_CUDA)):
+                return f"{precision.name} needs {need}"
+            if peak(self.name, precision.peak) is None:
+                return f"no {precision.name} peak is known of it"
         if plan.packs_per_step < self.count:
             least = self.count * plan.recipe.data.length
             return f"a step of {plural(plan.packs_per_step, 'pack')} is too small for it: `batch.tokens: {least}` at least"
@@ -125,6 +128,8 @@ class MeasuredRun:
             why = "it shared its machine with other runs, so its speed is not its own"
         elif run.emulated:
             why = "its precision was emulated, so its speed is not the hardware's"
+        elif "schedule" in run.audit:
+            why = f"its precision was {run.audit['schedule']}, so its speed is that of several"
         elif not known:
             why = f"it has no measured tflops after its first {WARM_UP_STEPS} steps"
         if why:
@@ -195,34 +200,39 @@ def estimates(
 ) -> Iterator[Estimate]:
     """Of each target at the stated `shares` of its peak, where none is stated at assumed ones, and then by each run that can
     tell; last, the devices that a run was on and that are no target."""
-    precision, stated = PRECISIONS[job.active.requested], sorted(shares or ASSUMED_SHARES)
+    wanted, stated = job.plan.requested, sorted(shares or ASSUMED_SHARES)
     for target in targets:
         here = target.plan(job)
         if obstacle := target.obstacle(here):
             yield Estimate(target, here, "", obstacle=obstacle)
             continue
         said = " to ".join(f"{100 * each:g}" for each in stated)
-        one = peak(target.name, precision.peak)
+        one = here.peak_tflops / here.devices.count
+        column = f"peaks of {here.computes}" if here.phases else f"{here.active.precision.peak} peak"
         yield Estimate(
             target,
             here,
-            f"{said} % of the {precision.peak} peak, {'stated' if shares else 'assumed'}",
+            f"{said} % of the {column}, {'stated' if shares else 'assumed'}",
             tuple(each * one for each in stated),
         )
         for run in runs:
-            if run.precision == precision.name and (reached := run.tflops_on(target)):
+            if run.precision == wanted and (reached := run.tflops_on(target)):
                 yield Estimate(target, here, run.described(target), (reached,), run.devices > 1 and target.count > 1)
     for run in runs:
         own = Target(run.device, run.devices)
         planned = any(target.count == own.count and target.is_called(own.name) for target in targets)
-        if not planned and run.precision == precision.name:
+        if not planned and run.precision == wanted:
             here = replace(job.plan, devices=replace(job.plan.devices, count=own.count, name=own.name))
             yield Estimate(own, here, run.described(own), (run.tflops,), with_exchanges=True)
 
 
+def _on_hardware(active: ActivePrecision) -> ActivePrecision:
+    return replace(active, backend="transformer_engine", reason=None) if active.backend == "emulation" else active
+
+
 def left_out(job: Job, runs: Sequence[MeasuredRun], targets: Sequence[Target]) -> Iterator[str]:
     """Which runs say nothing of which targets, and why."""
-    wanted, able = job.active.requested, [target for target in targets if target.obstacle(job.plan) is None]
+    wanted, able = job.plan.requested, [target for target in targets if target.obstacle(job.plan) is None]
     for run in runs:
         if run.precision != wanted:
             yield f"run {run.name} computed in {run.precision}, this plan in {wanted}: its speed is left out"

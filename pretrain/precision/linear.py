@@ -101,7 +101,7 @@ ResultObserver = Callable[[str, str, Tensor, Tensor | None], None]
 @dataclass
 class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
-    who is watching. Every model has one; `backend` is None where nothing is quantized.
+    who is watching. Every model has one; `backend` is the one that computes now, None where nothing is quantized.
 
     A layer that is recomputed in backward enters the context again, or it would be recomputed in another precision, without any
     sign of it.
@@ -124,7 +124,11 @@ class PrecisionContext:
     quantizing: bool = True
     calls_outside: Counter[str] = field(default_factory=Counter)
     observed: bool = False
-    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backend's storage
+    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
+    _kept: list[Tensor] = field(default_factory=list)  # by `keep_state`, in the order of the backends' storage
+
+    def __post_init__(self) -> None:
+        self.backends = self.backends or ([self.backend] if self.backend else [])
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -194,6 +198,10 @@ class PrecisionContext:
         """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
         return self.backend.state() if self.backend else {}
 
+    def saved_state(self) -> dict[str, Tensor]:
+        """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
+        return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
+
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
         """Around passes that are not training's: history and scales are afterwards what they were before.
@@ -223,8 +231,8 @@ class PrecisionContext:
 
     def forget(self) -> None:
         """As before the first forward."""
-        if self.backend is not None:
-            self.backend.reset()
+        for backend in self.backends:
+            backend.reset()
 
     def _put_back(self, state: Sequence[Tensor]) -> None:
         self.forget()
@@ -232,25 +240,35 @@ class PrecisionContext:
             tensor.copy_(before)
 
     def _storage(self) -> list[Tensor]:
-        return self.backend.state_storage() if self.backend else []
+        return [tensor for backend in self.backends for tensor in backend.state_storage()]
 
 
 class LowPrecisionLinear(nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
     def __init__(self, linear: nn.Linear | Conv1D, name: str, product: LinearProduct, context: PrecisionContext) -> None:
+        """`product`: of the context's present backend."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.transposed = isinstance(linear, Conv1D)
         self.name = name
-        self.product = product
+        self.products: dict[Backend | None, LinearProduct] = {context.backend: product}  # by what computes them
         self.context = context
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the backend whose turn it is computes this linear."""
+        return self.context.backend in self.products
+
+    @property
+    def product(self) -> LinearProduct:
+        return self.products[self.context.backend]
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         weight = summing_where(self.weight, self.weight.t()) if self.transposed else self.weight
-        if not self.context.low_precision:
+        if not (self.context.low_precision and self.is_low):
             self.context.calls_outside[self.name] += 1
             return F.linear(x, weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
         y = self.context.multiply(self.name, self.product, x.reshape(-1, x.shape[-1]), weight, self.bias)
@@ -265,17 +283,19 @@ class LowPrecisionNorm(nn.Module):
         self.weight, self.bias = norm.weight, getattr(norm, "bias", None)
         self.eps = eps
         self.kind = norm_kind(norm)
-        self.function = function
+        self.functions: dict[Backend | None, NormFunction] = {context.backend: function}
         self.context = context
         self.calls = 0  # in low precision; for the audit
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> the same shape and dtype."""
-        if self.context.low_precision or not self.context.quantizing:  # nothing is quantized in here, so parity looks at it too
+        function = self.functions.get(self.context.backend)
+        # Nothing is quantized in here, so parity looks at it too.
+        if function is not None and (self.context.low_precision or not self.context.quantizing):
             self.calls += self.context.low_precision
             dtype = self.context.compute_dtype
-            return self.function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
+            return function(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         return norm_in_fp32(self.kind, x, self.weight, self.bias, self.eps)
 
 

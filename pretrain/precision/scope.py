@@ -5,8 +5,10 @@ Every linear is decided on by itself: a rule for a whole container would leave o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +47,62 @@ def check_shapes(hf: PreTrainedModel, active: ActivePrecision) -> None:
         )
 
 
+def check_kept(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
+    """InputError for a pattern of `fp8_config.keep_bf16` that no linear of `hf` is called by, and where the patterns leave no
+    linear to low precision. Shapes are enough, as for `check_shapes`."""
+    if not active.precision.quantized:
+        return
+    names, kept = [name for name, module in hf.named_modules() if isinstance(module, LINEARS)], active.settings.keep_bf16
+    for pattern in kept:
+        if not any(is_called(name, pattern) for name in names):
+            ends = dict.fromkeys(end for name in names for end in ends_of(name))
+            near = difflib.get_close_matches(pattern, ends, n=3, cutoff=0.4) or names[:3]
+            raise InputError(
+                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {type(hf).__name__}; near it are {', '.join(near)}. A "
+                "pattern is held against a linear's whole name, and against each end of it that begins after a dot"
+            )
+    if kept and not low_precision_linears(hf, layers, active):
+        raise InputError(
+            f"`fp8_config.keep_bf16: {list(kept)}` leaves no linear of {type(hf).__name__} to "
+            f"`precision: {active.precision.name}`; keep fewer, or set `precision: bf16`"
+        )
+
+
+def low_precision_linears(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> list[str]:
+    """Names of the linears that compute in `active`, which is quantized. Shapes are enough."""
+    # Whether a norm is what its class says takes weights, and is not asked here.
+    scope = "linear" if active.settings.scope == "linear" else "linear+head"
+    settings = active.settings.model_copy(update={"scope": scope})
+    decisions = decide(hf, layers, replace(active, settings=settings))
+    return [name for name, decision in decisions.items() if decision.reason is None]
+
+
+def is_called(name: str, pattern: str) -> bool:
+    """Whether the linear `name` is one that `pattern` means: `model.layers.0.mlp.down_proj` is, by `down_proj`, `mlp.*`,
+    `layers.0.*` and `*.down_proj`."""
+    return any(fnmatchcase(end, pattern) for end in ends_of(name))
+
+
+def ends_of(name: str) -> Iterator[str]:
+    """A dotted name, and what is left of it after each of its dots."""
+    while name:
+        yield name
+        name = name.partition(".")[2]
+
+
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
     """A decision for each linear of `hf`, and for each norm if the scope has norms, by name. `layers`: in order."""
-    scope, keep, head = active.settings.scope, active.settings.keep_bf16_layers, hf.get_output_embeddings()
+    settings, head = active.settings, hf.get_output_embeddings()
+    scope, keep = settings.scope, settings.keep_bf16_layers
     kept = [layer for index, layer in enumerate(layers) if index < keep.first or index >= len(layers) - keep.last]
     inside = {id(module) for layer in kept for module in layer.modules()}
     decisions, left_out = {}, UNQUANTIZED[active.precision.compute_dtype].name
     for name, module in hf.named_modules():
-        if module is head:
-            reason = "scope linear leaves the LM head out" if scope == "linear" else _misfit(module, active)
+        if module is head and scope == "linear":
+            reason = "scope linear leaves the LM head out"
         elif isinstance(module, LINEARS):
-            reason = "keep_bf16_layers" if id(module) in inside else _misfit(module, active)
+            by_name = next((f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern)), None)
+            reason = "keep_bf16_layers" if id(module) in inside else by_name or _misfit(module, active)
         elif scope == "linear+head+norm" and norm_kind(module):
             reason = "keep_bf16_layers" if id(module) in inside else _other_norm(module)
         else:
@@ -66,7 +113,8 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
 
 def features_of(linear: nn.Module) -> tuple[int, int]:
     """(in_features, out_features)."""
-    return tuple(linear.weight.shape if isinstance(linear, Conv1D) else reversed(linear.weight.shape))
+    transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)  # as Conv1D's stand-in says
+    return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))
 
 
 def eps_of(norm: nn.Module) -> float | None:

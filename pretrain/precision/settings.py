@@ -38,6 +38,7 @@ class _ForEveryPrecision(Settings):
     scope: Literal["linear", "linear+head", "linear+head+norm"] = "linear"  # all linears but the LM head; with it; with norms
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # where the device lacks it; fallback: delayed, else bf16
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
+    keep_bf16: tuple[str, ...] = ()  # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
     use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it
 
 

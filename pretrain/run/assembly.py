@@ -44,7 +44,7 @@ from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_l
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.linear import Backend, PrecisionContext, holding
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
@@ -69,15 +69,55 @@ SEEN_UNQUANTIZED = 512
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What a model has of one of the precisions that it computes in, one after the other."""
+
+    active: ActivePrecision
+    backend: Backend | None  # None where nothing is quantized
+    decisions: Mapping[str, Decision]
+    found: dict[str, Any]  # the part of audit.json that is about this precision
+
+
+@dataclass
 class Assembly:
     """One model under its names, its optimizer and its precision."""
 
     hf: PreTrainedModel  # as transformers knows it
     model: PackedLanguageModel  # as it maps packed batches to losses, sharded where the topology does
     optimizer: ExactAdamW
-    active: ActivePrecision
+    active: ActivePrecision  # of the steps at present; `use` changes it
     precision: PrecisionContext  # which its products share
+    stages: Mapping[str, Stage]  # by the precision's name
     audit: dict[str, Any]  # what audit.json says; `check_parity` and `confirming_audit` add what they find
+
+    def use(self, active: ActivePrecision) -> None:
+        """Compute in `active`, one of the run's precisions, from here on, and let the audit speak of it."""
+        stage = self.stages[active.precision.name]
+        self.active, self.precision.backend = active, stage.backend
+        self.audit.pop("confirmed_in_step", None)
+        self.audit.pop("parity", None)
+        self.audit |= stage.found
+
+    @contextmanager
+    def using(self, active: ActivePrecision) -> Iterator[None]:
+        """While entered, compute in `active`."""
+        before = self.active
+        self.use(active)
+        try:
+            yield
+        finally:
+            self.use(before)
+
+    def begin(self, active: ActivePrecision, job: Job, accelerator: Accelerator) -> None:
+        """Go over to `active` between two steps: from here on as if the model had been assembled in it. What the precision before
+        had kept is forgotten, the histories of this one begin with the weights as they are, and what runs is audited anew.
+        Collective; InputError where a product does not run as it should."""
+        self.precision.forget()
+        self.use(active)
+        stage = self.stages[active.precision.name]
+        stage.found["products"] = rehearse(job.in_precision(active), accelerator, self.model, self.optimizer, stage.decisions)
+        stage.found.pop("confirmed_in_step", None)
+        self.use(active)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -90,7 +130,7 @@ class Assembly:
     @property
     def state_tensors(self) -> dict[str, Tensor]:
         """All that a checkpoint holds beside the model: the optimizer's, and history and scales of delayed scaling."""
-        return self.optimizer_tensors | self.precision.state()
+        return self.optimizer_tensors | self.precision.saved_state()
 
     def low_precision_products(self, device_name: str) -> LowPrecisionProducts | None:
         """What runs on the device's FP8 or FP4 units; None where nothing does, or where their peak is not known."""
@@ -98,7 +138,7 @@ class Assembly:
         if self.active.backend != "transformer_engine" or fastest is None:
             return None
         weights = low_precision_weights(self.model)
-        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_precision is not None)
+        return LowPrecisionProducts(weights, fastest, head=self.hf.get_output_embeddings().low_now is not None)
 
     def work_of(self, figures: Mapping[str, Any], recorder: Recorder) -> Work:
         """What one device computed in the step of these figures, for its profile."""
@@ -116,16 +156,22 @@ class Assembly:
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
-        if self.precision.backend is None or every is None:
+        if not self.precision.backends or every is None:
             return None
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
         return PrecisionWatch(self.precision, self.active, every, folder, **options)
 
-    def check_parity(self, job: Job, accelerator: Accelerator) -> Parity | LeftOut:
-        """Step 0 beside plain transformers, or why not. What comes of it goes into the audit, whatever it says."""
-        parity = hold_to_parity(job, self.model, self.optimizer, accelerator, self.audit["compiled"])
-        self.audit["parity"] = {"source": "this run"} | parity.record()
-        return parity
+    def check_parity(self, job: Job, accelerator: Accelerator) -> list[Parity | LeftOut]:
+        """Step 0 beside plain transformers in each precision of the run, or why not. What comes of it goes into the audit,
+        whatever it says."""
+        found = []
+        for stage in self.stages.values():
+            with self.using(stage.active):
+                of_stage = job.in_precision(stage.active)
+                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"]))
+            stage.found["parity"] = {"source": "this run"} | found[-1].record()
+        self.use(self.active)
+        return found
 
     @contextmanager
     def confirming_audit(self, step: int) -> Iterator[None]:
@@ -135,7 +181,7 @@ class Assembly:
             return
         with audit.confirming(self.model, self.active, self.audit["products"], step):
             yield
-        self.audit["confirmed_in_step"] = step
+        self.audit["confirmed_in_step"] = self.stages[self.active.precision.name].found["confirmed_in_step"] = step
 
     @contextmanager
     def confirming_again(self, step: int) -> Iterator[None]:
@@ -206,20 +252,29 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
         require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
         masters = model.round_weights(hf, job.weight_dtype) if exact else {}
-    low_precision = make_backend(job.active, device) if job.active.precision.quantized else None
-    context = PrecisionContext(low_precision, job.compute_dtype, evaluates_low=job.active.settings.use_autocast_during_eval)
+    actives = job.plan.actives
+    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in actives}
+    options = {"evaluates_low": job.active.settings.use_autocast_during_eval, "backends": [*filter(None, backends.values())]}
+    context = PrecisionContext(backends[job.precision.name], job.compute_dtype, **options)
     packed = PackedLanguageModel(hf, backend, job.plan.loss, context)
     layers = model.decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), job.active) if job.active.precision.quantized else {}
+    decided = {
+        each.precision.name: decide(hf, list(layers.values()), each) if each.precision.quantized else {} for each in actives
+    }
     arithmetic, not_fused = None, kernels.not_fused
     if not_fused is None:
-        arithmetic, not_fused = choose_arithmetic(recipe.model.fused, job.active, device.type, context)
+        for each in sorted(actives, key=lambda each: each.precision.quantized):  # of several, the quantized one's serves all
+            arithmetic, not_fused = choose_arithmetic(recipe.model.fused, each, device.type, context)
+            if arithmetic is None:
+                break
     if arithmetic:
         arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    fused = fuse(layers, {own: decided[name] for name, own in backends.items()}, arithmetic) if arithmetic else None
     what_is_fused = fused.describe() if fused else not_fused
     packed.fused = fused = fused if fused and fused.layers else None
-    convert(hf, decisions, context, fused)
+    for name, own in backends.items():
+        with holding(context, backend=own):
+            convert(hf, decided[name], context, fused)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
@@ -231,7 +286,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     kept_in, together = recipe.gradients_kept_in, accelerator.num_processes > 1
     # Autograd sums in the parameters' dtype by itself. A place of its own is needed by another dtype, by products that add to it,
     # and by ranks that exchange it.
-    adds = fused or together or (job.active.backend == "emulation" and kept_in == "fp32")
+    adds = fused or together or (job.plan.emulated and kept_in == "fp32")
     if not accelerator.is_fsdp2 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
         attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
         packed.rank_sums = RankSums(packed.parameters()) if together else None
@@ -247,28 +302,40 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
     adamw.materialise()
 
-    with waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1):
-        products = rehearse(job, accelerator, packed, adamw, decisions)
-    found = {
-        "precision": job.active.requested,
-        "effective": job.precision.name,
-        "reason": job.active.reason,
-        "backend": job.active.backend,
-        "computes": job.precision.description,
-        "compute_dtype": job.precision.compute_dtype,
-        "computed_by": context.backend.describe() if context.backend else f"torch {torch.__version__}",
+    stages = {}
+    for each in actives:
+        name, own = each.precision.name, backends[each.precision.name]
+        with (
+            holding(context, backend=own),
+            waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1),
+        ):
+            products = rehearse(job.in_precision(each), accelerator, packed, adamw, decided[name])
+            found = {
+                "precision": each.requested,
+                "effective": name,
+                "reason": each.reason,
+                "backend": each.backend,
+                "computes": each.precision.description,
+                "compute_dtype": each.precision.compute_dtype,
+                "computed_by": own.describe() if own else f"torch {torch.__version__}",
+                "loss": hf.get_output_embeddings().describe(),
+                "products": products,
+            }
+        stages[name] = Stage(each, own, decided[name], found)
+    around = {
         "weights": recipe.weights,
         "gradients": kept_in,
         "attention": {"kind": backend, "reason": kernels.attention.reason},
-        "loss": hf.get_output_embeddings().describe(),
         "fused": what_is_fused,
         **({"built": why_whole or IN_PARTS} if accelerator.is_fsdp2 else {}),
         "compiled": what_is_compiled(compiled, context, fused),
         "deterministic": determinism.describe(device.type, os.environ),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
-        "products": products,
     }
-    return Assembly(hf, packed, adamw, job.active, context, found)
+    if job.plan.phases:
+        begins = {begin + 1: active.precision.name for begin, active in job.plan.timetable.items()}
+        around |= {"schedule": job.plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
+    return Assembly(hf, packed, adamw, job.active, context, stages, stages[job.precision.name].found | around)
 
 
 def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:
@@ -328,4 +395,4 @@ def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
 def what_is_compiled(compiled: bool, context: PrecisionContext, fused: FusedLayers | None) -> str:
     if not compiled or (fused and not fused.left_out):
         return "nothing"
-    return "each layer, between its low-precision products" if context.backend else "each layer"
+    return "each layer, between its low-precision products" if context.backends else "each layer"

@@ -36,7 +36,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
         origin = job.recipe.model.weights_source
         what = f"{origin}, untrained by this run" if origin else f"a model from scratch, seed {job.recipe.seed}"
     else:
-        scales, _ = scales_to_load(source.path, assembly.precision.state())
+        scales, _ = scales_to_load(source.path, assembly.precision.saved_state())
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly, scales):
             console.notice(note)
         what = str(source.path)
@@ -53,13 +53,16 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
 
 
 def _precisions(job: Job, assembly: Assembly, accelerator: Accelerator) -> Iterator[tuple[str, AbstractContextManager[object]]]:
-    """The recipe's and BF16, with what to evaluate in."""
+    """The recipe's, or those of its schedule, and BF16, with what to evaluate in."""
     context, name = assembly.precision, job.precision.name
-    if job.precision.quantized:
-        low = ExitStack()
-        low.enter_context(context.preserving_state())
-        low.enter_context(holding(context, evaluates_low=True))
-        yield name, low
+    if context.backends:
+        for stage in assembly.stages.values():
+            if stage.backend is not None:
+                low = ExitStack()
+                low.enter_context(assembly.using(stage.active))
+                low.enter_context(context.preserving_state())
+                low.enter_context(holding(context, evaluates_low=True))
+                yield stage.active.precision.name, low
         yield "bf16", holding(context, evaluates_low=False)
     elif job.compute_dtype == torch.float32:
         yield name, nullcontext()

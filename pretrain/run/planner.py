@@ -162,7 +162,7 @@ def sections(
     plan, accumulation = job.plan, options.accumulation
     found = list(estimates(job, targets, runs, options.mfu))
     model = f"{units.count(plan.flops.parameters)} parameters"
-    yield f"{plan.recipe.name}: {plan.active.requested} compute, {plan.recipe.weights} weights, {model}"
+    yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {model}"
     yield "─" * WIDTH
     yield from _subject("horizon", [_horizon(plan)])
     yield from _subject("step", [_batch(plan)])

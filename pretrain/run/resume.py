@@ -24,6 +24,7 @@ from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_co
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
+from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.run.assembly import Assembly
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
@@ -67,6 +68,7 @@ def find_resume_point(
     except InputError as error:
         raise InputError(f"{error}\n{hint}") from None if hint else error
     notes = [f"the recipe has changed: {change}" for change in changes]
+    notes += filter(None, [precision_has_moved(record, job)])
     return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)
 
 
@@ -101,6 +103,32 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, che
     return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
 
 
+def precision_to_come(record: Mapping[str, Any]) -> str | None:
+    """What the schedule that a checkpoint was saved under has for what comes after it; None where there was no schedule."""
+    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
+    if len(phases) < 2:
+        return None
+    try:
+        ends = last_steps([until for until, _ in phases], progress["steps"])
+    except (InputError, TypeError):  # of a version with other rules
+        return None
+    names = [name for end, (_, name) in zip(ends, phases, strict=True) if progress["step"] < end]
+    return names[0] if names else phases[-1][1]
+
+
+def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the present schedule goes on in another precision than the checkpoint's own: a changed horizon moves the
+    shares. None where it does not."""
+    saved, step = precision_to_come(record), record["progress"]["step"]
+    now = job.plan.active_after(step).precision.name
+    if saved in (None, now):
+        return None
+    return (
+        f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
+        "which begins anew there. An `until` that is a step number stays where it is when the horizon changes"
+    )
+
+
 def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
@@ -126,7 +154,7 @@ def restore(
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
-    scales, scale_notes = scales_to_load(source.path, assembly.precision.state())
+    scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.load_state_dict(source.record["health"])

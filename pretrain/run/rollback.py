@@ -14,6 +14,7 @@ from pretrain.optimizer.adamw_update import local_part
 from pretrain.run.assembly import Run
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume import ResumePoint, restore
+from pretrain.run.switching import go_on_as_scheduled
 from pretrain.settings import config
 
 
@@ -38,6 +39,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
 
+    go_on_as_scheduled(run, record)
     if run.precision_watch:
         run.precision_watch.go_back(run.state.step)
     if run.accelerator.is_main_process:

@@ -16,7 +16,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import load_with_bases, parse, shown, value_from_text
-from pretrain.precision.registry import PRECISIONS
+from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
 # Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
@@ -43,7 +43,7 @@ _NOT_IDENTITY = (
 
 
 # Settings that are newer than checkpoints, which say nothing of them and mean this.
-_MEANT_BEFORE = {"model.from_scratch": False}
+_MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": []}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -92,7 +92,8 @@ def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
 
 def run_dir_of(recipe: Recipe) -> Path:
     """The run folder, with the recipe's own values for its {keys}: {name}, {optimizer.learning_rate}, ..."""
-    return Path(filled_in(recipe.run_dir, {key: value for key, value in flatten(resolved(recipe)).items() if key != "run_dir"}))
+    fields = flatten(resolved(recipe)) | {"precision": schedule.in_a_path(recipe.precision)}
+    return Path(filled_in(recipe.run_dir, {key: value for key, value in fields.items() if key != "run_dir"}))
 
 
 def filled_in(run_dir: str, fields: Mapping[str, Any]) -> str:
@@ -136,8 +137,7 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     identity is not resumed unless the user insists.
     """
     flat = flatten(resolved(recipe))
-    quantized = recipe.precision is not None and PRECISIONS[recipe.precision].quantized
-    idle = _NOT_IDENTITY if quantized else (*_NOT_IDENTITY, "fp8_config.")
+    idle = _NOT_IDENTITY if schedule.is_quantized(recipe.precision) else (*_NOT_IDENTITY, "fp8_config.")
     kept = {key: value for key, value in flat.items() if not key.startswith(idle) and _MEANT_BEFORE.get(key) != value}
     return kept | {"data.fingerprint": data_fingerprint}
 

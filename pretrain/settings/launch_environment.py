@@ -16,6 +16,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
+from pretrain.precision import schedule
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.registry import PRECISIONS, find, find_by_accelerate_name
 from pretrain.precision.settings import LowPrecisionSettings
@@ -57,16 +58,39 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     Raises InputError for an unknown precision or key, and for options that the precision does not take.
     """
     requested, inherited = take_requested_precision(environ)
+    if recipe.precision is not None and not isinstance(recipe.precision, str):
+        return _with_schedule(recipe, requested, inherited)
     chosen = PRECISIONS[recipe.precision] if recipe.precision else requested
     if contradictions := recipe.fp8_config.contradictions(chosen):
         raise InputError(
             f"`fp8_config: {{{', '.join(contradictions)}}}` and `precision: {chosen.name}` contradict each other: "
             f"{chosen.describe_options()}; leave out the others, or on the command line set them to null"
         )
-    inherited = inherited if chosen is requested else inherited.without_options()
-    layers = (settings.model_dump(exclude_unset=True) for settings in (inherited, recipe.fp8_config))
-    settings = LowPrecisionSettings.model_validate(_merged(*layers))
+    settings = _over(inherited if chosen is requested else inherited.without_options(), recipe.fp8_config)
     return recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
+
+
+def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:
+    """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
+    have their own defaults, and then no option of the accelerate configuration counts."""
+    quantized = {use: PRECISIONS[use] for _, use in schedule.phases_of(recipe.precision) if PRECISIONS[use].quantized}
+    for key, value in recipe.fp8_config.options_set.items():
+        for precision in quantized.values():
+            nobody = not any(key in other.options for other in quantized.values())
+            if nobody or (key in precision.options and not precision.takes(key, value)):
+                raise InputError(
+                    f"`fp8_config: {{{key}: {value}}}` and `precision: {precision.name}`, a phase of the schedule, contradict "
+                    f"each other: {precision.describe_options()}; leave the key out"
+                )
+    names = list(quantized)
+    settings = _over(inherited if names == [requested.name] else inherited.without_options(), recipe.fp8_config)
+    return recipe.model_copy(update={"fp8_config": settings.resolved(names[0]) if len(names) == 1 else settings})
+
+
+def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrecisionSettings:
+    """Both, key by key, `own` on top."""
+    layers = (settings.model_dump(exclude_unset=True) for settings in (inherited, own))
+    return LowPrecisionSettings.model_validate(_merged(*layers))
 
 
 def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precision, LowPrecisionSettings]:

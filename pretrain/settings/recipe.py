@@ -14,7 +14,8 @@ from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings
-from pretrain.precision.settings import LowPrecisionSettings, PrecisionName
+from pretrain.precision.schedule import PrecisionSetting
+from pretrain.precision.settings import LowPrecisionSettings
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 USUAL_CHUNK = 4096  # tokens of the loss at once
@@ -214,7 +215,7 @@ class Recipe(Settings):
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
     # On a GPU too, two runs have the same bits, and so has one that was stopped and resumed. What cannot is refused.
     deterministic: bool = False
-    precision: PrecisionName | None = None  # what matrix products compute in; null: as the accelerate configuration says
+    precision: PrecisionSetting | None = None  # what products compute in; a list: one after the other; null: as accelerate's file
     fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training. auto: where
     # that costs 1 % of the run at most, and the same code has not passed on this device before.

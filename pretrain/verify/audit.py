@@ -52,6 +52,9 @@ def observe(
     linears = {n: m for n, m in hf.named_modules() if isinstance(m, (*LINEARS, LowPrecisionLinear))}
     others = {n: m for n, m in hf.named_modules() if n not in linears and not isinstance(m, nn.Embedding) and matrices_of(m)}
     stored = {name: dtype_name(matrices_of(module)[0].dtype) for name, module in (linears | others).items()}
+    norms = {n: m for n, m in hf.named_modules() if isinstance(m, LowPrecisionNorm) and context.backend in m.functions}
+    for norm in norms.values():
+        norm.calls = 0
     context.calls_outside.clear()
     with (
         torch.compiler.set_stance("force_eager"),
@@ -77,10 +80,9 @@ def observe(
         if name in members:
             entry |= {"module": f"fused {type(module).__name__}", "part_of": members[name].name}
         entries.append(entry)
-    for name, module in hf.named_modules():
-        if isinstance(module, LowPrecisionNorm):
-            effective, weight = precision if module.calls else "not run", dtype_name(module.weight.dtype)
-            entries.append(_entry(name, module, precision, effective, active.backend, weight))
+    for name, module in norms.items():
+        effective, weight = precision if module.calls else "not run", dtype_name(module.weight.dtype)
+        entries.append(_entry(name, module, precision, effective, active.backend, weight))
     _refuse(entries, active)
     _check_reached(hf)
     # Modules whose matrices are no linear's, such as the stacked experts of a mixture and their router. Nothing was asked of

@@ -428,9 +428,21 @@ def situation_of(job: Job, accelerator: Accelerator) -> Situation:
 
 
 def choose_kernels(job: Job, accelerator: Accelerator) -> Chosen:
-    """`choose` for `job`; every rank comes to the same."""
-    asked = job.recipe.model
-    return choose(situation_of(job, accelerator), job.attention, asked.attention, asked.fused, accelerator)
+    """`choose` for `job`, for each of its precisions in turn; every rank comes to the same."""
+    asked, chosen = job.recipe.model, None
+    situations = [situation_of(job.in_precision(active), accelerator) for active in job.plan.actives]
+    fused = all(each.fused for each in situations)
+    for situation in situations:
+        known = () if chosen is None else chosen.verdicts
+        attention_choice = job.attention if chosen is None else chosen.attention
+        situation = replace(situation, fused=fused, attention=attention_choice.name)
+        found = choose(situation, attention_choice, asked.attention, asked.fused, accelerator)
+        not_fused, optimizer = found.not_fused, found.optimizer
+        if chosen is not None:
+            not_fused, optimizer = chosen.not_fused or not_fused, chosen.optimizer and optimizer
+        chosen = replace(found, not_fused=not_fused, optimizer=optimizer, verdicts=(*known, *found.verdicts))
+        fused = fused and not_fused is None
+    return chosen
 
 
 def choose(
@@ -495,7 +507,7 @@ def _nothing_else(verdict: Verdict) -> InputError:
 def rows(found: Mapping[str, Any]) -> dict[str, str]:
     """The audit's `kernels` for people: one row."""
     records = found["kernels"]
-    good = [record["kernel"] for record in records if record["agrees"]]
+    good = dict.fromkeys(record["kernel"] for record in records if record["agrees"])
     wrong = [
         f"NOT USED: the kernel `{each['kernel']}`, which {each['said']}; {each['instead']} in its place"
         for each in records

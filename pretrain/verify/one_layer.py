@@ -26,7 +26,7 @@ from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.optimizer.adamw_update import Weights
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import WEIGHT_DTYPES
-from pretrain.precision.scope import decide
+from pretrain.precision.scope import decide, low_precision_linears
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -91,8 +91,8 @@ def one_layer(
 
     `in_fp32`: the same values computed in FP32. Norms and biases are drawn too: at one and zero, much would not show.
     """
-    everything = {"keep_bf16_layers": LowPrecisionSettings().keep_bf16_layers}  # the one layer is not to be left out
-    active = replace(active, settings=active.settings.model_copy(update=everything))
+    everything = LowPrecisionSettings()  # the one layer is not to be left out
+    active = with_settings(active, keep_bf16_layers=everything.keep_bf16_layers)
     attention.register()
     config = cut_to_one_layer(run.hf.config)
     torch.manual_seed(1)
@@ -110,9 +110,11 @@ def one_layer(
     loss = LossSettings(chunk=2 * VOCABULARY) if run.loss.kind == "chunked" else LossSettings(kind="reference")
     packed = PackedLanguageModel(hf, backend, loss, context).train()
     layers = model.decoder_layers(hf)
+    if low_precision and not low_precision_linears(hf, list(layers.values()), active):
+        active = with_settings(active, keep_bf16=everything.keep_bf16)
     decisions = decide(hf, list(layers.values()), active) if low_precision else {}
     arithmetic = choose_arithmetic("on", active, run.device.type, context)[0] if fused else None
-    packed.fused = fuse(layers, decisions, arithmetic) if arithmetic else None
+    packed.fused = fuse(layers, {context.backend: decisions}, arithmetic) if arithmetic else None
     convert(hf, decisions, context, packed.fused)
     if packed.fused:
         attach_main_gradients(packed, run.gradients, packed.fused.stacks)
@@ -172,4 +174,9 @@ def without_stochastic_rounding(active: ActivePrecision) -> ActivePrecision:
     """Rounding by chance has nothing to be compared with; everything else stays."""
     if "disable_stochastic_rounding" not in getattr(active.precision, "options", {}):
         return active
-    return replace(active, settings=active.settings.model_copy(update={"disable_stochastic_rounding": True}))
+    return with_settings(active, disable_stochastic_rounding=True)
+
+
+def with_settings(active: ActivePrecision, **changes: Any) -> ActivePrecision:
+    """`active` with these keys of its `fp8_config` changed."""
+    return replace(active, settings=active.settings.model_copy(update=changes))

@@ -95,8 +95,8 @@ class ProductProbe:
         self._microbatch = -1
         self._generators: dict[torch.device, torch.Generator] = {}
         self._seed = seed
-        low_precision = packed.hf.get_output_embeddings().low_precision
-        self._head = low_precision.name if low_precision else None  # whose product is called for a chunk of tokens at a time
+        head = packed.hf.get_output_embeddings().low_now
+        self._head = head.name if head else None  # whose product is called for a chunk of tokens at a time
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -40,6 +40,14 @@ SETTINGS = {
     "precision=mxfp8 fp8_config.backend=emulation fp8_config.keep_bf16_layers.last=2": (
         r"`fp8_config.keep_bf16_layers`: the first 0 and the last 2 of 2 layers are all of them; keep fewer"
     ),
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": (
+        r"`fp8_config.keep_bf16`: 'layers.9.\*' matches no linear of Qwen3ForCausalLM; near it are layers"
+    ),
+    "precision=[{until:0.5,use:bf16}]": r"`precision`: a schedule has two phases or more; write `precision: bf16`",
+    "precision=[{until:0.5,use:delayed},{use:bf16}]": r"`precision: delayed` needs a GPU .* this run is on cpu",
+    "--plan precision=[{until:12,use:delayed},{use:bf16}] fp8_config.backend=emulation": (
+        r"`precision`: of 12 steps, phase 1 of 2 would end with step 12 and the one before it with step 0; every phase needs"
+    ),
     "precision=fp32 weights=bf16": r"`weights: bf16` and `precision: fp32` contradict.*set `precision: bf16`, or `weights: fp32`",
     "batch.tokens=250": r"`batch.tokens: 250` is not a multiple of `data.length: 32`; the nearest are 224 and 256",
     "batch.microbatch=3": r"`batch.microbatch: 3` does not divide the 8 packs.*set it to one of 1, 2, 4, 8, or to `auto`",

@@ -24,7 +24,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
-from pretrain.precision.scope import decide
+from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -54,12 +54,13 @@ def assemble(
     main: torch.dtype | None = torch.float32,
     attention: str = "packed_varlen",
     recompute: bool = False,
+    keep: tuple[str, ...] = (),
 ) -> PackedLanguageModel:
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256)).train()
     backend = "transformer_engine" if PRECISIONS[recipe].quantized else "torch"
-    active = ActivePrecision(recipe, PRECISIONS[recipe], backend, LowPrecisionSettings().resolved(recipe))
+    active = ActivePrecision(recipe, PRECISIONS[recipe], backend, LowPrecisionSettings(keep_bf16=keep).resolved(recipe))
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     made = make_backend(active, torch.device("cuda")) if decisions else None
@@ -67,7 +68,7 @@ def assemble(
     if fused:
         arithmetic, why_not = choose_arithmetic("auto", active, "cuda", context)
         assert arithmetic, why_not
-        packed.fused = fuse(layers, decisions, arithmetic)
+        packed.fused = fuse(layers, {context.backend: decisions}, arithmetic)
         assert not packed.fused.left_out
     else:
         convert(hf, decisions, context)
@@ -123,6 +124,45 @@ def test_in_fp8_it_is_as_near_to_bf16_as_the_unfused_model(name: str, recipe: st
     print(name, recipe, min(mine.items(), key=lambda i: i[1]), min(theirs.items(), key=lambda i: i[1]))
     for parameter, cosine in mine.items():
         assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("name", "keep"),
+    [
+        ("qwen3", ("down_proj",)),
+        ("qwen3", ("gate_proj", "up_proj")),
+        ("qwen3", ("q_proj", "k_proj", "v_proj")),
+        ("llama", ("o_proj", "layers.0.*")),
+        ("gpt2", ("mlp.c_proj",)),
+    ],
+)
+def test_with_linears_kept_in_bf16_it_is_as_near_to_bf16_as_the_unfused_model(
+    name: str, keep: tuple[str, ...], recipe: str
+) -> None:
+    """Norms and SwiGLU write BF16 in front of products in BF16, and FP8 in front of the others; backward alike."""
+    from pretrain.verify.audit import _is_expected, observing
+
+    exact = train(assemble(larger(name), "bf16", fused=False))
+    fused, unfused = (train(assemble(larger(name), recipe, fused=f, keep=keep), steps=4) for f in (True, False))
+    assert fused[0][-1] == pytest.approx(exact[0][-1], rel=5e-3)
+    mine, theirs = cosines(fused[1], exact[1]), cosines(unfused[1], exact[1])
+    for parameter, cosine in mine.items():
+        assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
+
+    packed = assemble(larger(name), recipe, fused=True, keep=keep)
+    active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", LowPrecisionSettings().resolved(recipe))
+    with observing(packed, active) as observer:
+        train(packed, steps=1)
+    assert observer.products.keys() == packed.fused.members.keys()
+    kept = {linear for linear in observer.products if any(is_called(linear, pattern) for pattern in keep)}
+    assert kept and observer.faults().keys() <= kept
+    for linear, products in observer.products.items():
+        assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        if linear in kept:
+            assert {kind for product in products for kind in (product.left, product.right)} == {"bfloat16"}, linear
+        else:
+            assert all(_is_expected(product, active) for product in products), products
 
 
 @pytest.fixture

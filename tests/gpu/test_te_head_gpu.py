@@ -48,7 +48,7 @@ class Model:
         product = LowPrecisionHead("head", self.backend.product("head", HIDDEN, VOCABULARY, bias=False), self.context)
         if fused and not product.supports_fused_loss:
             pytest.skip("products of this GPU read operands as they lie")
-        self.head.low_precision = product if fused else DifferentiatedHead(**vars(product))
+        self.head.low_precision = product if fused else DifferentiatedHead(product.name, product.product, product.context)
 
     def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(number)

@@ -221,3 +221,31 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
     assert found["backend"] in ("transformer_engine", "emulation") and not found["parity"]["failures"]
     assert found["parity"]["products"]["compared"] >= 3 * 2 * 4, "every product of every layer, stacked or not"
     assert {each["effective"] for each in found["products"]} == {precision}
+
+
+@pytest.mark.parametrize("keep", ["[]", "[down_proj]"])
+@pytest.mark.parametrize(("before", "after"), [("delayed", "bf16"), ("bf16", "delayed"), ("current", "delayed")])
+def test_the_launcher_changes_its_precision_on_the_way(
+    before: str, after: str, keep: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """Fused on Transformer Engine; the whole run and one that is resumed at the switch agree as far as a GPU repeats itself."""
+    schedule = f"precision=[{{until:0.5,use:{before}}},{{use:{after}}}]"
+    recipe = low_precision_recipe | {"parity": "on", "weights": "bf16_exact", "checkpoint": {"every": 6, "keep": 3}}
+    launch = ["--config_file", "accelerate_configs/bf16.yaml"]
+    options = (schedule, f"fp8_config.keep_bf16={keep}")
+    whole = train(*options, recipe=recipe, launch=launch)
+    assert whole.status == 0, whole.output
+    assert [step["precision"] for step in whole.records() if "loss" in step] == [before] * 6 + [after] * 6
+    assert whole.losses()[-1] < 0.5 * whole.losses()[0]
+    found = json.loads((whole.run_dir / "audit.json").read_text())
+    assert found["fused"] == "2 of 2 layers" and found["effective"] == after
+    for name, precision in found["precisions"].items():
+        assert (
+            precision["backend"] == ("torch" if name == "bf16" else "transformer_engine") and not precision["parity"]["failures"]
+        )
+        low = {each["name"].rpartition(".")[2] for each in precision["products"] if each["effective"] == name != "bf16"}
+        assert ("down_proj" in low) == (name != "bf16" and keep == "[]"), name
+    checkpoint = whole.run_dir / "checkpoints" / "step-00000006"
+    again = train(*options, f"run_dir={tmp_path / 'again'}", "--resume", str(checkpoint), recipe=recipe, launch=launch)
+    assert again.status == 0, again.output
+    assert again.losses() == pytest.approx(whole.losses()[6:], rel=2e-2)

@@ -29,15 +29,18 @@ Activated = Any  # a Tensor, or what a quantizer of Transformer Engine makes
 Scaled = type[TensorScaled] | type[BlockScaled]
 
 
-def swiglu(hidden: Tensor, quantizer: Any | None) -> tuple[Activated, Activated | None]:
+def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) -> tuple[Activated, Activated | None]:
     """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], and what `swiglu_backward` is to be given of it.
 
     With a quantizer for FP8, and whole tiles, the result has rowwise data alone, and what is kept is its scale, FP32 [1], or
     None: its usages are not asked. Every other quantizer makes what its usages say, and the result is kept: NVFP4's transpose is
     not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
+
+    `made_again`: whether backward quantizes the gradient of `hidden` where this quantizes; else what is quantized here is kept,
+    since no kernel writes a gradient in BF16 and quantized values together.
     """
     scaled = scaling_of(quantizer)
-    if not _takes(hidden, quantizer):
+    if not _takes(hidden, quantizer) or (quantizer is not None and not made_again):
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
     if quantizer is None:
@@ -58,8 +61,16 @@ def swiglu_backward(
     """The gradient of `hidden` [T, 2 F] as its product's backward takes it (what the usages of `gradient_quantizer` say), and the
     activated values [T, F] as the next product's weight gradient takes them: columnwise, quantized with forward's scale.
 
-    `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. TypeError for quantizers of different kinds.
+    `d_activated` [T, F] and `hidden` are BF16; `kept` is what forward returned. Either of the two products may be in BF16, and
+    have no quantizer. TypeError for two quantizers of different kinds.
     """
+    if activated_quantizer is not None and gradient_quantizer is None:  # forward was told, and has kept the activated values
+        return tex.dswiglu(d_activated.contiguous(), hidden, None), kept
+    if activated_quantizer is None and gradient_quantizer is not None:
+        if kept is not None:
+            return tex.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept
+        d_hidden, activated = kernel.backward_bf16(d_activated.contiguous(), hidden)
+        return gradient_quantizer(d_hidden), activated
     scaled = scaling_of(activated_quantizer)
     if type(gradient_quantizer) is not type(activated_quantizer) or scaled is not scaling_of(gradient_quantizer):
         raise TypeError(f"{activated_quantizer} quantized the activated values, which does not go with {gradient_quantizer}")

@@ -27,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate_backward
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
@@ -153,6 +153,8 @@ class StackedProduct:
         self.name = name  # of its history and scales in a checkpoint
         self.members = members  # the linears that it stands in for, by Hugging Face name
         self.weights = weights
+        self.computed_low_by: tuple[Backend, ...] = ()  # the backends that compute it in low precision, when it is their turn
+        self.reads_from: StackedProduct | None = None  # whose output the activation before this one reads; None: no activation's
         self._arithmetic = arithmetic
 
     def begin(self, x: Tensor) -> None:
@@ -218,9 +220,10 @@ class Arithmetic:
         self.keeps_rotated = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
 
     def product(
-        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
     ) -> StackedProduct:
-        """Of the linears `members`; `low_precision`: in the run's low precision, which torch's own products never have."""
+        """Of the linears `members`; `low_precision`: the backends that compute it in low precision, which torch's own products
+        never have."""
         return StackedProduct(name, members, weights, self)
 
     def norm(

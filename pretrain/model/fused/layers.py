@@ -11,7 +11,7 @@ gradients go straight to where a step's gradients add up.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
 from pretrain.precision import transformer_engine
-from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import ActivePrecision
@@ -111,15 +111,26 @@ class Parts:
     rotary: bool
 
 
-def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, bool]:
-    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and whether all of it is in low precision.
+def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, frozenset[str]]:
+    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and which of its linears are in low
+    precision, by name in the model.
 
-    `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ, it stays unfused.
+    `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ among the linears of one
+    stacked product, the layer stays unfused.
     """
     inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
-    low = {decisions[linear].reason is None for linear in inner} if decisions else {False}
-    mixed = "its linears compute in different precisions" if len(low) > 1 else None
-    return _unsupported(layer) or mixed, low == {True}
+    low = frozenset(linear for linear in inner if decisions and decisions[linear].reason is None)
+    return _unsupported(layer) or _torn_apart(name, layer, low), low
+
+
+def _torn_apart(name: str, layer: nn.Module, low: frozenset[str]) -> str | None:
+    """Which linears are one product when `layer` is fused and would compute in different precisions; None where none would."""
+    parts = parts_of(layer)
+    for stack in (parts.qkv, parts.output, parts.below, parts.above):
+        if len({f"{name}.{member}" in low for member in stack}) > 1:
+            members = ", ".join(member.rpartition(".")[2] for member in stack)
+            return f"{members} are one product when fused, and would compute in different precisions"
+    return None
 
 
 def _unsupported(layer: nn.Module) -> str | None:
@@ -201,11 +212,10 @@ class FusedLayers:
                 watching.enter_context(product.observed_by(observer))
             yield
 
-    @property
-    def low_precision_weights(self) -> int:
-        """How many weights are multiplied in low precision."""
-        low = [layer for layer in self.layers.values() if layer.low_precision]
-        return sum(weight.numel() for layer in low for product in layer.products for weight in product.weights.weights)
+    def low_precision_weights(self, backend: Backend | None) -> int:
+        """How many weights are multiplied in low precision where `backend` computes."""
+        low = [product for product in self.products if backend in product.computed_low_by]
+        return sum(weight.numel() for product in low for weight in product.weights.weights)
 
     @property
     def stacks(self) -> list[list[nn.Parameter]]:
@@ -232,10 +242,12 @@ class Documents:
 class FusedLayer:
     """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
 
-    def __init__(self, layer: nn.Module, name: str, arithmetic: Arithmetic, *, low_precision: bool) -> None:
-        """`layer`, called `name` in its model, in low precision or else in the context's compute dtype."""
+    def __init__(
+        self, layer: nn.Module, name: str, arithmetic: Arithmetic, *, low_precision: Mapping[Backend, Collection[str]]
+    ) -> None:
+        """`layer`, called `name` in its model. `low_precision`: by each backend that may compute it, which of its linears are in
+        low precision; the others are in the context's compute dtype."""
         self.parts = parts = parts_of(layer)
-        self.low_precision = low_precision
         self._arithmetic = arithmetic
         self.unfused = layer.forward
 
@@ -244,12 +256,14 @@ class FusedLayer:
             weights.lay_together()
             members = tuple(f"{name}.{member}" for member in linears)
             stacked = members[0] if len(members) == 1 else f"{name}.{joined}"
-            return arithmetic.product(stacked, members, weights, low_precision=low_precision)
+            backends = [backend for backend, low in low_precision.items() if members[0] in low]  # of one stack all are, or none
+            return arithmetic.product(stacked, members, weights, low_precision=backends)
 
         self.qkv = make(parts.qkv, "self_attn.qkv_proj")
         self.output = make(parts.output, "")
         self.below = make(parts.below, "mlp.gate_up_proj")
         self.above = make(parts.above, "")
+        self.above.reads_from = self.below
 
     @property
     def products(self) -> tuple[StackedProduct, ...]:

@@ -28,6 +28,7 @@ from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmet
 from pretrain.model.fused.norm import rms_norm
 from pretrain.model.fused.rotary import has_kernel, rotate_backward
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.linear import Backend
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.transformer_engine import split_accumulator
 
@@ -36,11 +37,22 @@ _WEIGHT = "weight"  # the quantized copy's place in its holder, which the backen
 
 
 class TEStackedProduct(StackedProduct):
-    holder: nn.Module | None = None  # the te.Linear that has the quantizers, None in BF16
+    holder: nn.Module | None = None  # the te.Linear that has the quantizers of the backend that computes now, None in BF16
     low_precision = False  # of the forward under way, and of its backward
 
+    def __init__(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, arithmetic: Arithmetic, low_by: Sequence[Backend]
+    ) -> None:
+        super().__init__(name, members, weights, arithmetic)
+        self.computed_low_by = tuple(low_by)
+        self._holders = {
+            backend: backend.product(name, weights.in_features, weights.out_features, bias=False).linear for backend in low_by
+        }
+
     def begin(self, x: Tensor) -> None:
-        self.low_precision = self.holder is not None and self._arithmetic.context.low_precision
+        context = self._arithmetic.context
+        self.holder = self._holders.get(context.backend)
+        self.low_precision = self.holder is not None and context.low_precision
         if self.low_precision:
             self.holder.prepare_forward(x)
             forward, backward = (self.holder.quantizers[key] for key in ("scaling_fwd", "scaling_bwd"))
@@ -157,11 +169,10 @@ class TEStackedProduct(StackedProduct):
 class TransformerEngineArithmetic(Arithmetic):
     """BF16 activations; products in BF16 or in the precision of the context's backend."""
 
-    def product(self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool) -> TEStackedProduct:
-        product = TEStackedProduct(name, members, weights, self)
-        if low_precision:
-            product.holder = self.context.backend.product(name, weights.in_features, weights.out_features, bias=False).linear
-        return product
+    def product(
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
+    ) -> TEStackedProduct:
+        return TEStackedProduct(name, members, weights, self, low_precision)
 
     def norm(
         self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
@@ -194,7 +205,8 @@ class TransformerEngineArithmetic(Arithmetic):
         if kind == "swiglu":
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
-            return swiglu(hidden, product.input_quantizer(columnwise=True))
+            again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
+            return swiglu(hidden, product.input_quantizer(columnwise=True), made_again=again)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 

@@ -25,7 +25,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class LossHead(nn.Linear):
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         # Evaluation, outside of a low-precision forward, multiplies as every other head does.
-        low_precision = self.low_precision if self.low_precision and self.low_precision.context.low_precision else None
+        low_precision = self.low_now if self.low_now and self.low_now.context.low_precision else None
         hidden, labels = hidden.flatten(0, -2), labels.flatten()
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
@@ -118,6 +118,11 @@ class LossHead(nn.Linear):
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
+    @property
+    def low_now(self) -> LowPrecisionHead | None:
+        """Its products in the precision whose turn it is; None where that leaves the head in BF16."""
+        return self.low_precision if self.low_precision is not None and self.low_precision.is_low else None
+
     def take_parts(self) -> Tensor | None:
         """The sums of cross-entropies and of penalties (not multiplied by their weight) since this was last called, FP32 [2].
         None where there was no forward, or there is no penalty."""
@@ -135,9 +140,9 @@ class LossHead(nn.Linear):
             return {"kind": "reference", "softmax": "fp32", "logits": "all at once", **penalised}
         softmax = "Triton kernel" if self.weight.is_cuda and not penalty else "torch"
         summed = "each chunk's product added"
-        if self.low_precision is not None and self.low_precision.supports_fused_loss and not penalty:
+        if self.low_now is not None and self.low_now.supports_fused_loss and not penalty:
             softmax, summed = "Triton kernels that write the gradient as fp8 operands", "summed by the fp8 products"
-        elif self.low_precision is None and self.weight.is_cuda and products_sum_in_fp32():
+        elif self.low_now is None and self.weight.is_cuda and products_sum_in_fp32():
             summed = "summed by the products"
         return {
             "kind": "chunked",
@@ -192,13 +197,22 @@ def cut_cross_entropy_options() -> dict[str, bool]:
 # ── The head in low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
 class LowPrecisionHead:
     """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
 
-    name: str
-    product: LinearProduct
-    context: PrecisionContext
+    def __init__(self, name: str, product: LinearProduct, context: PrecisionContext) -> None:
+        """`product`: of the context's present backend."""
+        self.name, self.context = name, context
+        self.products = {context.backend: product}
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the backend whose turn it is computes the head."""
+        return self.context.backend in self.products
+
+    @property
+    def product(self) -> LinearProduct:
+        return self.products[self.context.backend]
 
     @property
     def supports_fused_loss(self) -> bool:

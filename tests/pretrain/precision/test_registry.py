@@ -43,12 +43,12 @@ def test_every_quantized_precision_has_an_accelerate_configuration_that_states_i
     written = [yaml.safe_load(path.read_text()).get("fp8_config", {}) for path in ROOT.glob("accelerate_configs/*.yaml")]
     (ours,) = [fp8_config for fp8_config in written if fp8_config.get("recipe") == name]
     backend = "TE" if PRECISIONS[name].te_available else "emulation"
-    expected = LowPrecisionSettings(backend=backend).resolved(name).model_dump()
+    expected = LowPrecisionSettings(backend=backend).resolved(name).model_dump(mode="json")
     assert {key: ours.get(key) for key in expected} == expected
 
 
 def test_a_key_of_fp8_config_belongs_to_all_precisions_or_is_taken_by_one() -> None:
-    general = {"backend", "scope", "on_unsupported", "keep_bf16_layers", "use_autocast_during_eval"}
+    general = {"backend", "scope", "on_unsupported", "keep_bf16_layers", "keep_bf16", "use_autocast_during_eval"}
     assert set(LowPrecisionSettings.model_fields) == general | set(OPTIONS)
 
 

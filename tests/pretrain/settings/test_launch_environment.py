@@ -99,6 +99,7 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "scope": "linear+head",
         "on_unsupported": "emulate",
         "keep_bf16_layers": {"first": 1, "last": 2},
+        "keep_bf16": ("layers.0.*", "down_proj"),
         "use_autocast_during_eval": True,
         "disable_rht": True,
         "disable_stochastic_rounding": False,

@@ -133,7 +133,7 @@ def build_run(
     if fused:
         arithmetic, why_not = choose_arithmetic("on", active, device.type, context)
         assert arithmetic is not None, why_not
-        packed.fused = fuse(inside, decisions, arithmetic)
+        packed.fused = fuse(inside, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(packed, settings, cast_to=compute if compute != weights else None, compile_layers=False)
     prepared, optimizer = packed.train(), build_optimizer(packed, OptimizerSettings(), exact=False)

@@ -148,7 +148,7 @@ def test_a_backward_in_bf16_is_found(converted: Callable[..., Converted]) -> Non
         plain = F.linear(x, weight)
         return plain + (quantize(x, weight, bias, first_microbatch=first_microbatch) - plain).detach()
 
-    module.product = forward_only
+    module.products[trained.context.backend] = forward_only
     message = trained.refusal()
     assert "1 of 15" in message and "layers.0.mlp.down_proj (dgrad not run, wgrad not run, a product of its own" in message
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -39,10 +40,12 @@ class AnyPrecision(Arithmetic):
         self.asked: dict[str, bool] = {}
 
     def product(
-        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: bool = False
+        self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Any] = ()
     ) -> StackedProduct:
-        self.asked |= dict.fromkeys(members, low_precision)
-        return super().product(name, members, weights)
+        self.asked |= dict.fromkeys(members, bool(low_precision))
+        product = super().product(name, members, weights)
+        product.computed_low_by = tuple(low_precision)
+        return product
 
 
 def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision]:
@@ -53,28 +56,33 @@ def decided(hf: nn.Module, reasons: dict[str, str | None]) -> dict[str, Decision
 
 
 @pytest.mark.parametrize(
-    ("reasons", "low_precision", "said"),
+    ("reasons", "fused_layers", "said"),
     [
-        ({}, {0: True, 1: True}, "2 of 2 layers"),
-        ({"lm_head": "scope linear leaves the LM head out"}, {0: True, 1: True}, "2 of 2 layers"),
-        ({"layers.1.": "keep_bf16_layers"}, {0: True, 1: False}, "2 of 2 layers"),
-        ({"layers.0.mlp.down_proj": "odd"}, {1: True}, "1 of 2 layers; 1 not: its linears compute in different precisions"),
-        ({"layers.0.mlp": "odd", "layers.0.": "odder"}, {0: False, 1: True}, "2 of 2 layers"),
+        ({}, {0, 1}, "2 of 2 layers"),
+        ({"lm_head": "scope linear leaves the LM head out"}, {0, 1}, "2 of 2 layers"),
+        ({"layers.1.": "keep_bf16_layers"}, {0, 1}, "2 of 2 layers"),
+        ({"layers.0.mlp.down_proj": "keep_bf16: down_proj", "o_proj": "keep_bf16: o_proj"}, {0, 1}, "2 of 2 layers"),
+        ({"layers.0.mlp": "odd", "layers.0.": "odder"}, {0, 1}, "2 of 2 layers"),
+        (
+            {"layers.0.mlp.up_proj": "odd"},
+            {1},
+            "1 of 2 layers; 1 not: gate_proj, up_proj are one product when fused, and would compute in different precisions",
+        ),
     ],
 )
-def test_a_layer_is_fused_in_low_precision_in_bf16_or_not_at_all(
-    reasons: dict[str, str | None], low_precision: dict[int, bool], said: str
+def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
+    reasons: dict[str, str | None], fused_layers: set[int], said: str
 ) -> None:
     hf, arithmetic = build(ARCHITECTURES["llama"]), AnyPrecision()
     decisions = decided(hf, reasons)
-    fused = fuse(decoder_layers(hf), decisions, arithmetic)
-    assert {int(name.rpartition(".")[2]): layer.low_precision for name, layer in fused.layers.items()} == low_precision
+    fused = fuse(decoder_layers(hf), {"delayed": decisions}, arithmetic)
+    assert {int(name.rpartition(".")[2]) for name in fused.layers} == fused_layers
     assert fused.describe() == said
     assert fused.members.keys() == arithmetic.asked.keys()
     for member, asked in arithmetic.asked.items():
         assert asked == (decisions[member].reason is None), member
     low = sum(hf.get_submodule(member).weight.numel() for member, asked in arithmetic.asked.items() if asked)
-    assert fused.low_precision_weights == low
+    assert fused.low_precision_weights("delayed") == low and fused.low_precision_weights(None) == 0
 
 
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

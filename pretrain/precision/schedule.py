@@ -1,0 +1,131 @@
+"""`precision` as a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run.
+
+`until` is a share of the run's steps, or the number of the last step of its phase. When a run switches follows from the settings
+and the horizon alone, so a checkpoint holds nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Tag, model_validator
+
+from foundation.errors import InputError
+from foundation.settings import Settings
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import PrecisionName
+
+
+def _share_or_step(value: Any) -> Any:
+    wanted = f"{value!r} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more"
+    try:
+        number = float(value.replace("_", "")) if isinstance(value, str) else value
+    except ValueError:
+        raise ValueError(wanted) from None
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ValueError(wanted)
+    if 0 < number < 1:
+        return number
+    if number < 2 or number != number // 1:
+        raise ValueError(wanted)
+    return int(number)
+
+
+class PrecisionPhase(Settings):
+    """A part of a run in one precision."""
+
+    # A share of all steps, or the number of a step, with which the phase ends; the last one goes on to the end.
+    until: Annotated[float | int, BeforeValidator(_share_or_step)] | None = None
+    use: PrecisionName  # what its products compute in
+
+    @model_validator(mode="before")
+    @classmethod
+    def _colons_need_no_blank(cls, values: Any) -> Any:
+        """`{until:0.8,use:nvfp4}`, as one types it on a command line, is to YAML a mapping of two keys without values."""
+        if not isinstance(values, Mapping | cls):
+            raise ValueError(f"{values!r} is no phase; write it as {{until: 0.8, use: nvfp4}}, the last one as {{use: bf16}}")
+        if isinstance(values, cls):
+            return values
+        pairs = [
+            (*key.split(":", 1),) if isinstance(key, str) and ":" in key and value is None else (key, value)
+            for key, value in values.items()
+        ]
+        return dict(pairs)
+
+
+def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
+    if len(phases) < 2:
+        only = f"; write `precision: {phases[0].use}`" if phases else ""
+        raise ValueError(f"a schedule has two phases or more{only}")
+    *before, last = phases
+    if last.until is not None:
+        raise ValueError(f"the last phase goes on to the end; leave its `until: {last.until}` out, or add what comes after it")
+    if missing := [number for number, phase in enumerate(before, 1) if phase.until is None]:
+        raise ValueError(f"phase {missing[0]} of {len(phases)} has no `until`, and only the last one goes on to the end")
+    for kind in (int, float):
+        for one, other in pairwise(phase.until for phase in before if isinstance(phase.until, kind)):
+            if other <= one:
+                raise ValueError(f"`until: {other}` stands after `until: {one}`; phases follow each other")
+    for one, other in pairwise(phases):
+        if one.use == other.use:
+            raise ValueError(f"two phases in a row use {one.use}; make them one")
+        if PRECISIONS[one.use].compute_dtype != PRECISIONS[other.use].compute_dtype:
+            raise ValueError(
+                f"{one.use} and {other.use} cannot be phases of one run: activations and copies of weights keep one dtype, and "
+                "theirs differ; train a second run from the first one's `final/`"
+            )
+    return phases
+
+
+PrecisionSchedule = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_in_order)]
+# A precision's name, or a schedule. Told apart by their form, so that a mistake in one is not explained as if it were the other.
+PrecisionSetting = Annotated[
+    Annotated[PrecisionName, Tag("name")] | Annotated[PrecisionSchedule, Tag("schedule")],
+    Discriminator(lambda value: "schedule" if isinstance(value, list | tuple) else "name"),
+]
+
+
+def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
+    """(`until`, precision) of each phase of a `precision`, from a recipe or as a run's config.yaml has it: one phase for a name,
+    none for None or what is no schedule."""
+    if isinstance(setting, str):
+        return [(None, setting)]
+    listed = setting if isinstance(setting, list | tuple) else ()
+    phases = [each.model_dump() if isinstance(each, PrecisionPhase) else each for each in listed]
+    return [(each.get("until"), str(each["use"])) for each in phases if isinstance(each, Mapping) and "use" in each]
+
+
+def label(setting: Any) -> str | None:
+    """What a `precision` is called: its name, or "nvfp4 to 80 %, then bf16"; None where none is named."""
+    *before, last = [*phases_of(setting)] or [(None, None)]
+    return ", then ".join([*(f"{name} to {_when(until)}" for until, name in before), str(last[1])]) if last[1] else None
+
+
+def in_a_path(setting: Any) -> str | None:
+    """The same for a folder's name: `nvfp4-to-0.8-then-bf16`."""
+    *before, last = [*phases_of(setting)] or [(None, None)]
+    return "-then-".join([*(f"{name}-to-{until}" for until, name in before), str(last[1])]) if last[1] else None
+
+
+def is_quantized(setting: Any) -> bool:
+    """Whether any phase computes in low precision; names that no precision has do not."""
+    return any(name in PRECISIONS and PRECISIONS[name].quantized for _, name in phases_of(setting))
+
+
+def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
+    """The last step of each phase in a run of `steps`; shares are rounded to whole steps, as the learning rate's decay is.
+    InputError where a phase would have no step."""
+    ends = [steps if until is None else round(until * steps) if isinstance(until, float) else until for until in untils]
+    for number, (before, end) in enumerate(pairwise([0, *ends]), 1):
+        if not before < end or (number < len(ends) and end >= steps):
+            raise InputError(
+                f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with step {end:,} and the one before "
+                f"it with step {before:,}; every phase needs a step: change `until`, or train longer (`train`)"
+            )
+    return ends
+
+
+def _when(until: float | int | None) -> str:
+    return f"{100 * until:g} %" if isinstance(until, float) else f"step {until}"

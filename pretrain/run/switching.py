@@ -1,0 +1,56 @@
+"""Going over from one precision to the next between two steps, where `precision` is a schedule.
+
+When that is follows from the settings alone. A run that is resumed at that step does again what the unbroken run did there, and
+at any later one it finds the histories in its checkpoint. So both have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.precision.settings import ActivePrecision
+from pretrain.run.assembly import Run
+from pretrain.run.resume import precision_to_come
+from pretrain.verify.audit import in_short
+
+
+def follow_the_schedule(run: Run) -> None:
+    """Between two steps, before random numbers are drawn for the next: go over to its precision, if it is the first of a phase.
+    Collective."""
+    step, timetable = run.state.step, run.job.plan.timetable
+    if step == 0 or step not in timetable:
+        return
+    begin(run, timetable[step], run.assembly.active.precision.name)
+
+
+def go_on_as_scheduled(run: Run, record: Mapping[str, Any]) -> None:
+    """After a checkpoint with this `record` was read: the precision of the step that it was saved after. What begins now, the
+    next step begins. Where the checkpoint's own schedule has another precision for it, the histories are none that could be gone
+    on with, and this one begins here."""
+    saved, coming = precision_to_come(record), run.job.plan.active_after(run.state.step)
+    if run.job.plan.phases:
+        active = run.job.plan.active_after(max(run.state.step - 1, 0))
+        run.assembly.use(active)
+        look_after(run, active, first_step=1)
+    if saved not in (None, coming.precision.name):
+        begin(run, coming, saved)
+
+
+def begin(run: Run, active: ActivePrecision, before: str) -> None:
+    """Go over to `active` here, and say so; `before`: the precision's name so far."""
+    with run.watch.busy("changing the precision"), run.waited.on("checks", "looking at what runs"):
+        run.assembly.begin(active, run.job, run.accelerator)
+    look_after(run, active, first_step=run.state.step + 1)
+    products, step = in_short(run.assembly.audit)["products"], run.state.step
+    run.console.notice(f"precision after step {step}: {before}, then {active.precision.name}, audited anew: {products}")
+
+
+def look_after(run: Run, active: ActivePrecision, first_step: int) -> None:
+    """Let all that knows the precision of a step know that it is `active` now; `first_step`: the one whose operands are measured
+    in any case."""
+    run.job = run.job.in_precision(active)
+    run.health.precision_remedy = run.job.precision_remedy
+    run.recorder.low_precision = run.assembly.low_precision_products(run.job.plan.devices.name)
+    if run.precision_watch:
+        run.precision_watch.go_over_to(active, first_step)

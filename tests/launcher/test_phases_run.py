@@ -1,0 +1,97 @@
+"""A run whose precision is a schedule: the steps before the switch are the plain run's, those after it resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pretrain.metrics.run_record import read_run
+from tests.conftest import Finished
+
+SWITCH = 3  # steps before it
+
+
+@pytest.fixture
+def phase_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
+    changes = {"train": {"steps": 5}, "evaluate": {}, "checkpoint": {"every": 1, "keep": 9}, "weights": "bf16_exact"}
+    return small_recipe | changes | {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}}
+
+
+@pytest.fixture
+def started(start_here: Callable[..., Finished], phase_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+    def start(folder: str, *arguments: str) -> Finished:
+        run = start_here(phase_recipe, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+        assert run.status == 0, run.output
+        return run
+
+    return start
+
+
+def saved(run: Finished, step: int) -> dict[str, torch.Tensor]:
+    files = sorted((run.run_dir / "checkpoints" / f"step-{step:08}").glob("*.safetensors"))
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "before", "after", "resumed"),
+    [
+        ("[{until:0.6,use:delayed},{use:bf16}]", "delayed", "bf16", (2, 3, 4)),
+        ("[{until: 3, use: bf16}, {use: delayed}]", "bf16", "delayed", (4,)),
+        ("[{until: 3, use: mxfp8}, {use: delayed}]", "mxfp8", "delayed", (3,)),
+    ],
+)
+def test_a_schedule_switches_once_and_resumes_before_at_and_after_the_switch(
+    schedule: str, before: str, after: str, resumed: tuple[int, ...], started: Callable[..., Finished]
+) -> None:
+    plain, whole = started("plain", f"precision={before}", "train.steps=3"), started("whole", f"precision={schedule}")
+    ours, theirs = saved(whole, SWITCH), saved(plain, SWITCH)
+    alone = {name for name in ours if name not in theirs and name.startswith("fp8/")}  # of the phase to come
+    assert whole.losses()[:SWITCH] == plain.losses()
+    assert ours.keys() - alone == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+    steps = [step["precision"] for step in whole.records() if "loss" in step]
+    assert steps == [before] * SWITCH + [after] * (5 - SWITCH)
+    assert whole.out.count(f"precision after step 3: {before}, then {after}, audited anew: ") == 1
+    audit = json.loads((whole.run_dir / "audit.json").read_text())
+    assert audit["phases"] == {"1": before, "4": after} and audit["effective"] == after
+    for name, found in audit["precisions"].items():
+        assert {each["effective"] for each in found["products"]} - {"bf16"} == {name} - {"bf16"}
+        assert found.get("confirmed_in_step") == (None if name == "bf16" else 1 if name == before else SWITCH + 1)
+
+    end = saved(whole, 5)
+    for step in resumed:
+        checkpoint = whole.run_dir / "checkpoints" / f"step-{step:08}"
+        again = started(f"again-{step}", f"precision={schedule}", "--resume", str(checkpoint))
+        assert again.losses() == whole.losses()[step:]
+        last = saved(again, 5)
+        assert last.keys() == end.keys() and all(torch.equal(last[name], end[name]) for name in end)
+
+
+def test_a_run_with_a_schedule_is_named_and_read_by_it(started: Callable[..., Finished], tmp_path: Path) -> None:
+    started(
+        "runs/{name}-{precision}", "precision=[{until:4,use:nvfp4},{use:bf16}]", "fp8_config.keep_bf16=[layers.0.*, down_proj]"
+    )
+    record = read_run(tmp_path / "runs" / "small-nvfp4-to-4-then-bf16")
+    assert record.precision == "nvfp4 to step 4, then bf16" and record.emulated
+    products = record.audit["precisions"]["nvfp4"]["products"]
+    kept = [each for each in products if (each["reason"] or "").startswith("keep_bf16: ")]
+    assert len(kept) == 8 and {each["effective"] for each in kept} == {"bf16"}
+
+
+def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(started: Callable[..., Finished]) -> None:
+    """With histories of the weights as they are: those of the phase before were forgotten at the switch."""
+    schedule = "precision=[{until:0.6,use:delayed},{use:bf16}]"
+    started("run", schedule)
+    longer = started("run", schedule, "train.steps=10", "--accept-changes")
+    said = "WARNING  after step 5 the checkpoint's `precision` was to be bf16; by the present schedule it is delayed, "
+    assert said in longer.out
+    assert longer.out.count("precision after step 5: bf16, then delayed, audited anew: ") == 1
+    assert longer.out.count("precision after step 6: delayed, then bf16, audited anew: ") == 1
+    steps = [step["precision"] for step in longer.records() if "loss" in step]
+    assert steps == ["delayed"] * 3 + ["bf16"] * 2 + ["delayed"] + ["bf16"] * 4

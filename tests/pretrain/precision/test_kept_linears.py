@@ -1,0 +1,99 @@
+"""`fp8_config.keep_bf16`: which linears its patterns mean, and patterns that mean none or all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from foundation.errors import InputError
+from pretrain.model import huggingface as model
+from pretrain.plan.memory import layers_of
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import check_kept, decide, is_called, low_precision_linears
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import ModelSettings, Recipe
+
+QWEN3 = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "vocab_size": 256}
+QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+
+
+@pytest.fixture(scope="module")
+def hf() -> PreTrainedModel:
+    return model.build_on_meta(model.load_config(ModelSettings(config=QWEN3)), False)
+
+
+def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> ActivePrecision:
+    settings = LowPrecisionSettings(keep_bf16=patterns, **fp8_config).resolved(precision)
+    backend = "transformer_engine" if PRECISIONS[precision].quantized else "torch"
+    return ActivePrecision(precision, PRECISIONS[precision], backend, settings)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "meant"),
+    [
+        ("layers.1.*", {"model.layers.1.mlp.down_proj"}),
+        ("model.layers.1.*", {"model.layers.1.mlp.down_proj"}),
+        ("down_proj", {"model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj"}),
+        ("*.down_proj", {"model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj"}),
+        ("*", {"model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj", "lm_head"}),
+        ("layers.1?.*", {"model.layers.11.mlp.down_proj"}),
+        ("layers.[1].*", {"model.layers.1.mlp.down_proj"}),
+        ("lm_head", {"lm_head"}),
+        ("own_proj", set()),
+        ("Down_Proj", set()),
+        ("", set()),
+    ],
+)
+def test_a_pattern_is_held_against_each_end_after_a_dot(pattern: str, meant: set[str]) -> None:
+    names = ("model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj", "lm_head")
+    assert {name for name in names if is_called(name, pattern)} == meant
+
+
+def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
+    layers = list(model.decoder_layers(hf).values())
+    asked = active("down_proj", "layers.0.*", scope="linear+head", keep_bf16_layers={"last": 1})
+    decisions = decide(hf, layers, asked)
+    reasons = {name.removeprefix("model.layers."): each.reason for name, each in decisions.items() if each.reason}
+    assert len(reasons) == 7 + 7 + 10  # two whole layers, and down_proj of the others
+    assert reasons["0.mlp.down_proj"] == reasons["5.mlp.down_proj"] == "keep_bf16: down_proj"
+    assert reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*" and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
+    assert {decisions[name].requested for name in low_precision_linears(hf, layers, asked)} == {"delayed"}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "said"),
+    [
+        (["layers.12.*"], "'layers.12.*' matches no linear of Qwen3ForCausalLM; near it are layers."),
+        (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM; near it are down_proj"),
+        (["zzz"], "'zzz' matches no linear of Qwen3ForCausalLM; near it are model.layers.0.self_attn.q_proj"),
+        (["layers.*"], "leaves no linear of Qwen3ForCausalLM to `precision: delayed`; keep fewer, or set `precision: bf16`"),
+    ],
+)
+def test_patterns_that_mean_nothing_or_all_are_refused(hf: PreTrainedModel, patterns: list[str], said: str) -> None:
+    layers = list(model.decoder_layers(hf).values())
+    with pytest.raises(InputError) as refused:
+        check_kept(hf, layers, active(*patterns))
+    assert said in str(refused.value) and "`fp8_config.keep_bf16" in str(refused.value)
+    check_kept(hf, layers, active(*patterns, precision="bf16"))  # where nothing is quantized the key says nothing
+    check_kept(hf, layers, active("down_proj"))
+
+
+def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens keep `down_proj`'s operand in neither: it is made again. Weights are 128 x 256."""
+    from pretrain.model.fused import layers as choice
+
+    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
+    values = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": 128}, "train": {"steps": 1}}
+    recipe = Recipe.model_validate(values)
+
+    def of(asked: ActivePrecision) -> Any:
+        return layers_of(hf, recipe, asked, "cuda", "packed_cudnn")[0]
+
+    low, mixed, bf16 = of(active()), of(active("down_proj")), of(active(precision="bf16"))
+    assert low.fused and mixed.fused
+    assert low.quantized_weights - mixed.quantized_weights == 2 * 128 * 256 and mixed.working_copies == 2 * 128 * 256
+    assert low.kept == mixed.kept < bf16.kept
+    assert of(active("o_proj")).kept == low.kept - 128, "the attention's output serves the product as it is"
+    assert not of(active("q_proj")).fused

@@ -1,0 +1,119 @@
+"""`precision` as a schedule: what it may be, what it is called, and at which steps it switches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from pretrain.precision.schedule import in_a_path, is_quantized, label, last_steps, phases_of
+from pretrain.settings.config import load_recipe, resolved, run_dir_of
+from pretrain.settings.launch_environment import with_precision
+from pretrain.settings.recipe import Recipe
+
+MINIMAL = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": 32}, "train": {"steps": 100}}
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> Any:
+    """A recipe with these overrides, as a command line gives them."""
+    path = tmp_path / "r.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return lambda *overrides: load_recipe(path, overrides)
+
+
+@pytest.mark.parametrize("text", ["[{until:0.8,use:nvfp4},{use:bf16}]", "[{until: 0.8, use: nvfp4}, {use: bf16, until: null}]"])
+def test_a_command_line_needs_no_blanks_after_colons(loaded: Any, text: str) -> None:
+    recipe = loaded(f"precision={text}")
+    assert phases_of(recipe.precision) == [(0.8, "nvfp4"), (None, "bf16")]
+    assert phases_of(resolved(recipe)["precision"]) == phases_of(recipe.precision)
+    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == "nvfp4 to 80 %, then bf16"
+    assert run_dir_of(recipe) == Path("runs/r-nvfp4-to-0.8-then-bf16-fp32")
+    assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
+
+
+@pytest.mark.parametrize("setting", [5, {"use": "bf16"}, [], [5, "bf16"], [{"until": 3}], None])
+def test_what_a_foreign_file_may_hold_has_no_label(setting: Any) -> None:
+    assert label(setting) is None and in_a_path(setting) is None and not is_quantized(setting)
+    assert label([{"use": "nvfp4"}, {"use": "bf16"}]) == "nvfp4 to step None, then bf16"
+
+
+def test_names_are_what_they_were(loaded: Any) -> None:
+    for name, value in (("delayed", "delayed"), ("null", None)):
+        recipe = loaded(f"precision={name}")
+        assert recipe.precision == value == label(recipe.precision) == in_a_path(recipe.precision)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[{until:0.8,use:nvfp5},{use:bf16}]", "`precision.0.use`: unknown precision 'nvfp5'; did you mean 'nvfp4'?"),
+        ("[{until:1.5,use:nvfp4},{use:bf16}]", "`precision.0.until`: '1.5' is neither a share of the steps"),
+        ("[{until:0,use:nvfp4},{use:bf16}]", "`precision.0.until`: '0' is neither a share"),
+        ("[{until:true,use:nvfp4},{use:bf16}]", "`precision.0.until`: 'true' is neither a share"),
+        ("[{until:half,use:nvfp4},{use:bf16}]", "`precision.0.until`: 'half' is neither a share"),
+        ("[{until:0.5,use:nvfp4}]", "`precision`: a schedule has two phases or more; write `precision: nvfp4`"),
+        ("[]", "`precision`: a schedule has two phases or more"),
+        ("[{until:0.5,use:nvfp4},{until:0.9,use:bf16}]", "the last phase goes on to the end; leave its `until: 0.9` out"),
+        ("[{use:nvfp4},{use:bf16}]", "phase 1 of 2 has no `until`"),
+        ("[{until:0.5,use:nvfp4},{until:0.4,use:mxfp8},{use:bf16}]", "`until: 0.4` stands after `until: 0.5`"),
+        ("[{until:0.5,use:bf16},{use:bf16}]", "two phases in a row use bf16"),
+        ("[{until:0.5,use:fp32},{use:bf16}]", "fp32 and bf16 cannot be phases of one run"),
+        ("[{until:0.5,using:nvfp4},{use:bf16}]", "unknown key `precision.0.using`"),
+        ("[nvfp4,bf16]", "`precision.0`: 'nvfp4' is no phase; write it as {until: 0.8, use: nvfp4}"),
+        ("nvfp5", "`precision`: unknown precision 'nvfp5'; did you mean 'nvfp4'?"),
+        ("{use: bf16}", "`precision`: unknown precision '{use: bf16}'; known: "),
+    ],
+)
+def test_a_wrong_schedule_is_one_message(loaded: Any, text: str, said: str) -> None:
+    with pytest.raises(InputError) as refused:
+        loaded(f"precision={text}")
+    assert said in str(refused.value)
+    assert text.startswith("[nvfp4") or "using" in text or "\n" not in str(refused.value), "one mistake, one line"
+
+
+@given(st.integers(2, 5000), st.floats(0.01, 0.99))
+def test_a_share_ends_where_the_decay_of_the_rest_begins(steps: int, share: float) -> None:
+    end = round(share * steps)
+    if not 0 < end < steps:
+        with pytest.raises(InputError, match="every phase needs a step"):
+            last_steps([share, None], steps)
+        return
+    assert last_steps([share, None], steps) == [end, steps]
+    assert last_steps([0.8, None], 2776) == [2221, 2776], "where 20 % of decay begin"
+
+
+def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
+    assert last_steps([], 10) == []
+    assert last_steps([0.2, 50, None], 100) == [20, 50, 100]
+    for untils in ([0.8, 50, None], [100, None], [0.001, None]):
+        with pytest.raises(InputError, match=r"`precision`: of 100 steps, phase \d of \d would end"):
+            last_steps(untils, 100)
+
+
+# ── Its options ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def decided(precision: list[dict[str, Any]], environment: dict[str, str] | None = None, **fp8_config: Any) -> Recipe:
+    recipe = Recipe.model_validate(MINIMAL | {"precision": precision, "fp8_config": fp8_config})
+    return with_precision(recipe, environment or {})
+
+
+def test_the_one_low_precision_of_a_schedule_has_its_options_and_those_of_its_file() -> None:
+    file = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "delayed", "ACCELERATE_FP8_MARGIN": "2"}
+    recipe = decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(file), amax_history_len=4)
+    assert (recipe.fp8_config.margin, recipe.fp8_config.amax_history_len, recipe.fp8_config.fp8_format) == (2, 4, "HYBRID")
+    other = decided([{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(file), amax_history_len=4)
+    assert (other.fp8_config.margin, other.fp8_config.amax_history_len, other.fp8_config.fp8_format) == (None, 4, None)
+
+
+def test_an_option_that_no_phase_takes_is_refused_and_so_is_a_value_that_one_does_not() -> None:
+    with pytest.raises(InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"):
+        decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)
+    with pytest.raises(InputError, match=r"fp8_format: HYBRID.* and `precision: block`"):
+        decided([{"until": 0.5, "use": "delayed"}, {"use": "block"}], fp8_format="HYBRID")
