@@ -176,7 +176,8 @@ def build(
     arguments: argparse.Namespace,
 ) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
+    disks = find_disks(folder.path, folder.take)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
@@ -416,6 +417,8 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
         save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
     evaluate_once(run)
+    if run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step > run.resumed_step:
+        save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
         finished = read_run(run.folder.path)

@@ -140,9 +140,19 @@ class Plan:
     @property
     def checkpoints_at_once(self) -> int:
         """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
-        settings = self.recipe.checkpoint
+        settings, before_decay = self.recipe.checkpoint, self.before_decay
         written = (self.steps // settings.every if settings.every else 0) + settings.at_end
-        return min(settings.keep + 1, written) + settings.best
+        early = before_decay is not None and settings.every is not None and settings.every <= before_decay
+        return min(settings.keep + 1 + early, written) + settings.best
+
+    @property
+    def before_decay(self) -> int | None:
+        """After which step the rate falls for good, so that the last checkpoint up to there is one to prolong the run from; None
+        where there is no such step, as of a rate that falls all the way."""
+        settings = self.recipe.schedule
+        if not schedule.decay_steps(settings, self.steps):
+            return None
+        return schedule.decay_begins(settings, self.steps, self.tokens_per_step)
 
     @property
     def peak_tflops(self) -> float | None:

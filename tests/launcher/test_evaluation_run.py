@@ -68,6 +68,14 @@ def test_the_best_checkpoint_is_kept_found_again_after_a_kill_and_exported(
     assert main(["export", str(alone.run_dir)]) == 2 and "name OUT" in capsys.readouterr().err
 
 
+def test_a_best_evaluation_at_the_end_has_its_checkpoint_where_no_last_one_is_wanted(train_here: Callable):
+    asked = ("train.steps=4", "evaluate.every=2", "checkpoint.best=true", "checkpoint.every=null", "checkpoint.at_end=false")
+    run = train_here(*asked, "checkpoint.keep=1", "optimizer.learning_rate=0.003")
+    losses = evaluations(run)
+    assert run.status == 0 and losses[4] < losses[2], run.output
+    assert kept(run.run_dir) == [4] and not (run.run_dir / "final").exists()
+
+
 def said_of(finished: Any) -> dict[str, float]:
     """The held-out losses that --eval-only says, by precision."""
     return {name: float(loss) for name, loss in re.findall(r"^  (\w+) +(\d\.\d+)   perplexity", finished.out, re.MULTILINE)}
