@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.cell is not None:
         if not 0 <= options.cell < len(runs):
-            raise InputError(f"command line: --cell {options.cell}: there are {len(runs)} cells, from 0 to {len(runs) - 1}")
+            raise InputError(f"command line: --cell {options.cell}: no such cell; they are counted from 0 to {len(runs) - 1}")
         runs = [runs[options.cell]]
     if options.dry_run:
         for run in runs:

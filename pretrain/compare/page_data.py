@@ -18,7 +18,8 @@ from pretrain.compare.smoothing import window_of
 from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
 
-CURVES = ("loss", "gradient_norm", "learning_rate", "frozen_updates")
+# The page's panels of single curves: their ids there, and the keys of the metrics that they show.
+CURVES = {"loss": "loss", "norm": "gradient_norm", "rate": "learning_rate", "frozen": "frozen_updates"}
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}  # and their titles
 _PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
@@ -73,7 +74,7 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
         "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
         "window": window_of(len(steps)),
-        "curves": {key: numbers_of(values) for key in CURVES if np.isfinite(values := run.curve(key)[1]).any()},
+        "curves": {panel: numbers_of(values) for panel, key in CURVES.items() if np.isfinite(values := run.curve(key)[1]).any()},
         "heldOut": {
             "at": [places.get(record["step"], len(steps) - 1) for record in evaluations],
             "loss": [number(record["held_out_loss"]) for record in evaluations],

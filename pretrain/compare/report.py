@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, memory, percent
+from foundation.units import count, memory, percent, plural
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import (
@@ -273,6 +273,8 @@ def _judge(comparison: RunComparison) -> int:
     for each in comparison.standings:
         if each.not_paired:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
+    for note in comparison.shorter_ends():
+        print(f"gate: {note}")
     failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
@@ -283,11 +285,11 @@ def _judge(comparison: RunComparison) -> int:
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(
             f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {base}, over the last "
-            f"{gap.steps} steps; {comparison.tolerance:g} are allowed"
+            f"{plural(gap.steps, 'step')}; {comparison.tolerance:g} are allowed"
         )
     print(
         f"gate of {comparison.tolerance:g} nats: "
-        + (f"failed by {len(failed)} of {len(comparison.paired)} runs" if failed else "passed")
+        + (f"failed by {len(failed)} of {plural(len(comparison.paired), 'run')}" if failed else "passed")
     )
     return 1 if failed else 0
 

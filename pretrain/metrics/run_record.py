@@ -14,7 +14,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
-from foundation.units import count, duration, memory, percent
+from foundation.units import count, duration, memory, percent, plural
 from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -218,12 +218,15 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
-    rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    rows = {
+        "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"
+    }
     if waited:
         rows["you waited"] = waited
     if "loss_last_50" in figures:
-        averaged = f"the last {LAST_STEPS}" if figures["steps"] > LAST_STEPS else f"all {figures['steps']}"
-        rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of {averaged} steps)"
+        averaged = "the last" if figures["steps"] > LAST_STEPS else "all"
+        said = "one step" if figures["steps"] == 1 else f"mean of {averaged} {min(LAST_STEPS, figures['steps'])} steps"
+        rows["loss"] = f"{figures[f'loss_last_{LAST_STEPS}']:.4f} ({said})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""

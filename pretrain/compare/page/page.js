@@ -162,7 +162,7 @@ function drawEnds() {
     x: [scale.to(value(run))], y: [run.name], mode: "markers", cliponaxis: false,
     marker: { color: run.emulated ? ink("--card") : run.colour, symbol: run.symbol, size: 10, line: { color: run.colour, width: 2 } },
     error_x: { type: "data", symmetric: false, array: [bar(run, 1)], arrayminus: [bar(run, -1)], color: run.colour, thickness: 1.6, width: 4, visible: Boolean(run.half) },
-    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap)}${run.half ? " ± " + run.half.toFixed(4) : ""}, last ${run.gapSteps} steps`) + "<extra></extra>",
+    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap)}${run.half ? " ± " + run.half.toFixed(4) : ""}, last ${run.gapSteps} step${run.gapSteps === 1 ? "" : "s"}`) + "<extra></extra>",
   }));
   const low = Math.min(...order.map((r) => scale.to(value(r)) - bar(r, -1))), high = Math.max(...order.map((r) => scale.to(value(r)) + bar(r, 1)));
   const margin = 0.06 * (high - low) || 0.01;
@@ -181,12 +181,12 @@ const shorten = (text, most) => (text.length > most ? text.slice(0, most - 1) + 
 // ── Curves ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 const PANELS = {
-  loss: { key: "loss", title: "nats a token", height: 360, fall: true },
+  loss: { title: "nats a token", height: 360, fall: true },
   "held-out": { heldOut: true, title: "nats a token", height: 280 },
   minus: { minus: true, title: "nats a token", height: 360 },
-  norm: { key: "gradient_norm", title: "norm", height: 230, log: true },
-  rate: { key: "learning_rate", title: "rate", height: 200, exact: true },
-  frozen: { key: "frozen_updates", title: "share", height: 230, log: true, percent: true },
+  norm: { title: "norm", height: 230, log: true },
+  rate: { title: "rate", height: 200, exact: true },
+  frozen: { title: "share", height: 230, log: true, percent: true },
 };
 const POWERS = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1];
 const UNITS = { steps: "step", tokens: "tokens", hours: "hours in steps" };
@@ -224,7 +224,7 @@ function drawCurve(id) {
       traces.push(lineOf(run, x, run.heldOut.loss, run.heldOut.loss.map((v) => v?.toFixed(4)), { mode: "lines+markers", marker: { symbol: run.symbol, size: 7, color: run.emulated ? ink("--card") : run.colour, line: { color: run.colour, width: 1.5 } } }));
       continue;
     }
-    const raw = panel.minus ? run.minus.loss : run.curves[panel.key];
+    const raw = panel.minus ? run.minus.loss : run.curves[id];
     if (!raw || (panel.minus && run.baseline)) continue;
     const smoothed = state.smooth && !panel.exact ? smooth(raw, panel.minus ? Math.max(run.window, 1) : run.window) : raw;
     if (bands && state.smooth) {

@@ -131,7 +131,7 @@ def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     assert exact.held_out_gap == pytest.approx(0.0002, abs=5e-5) and exact.speed is None
     data = page_data(comparison)
     assert data["axes"] == {"steps": True, "tokens": True, "hours": False}
-    assert "learning_rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
+    assert "rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
 
 
 def test_a_file_that_holds_no_kept_runs_is_refused(tmp_path):
