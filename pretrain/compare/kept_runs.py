@@ -12,7 +12,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from pretrain.metrics.run_record import RunRecord
+from pretrain.metrics.run_record import RunRecord, check_shapes
 
 STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
 
@@ -23,7 +23,13 @@ def read_kept(path: Path) -> list[RunRecord]:
     runs = content.get("runs")
     if not isinstance(runs, dict) or not runs or not all(isinstance(run, dict) and "losses" in run for run in runs.values()):
         raise InputError(f"{path}: holds no runs with losses; name run folders, or a file made by `benchmarks.collect_runs`")
-    return [_record(path, name, run, content) for name, run in runs.items()]
+    try:
+        records = [_record(path, name, run, content) for name, run in runs.items()]
+        for record in records:
+            check_shapes(record, dict.fromkeys(("config", "environment", "audit"), f"{path}: {record.name}"))
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
+    return records
 
 
 def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
@@ -18,7 +19,7 @@ from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
 from pretrain.compare.page_data import heat_maps, page_data, short_name, step_time
 from pretrain.compare.published import read_published
-from pretrain.compare.report import read_runs
+from pretrain.compare.report import read_runs, write
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
@@ -134,10 +135,48 @@ def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     assert "rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
 
 
-def test_a_file_that_holds_no_kept_runs_is_refused(tmp_path):
-    (tmp_path / "x.json").write_text('{"runs": {}}')
-    with pytest.raises(InputError, match=r"x\.json: holds no runs with losses"):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"runs": {}}', "holds no runs with losses"),
+        ('{"runs": {"a": {"losses": [1]}}}', "not as `benchmarks.collect_runs` makes it, at 'settings'"),
+    ],
+)
+def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InputError, match=rf"x\.json: {says}"):
         read_kept(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "says"),
+    [
+        ("audit.json", "products", {"a": 1}, "`products`"),
+        ("audit.json", "products", [3], "`products.0`"),
+        ("audit.json", "products", [{"products": "fp8"}], "`products.0.products`"),
+        ("audit.json", "kernels", "all", "`kernels`"),
+        ("audit.json", "effective", 8, "`effective`"),
+        ("environment.json", "gpus", "H200", "`gpus`"),
+        ("environment.json", "packages", ["torch"], "`packages`"),
+        ("environment.json", "accelerate", None, "`accelerate`"),
+        ("config.yaml", "batch", 4096, "`batch`"),
+        ("config.yaml", "train", {"steps": "many"}, "`train.steps`"),
+        ("config.yaml", "optimizer", [1], "`optimizer`"),
+    ],
+)
+def test_a_file_of_a_run_that_is_shaped_otherwise_is_one_message_with_its_key(file, key, value, says, tmp_path, capsys):
+    path = make_run(tmp_path / "run")
+    content = yaml.safe_load((path / file).read_text()) | {key: value}
+    (path / file).write_text(json.dumps(content))
+    assert main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
+    assert f"error: {path / file}: {says}" in capsys.readouterr().err
+
+
+def test_a_bar_in_the_name_of_a_run_leaves_the_tables_whole(tmp_path):
+    runs = [make_run(tmp_path / name, LONG) for name in ("a", "b|c")]
+    out = write(runs, out=tmp_path / "x.png")
+    table = [line for line in out.splitlines() if line.startswith("|")][:4]
+    assert "b\\|c" in table[-1] and len({line.replace("\\|", "").count("|") for line in table}) == 1
 
 
 def test_published_rows_have_their_mfu_by_one_definition():
