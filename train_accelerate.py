@@ -39,6 +39,7 @@ from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
+from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
@@ -196,6 +197,7 @@ def build(
         world_size=accelerator.num_processes,
         pack_length=recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
+        energy=EnergyMeter.of(accelerator),
     )
     run = Run(
         job=job,

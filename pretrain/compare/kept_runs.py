@@ -19,7 +19,8 @@ STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": 
 
 def read_kept(path: Path) -> list[RunRecord]:
     """The runs of a result file, each as if its folder were still called by its name. InputError for another file."""
-    content = load_object(path, "name run folders, or a file that `python -m benchmarks.collect_runs` has made")
+    remedy = f"name run folders ({path.parent}/*/ are folders alone), or a file that `python -m benchmarks.collect_runs` has made"
+    content = load_object(path, remedy)
     runs = content.get("runs")
     if not isinstance(runs, dict) or not runs or not all(isinstance(run, dict) and "losses" in run for run in runs.values()):
         raise InputError(f"{path}: holds no runs with losses; name run folders, or a file made by `benchmarks.collect_runs`")

@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, memory, percent, plural
+from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import (
@@ -73,13 +73,15 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         "held-out": _figure("held_out_loss", "{:.4f}".format),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": _speed,
-        "MFU": _utilisation("mfu_bf16_peak"),
+        "MFU": _of_hardware("mfu_bf16_peak", percent),
         "memory": _figure("memory_gib", memory),
         "frozen": _figure("frozen_updates", lambda share: f"{share * 100:.2g} %"),
         "data wait": lambda run: UNKNOWN if run.side_by_side else _figure("data_wait_share", percent)(run),
     }
     if any("mfu_recipe_peak" in run.summary for run in runs):
-        columns["MFU, recipe's peak"] = _utilisation("mfu_recipe_peak")
+        columns["MFU, recipe's peak"] = _of_hardware("mfu_recipe_peak", percent)
+    if any("tokens_per_joule" in run.summary for run in runs):
+        columns["tok/J"] = _of_hardware("tokens_per_joule", three_digits)
     return markdown(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
 
 
@@ -303,9 +305,9 @@ def _speed(run: RunRecord) -> str:
     return or_dash(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
 
 
-def _utilisation(key: str) -> Callable[[RunRecord], str]:
-    """Of hardware that computes the precision itself, and that the run had for itself."""
-    return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, percent)(run)
+def _of_hardware(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
+    """A figure of hardware that computes the precision itself, and that the run had for itself."""
+    return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, form)(run)
 
 
 def _four_figures(differences: np.ndarray) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from foundation.errors import InputError
 from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import first_mistake, load_yaml
-from foundation.units import count, duration, memory, percent, plural
+from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -251,8 +251,9 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 def summary(records: Iterable[Record]) -> dict[str, Any]:
     """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
 
-    Losses are nats per token. Medians and `data_wait_share` leave out the run's first two steps. `hours` is the time inside
-    steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak) is absent.
+    Losses are nats per token. Medians, `tokens_per_joule` and `data_wait_share` leave out the run's first two steps. `hours` is
+    the time inside steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak)
+    is absent.
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
@@ -271,6 +272,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         f"loss_last_{LAST_STEPS}": statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
+        **_energy(steady),
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
@@ -281,6 +283,14 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in result.items() if value is not None}
+
+
+def _energy(steps: Sequence[Record]) -> dict[str, float]:
+    """Tokens a joule over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
+    known = [step for step in steps if step.get("joules") is not None and step.get("tokens_per_second") is not None]
+    joules = math.fsum(step["joules"] for step in known)
+    tokens = math.fsum(step["tokens_per_second"] * step["step_ms"] / 1e3 for step in known)
+    return {"tokens_per_joule": tokens / joules} if joules > 0 else {}
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:
@@ -307,6 +317,8 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     waiting = percent(figures["data_wait_share"])
     rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    if "tokens_per_joule" in figures:
+        rows["energy"] = f"{three_digits(figures['tokens_per_joule'])} tokens a joule, of the GPUs alone"
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
