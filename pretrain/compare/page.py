@@ -62,6 +62,7 @@ def render(
         time_parts=any(run["time"] for run in data["runs"]),
         profiled=any(run["time"] and run["time"]["source"] == "profile" for run in data["runs"]),
         memories=any(run["memory"] for run in data["runs"]),
+        memory_parts=any(run["memoryParts"] for run in data["runs"]),
         published=published,
         audits=audits(comparison),
         differences=differences(comparison),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from foundation.reading import parse_json
+from foundation.units import GIB
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
@@ -70,6 +71,7 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "heldOutGap": standing.held_out_gap,
         "memory": run.summary.get("memory_gib"),
         "reserved": number(reserved(run)),
+        "memoryParts": memory_parts(run),
         "steps": numbers,
         "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
         "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
@@ -136,6 +138,31 @@ def reserved(run: RunRecord) -> float | None:
     """GiB: the most that torch had reserved from the driver; None where the metrics do not say."""
     values = run.curve("memory_reserved_gib")[1]
     return float(np.nanmax(values)) if np.isfinite(values).any() else None
+
+
+# The plan's names of what a run holds from step to step, as the audit calls what it has found.
+_HELD = {"parameters": "weights", "remainder bits": "remainders", "optimizer moments": "moments", "gradients": "gradients"}
+REST, PROCESS, UNUSED = "the rest of the peak", "the process, whole", "reserved, not used"
+
+
+def memory_parts(run: RunRecord) -> dict[str, dict[str, float]] | None:
+    """GiB by part, `measured` and `planned`; None where the run recorded no parts.
+
+    Measured are what its tensors hold, the rest of the peak that torch counted (activations, the loss, copies), and what was
+    reserved beyond the peak. On a CPU nothing but the size of the whole process is measured, of which libraries are a part.
+    """
+    recorded, peak, most = run.audit.get("memory"), run.summary.get("memory_gib"), reserved(run)
+    if not recorded or peak is None:
+        return None
+    held = {part: size / GIB for part, size in recorded["held"].items()}
+    measured = {PROCESS: peak}
+    if most is not None:
+        measured = held | {REST: max(peak - sum(held.values()), 0.0), UNUSED: max(most - peak, 0.0)}
+    planned = {_HELD.get(part, part): size / GIB for part, size in recorded["planned"].items()}
+    rounded = {
+        kind: {part: number(gib) for part, gib in parts.items()} for kind, parts in (("measured", measured), ("planned", planned))
+    }
+    return rounded
 
 
 def step_time(run: RunRecord) -> dict[str, Any] | None:

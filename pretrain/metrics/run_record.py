@@ -176,6 +176,15 @@ class RecordedProduct(BaseModel):
     products: dict[str, Any] | None = None
 
 
+class RecordedMemory(BaseModel):
+    """Bytes by part: as the plan had reckoned for so many packs a microbatch, and as tensors lie there from step to step."""
+
+    model_config = ConfigDict(strict=True)
+    microbatch: int
+    planned: dict[str, int]
+    held: dict[str, int]
+
+
 class RecordedAudit(BaseModel):
     """What is read by name of audit.json."""
 
@@ -185,6 +194,7 @@ class RecordedAudit(BaseModel):
     backend: str | None = None
     products: list[RecordedProduct] | None = None
     kernels: list[Any] | None = None
+    memory: RecordedMemory | None = None
 
 
 _SHAPES = {"config": RecordedConfig, "environment": RecordedEnvironment, "audit": RecordedAudit}

@@ -359,19 +359,35 @@ function drawHeat() {
 // ── Time and memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 const PARTS = ["#4C78A8", "#72B7B2", "#EECA3B", "#F58518", "#B279A2", "#9D755D", "#54A24B", "#E45756", "#8CA0B3", "#BAB0AC"];
-function bars(id, rows, traces, unit) {
+function bars(id, names, traces, unit) {
   draw(id, traces, {
-    height: 62 + 26 * rows.length, barmode: "stack", bargap: 0.3,
+    height: 62 + 26 * names.length, barmode: "stack", bargap: 0.3,
     xaxis: axis(unit, { rangemode: "tozero" }),
-    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: rows.map((r) => r.name), ticktext: rows.map((r) => shorten(r.name, narrow() ? 16 : 30)) }),
+    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: names, ticktext: names.map((name) => shorten(name, narrow() ? 18 : 34)) }),
   });
+}
+const nameKey = (id, parts) => { find(id).innerHTML = parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join(""); };
+
+// Two bars a run where its parts are known: what was measured, and pale what was planned.
+function drawMemoryParts(rows) {
+  const kinds = [["measured", 0.95, ""], ["planned", 0.45, ", planned"]];
+  const parts = [...new Set(kinds.flatMap(([kind]) => rows.flatMap((run) => Object.keys(run.memoryParts?.[kind] ?? {}))))];
+  const whole = (run) => run.memoryParts ?? { measured: { "allocated at most": run.memory }, planned: {} };
+  if (rows.some((run) => !run.memoryParts)) parts.push("allocated at most");
+  const lines = rows.flatMap((run) => kinds.map(([kind, opacity, said]) => ({ name: run.name + said, parts: whole(run)[kind], opacity }))).filter((line) => Object.keys(line.parts).length);
+  nameKey("memory-key", parts);
+  bars("memory", lines.map((line) => line.name), parts.map((part, i) => ({
+    type: "bar", orientation: "h", name: part, y: lines.map((line) => line.name), x: lines.map((line) => line.parts[part] ?? 0),
+    marker: { color: PARTS[i % PARTS.length], opacity: lines.map((line) => line.opacity) },
+    hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} GiB<extra></extra>`,
+  })), "GiB");
 }
 function drawCosts() {
   if (find("time")) {
     const rows = data.runs.filter((run) => run.time), parts = [...new Set(rows.flatMap((run) => Object.keys(run.time.parts)))];
     const several = parts.length > 2;
-    find("time-key").innerHTML = several ? parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join("") : "";
-    bars("time", rows, parts.map((part, i) => ({
+    nameKey("time-key", several ? parts : []);
+    bars("time", rows.map((r) => r.name), parts.map((part, i) => ({
       type: "bar", orientation: "h", name: part, y: rows.map((r) => r.name), x: rows.map((r) => r.time.parts[part] ?? 0),
       marker: { color: several ? PARTS[i % PARTS.length] : i ? ink("--soft") : rows.map((r) => r.colour), opacity: 0.9 },
       hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms<extra></extra>`,
@@ -379,13 +395,14 @@ function drawCosts() {
   }
   if (find("memory")) {
     const rows = data.runs.filter((run) => run.memory);
+    if (rows.some((run) => run.memoryParts)) return drawMemoryParts(rows);
     const bar = (values, opacity, what) => ({
       type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity },
       hovertemplate: `<b>%{y}</b><br>${what} %{x:.4~g} GiB<extra></extra>`,
     });
     const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 } };
     const beyond = rows.map((r) => Math.max(0, (r.reserved ?? r.memory) - r.memory));
-    bars("memory", rows, beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
+    bars("memory", rows.map((r) => r.name), beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
   }
 }
 

@@ -17,7 +17,7 @@ from pretrain.__main__ import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
-from pretrain.compare.page_data import heat_maps, page_data, short_name, step_time
+from pretrain.compare.page_data import PROCESS, REST, UNUSED, heat_maps, memory_parts, page_data, short_name, step_time
 from pretrain.compare.published import read_published
 from pretrain.compare.report import read_runs, write
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -123,6 +123,26 @@ def test_a_profile_says_where_a_steps_time_goes_and_without_one_the_wait_is_know
     assert step_time(run) == {"source": "profile", "parts": {"attention": 12.5, "gaps": 2.5}}
 
 
+def test_memory_by_part_tells_what_was_measured_from_what_was_planned(tmp_path):
+    gib = 2**30
+    held, planned = (
+        {"weights": 2 * gib, "moments": 4 * gib},
+        {"parameters": 2 * gib, "optimizer moments": 4 * gib, "the loss": gib},
+    )
+    run = trained(tmp_path / "run", audit={"memory": {"microbatch": 2, "planned": planned, "held": held}})
+    assert memory_parts(run)["measured"] == {PROCESS: 0.5}, "on a CPU"
+    for record in run.metrics:
+        record["memory_reserved_gib"] = 9.0
+    run.summary["memory_gib"] = 8.5
+    found = memory_parts(run)
+    assert (
+        found["measured"] == {"weights": 2.0, "moments": 4.0, REST: 2.5, UNUSED: 0.5} and sum(found["measured"].values()) == 9.0
+    )
+    assert found["planned"] == {"weights": 2.0, "moments": 4.0, "the loss": 1.0}
+    assert memory_parts(trained(tmp_path / "older")) is None
+    assert "as the plan had reckoned it before" in text_of(render(RunComparison.over([run])))
+
+
 def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     runs = read_runs([KEPT], Path("bf16-fp32"))
     assert len(runs) == 18 and runs[0].name == "bf16-fp32" and runs[0].side_by_side
@@ -156,6 +176,7 @@ def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
         ("audit.json", "products", [{"products": "fp8"}], "`products.0.products`"),
         ("audit.json", "kernels", "all", "`kernels`"),
         ("audit.json", "effective", 8, "`effective`"),
+        ("audit.json", "memory", {"microbatch": 1, "planned": {"parameters": "much"}}, "`memory.planned.parameters`"),
         ("environment.json", "gpus", "H200", "`gpus`"),
         ("environment.json", "packages", ["torch"], "`packages`"),
         ("environment.json", "accelerate", None, "`accelerate`"),
