@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from foundation import units
+from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from packing.mixture import Mixture
 from pretrain.metrics.flop_formulas import FORMULAS
@@ -24,7 +25,7 @@ from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candida
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-WIDTH = 100  # of the rendered plan
+WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal has
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
@@ -237,7 +238,9 @@ class Plan:
 
 
 def render(plan: Plan, *, brief: bool = False) -> str:
-    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory."""
+    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory. As wide as the
+    terminal, WIDTH columns at most."""
+    width = screen_width(WIDTH)
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
@@ -253,9 +256,14 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "time": [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
     }
-    lines = [f"{name if i == 0 else '':<9}{text}" for name, texts in subjects.items() for i, text in enumerate(texts)]
-    warnings = [textwrap.fill(f"warning: {text}", WIDTH, subsequent_indent=" " * 9) for text in plan.warnings]
-    return "\n".join([title, "─" * WIDTH, *lines, *warnings])
+    lines = [(name if i == 0 else "", text) for name, texts in subjects.items() for i, text in enumerate(texts)]
+    lines += [("warning: ", text) for text in plan.warnings]
+    return "\n".join([*textwrap.wrap(title, width), "─" * width, *(wrapped(name, text, width) for name, text in lines)])
+
+
+def wrapped(name: str, text: str, width: int) -> str:
+    """`text` in lines of at most `width` columns, `name` at the left of the first."""
+    return textwrap.fill(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
 
 
 def _model_lines(plan: Plan) -> list[str]:
@@ -267,7 +275,7 @@ def _model_lines(plan: Plan) -> list[str]:
     return [
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
         f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
-        *textwrap.wrap(plan.vocabulary or "", WIDTH - 9),
+        *([plan.vocabulary] if plan.vocabulary else []),
     ]
 
 

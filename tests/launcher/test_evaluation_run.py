@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -74,6 +75,11 @@ def test_a_best_evaluation_at_the_end_has_its_checkpoint_where_no_last_one_is_wa
     losses = evaluations(run)
     assert run.status == 0 and losses[4] < losses[2], run.output
     assert kept(run.run_dir) == [4] and not (run.run_dir / "final").exists()
+    memory = json.loads((run.run_dir / "audit.json").read_text())["memory"]
+    held, planned = memory["held"], memory["planned"]
+    assert [held["weights"], held["gradients"], held["moments"]] == [
+        planned[part] for part in ("parameters", "gradients", "optimizer moments")
+    ], "what shapes decide is planned exactly"
 
 
 def said_of(finished: Any) -> dict[str, float]:
