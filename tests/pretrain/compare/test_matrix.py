@@ -16,6 +16,7 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
+from pretrain.__main__ import main
 from pretrain.compare.matrix import Hours, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
@@ -213,6 +214,15 @@ def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix, tm
             leave_behind(cell, loss, held_out=loss)
         table = Ranking(found).table()
         assert [row[1] for row in rows(table)] == ["3", "2", "1"] and (OTHER_TEXT in table) == other_text
+
+
+def test_where_the_report_cannot_be_written_the_cells_are_ranked_all_the_same(matrix, tmp_path, capsys):
+    for cell in matrix({"seed": [1, 2]}).runs:
+        leave_behind(cell, 2.0)
+    (tmp_path / "runs" / "m.png").mkdir()
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    out, err = capsys.readouterr()
+    assert f"error: {tmp_path / 'runs' / 'm.png'}: cannot be written" in err and "| 2 | 2 " in out.partition("Best first:")[2]
 
 
 def test_where_speed_is_looked_for_the_fastest_cell_comes_first(matrix):
