@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from foundation.progress import Progress, advance
 from foundation.reading import parse_json
 from foundation.units import GIB
 from pretrain.compare.comparison import RunComparison, Standing
@@ -28,8 +29,11 @@ _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 
 def page_data(comparison: RunComparison) -> dict[str, Any]:
     """Everything that is drawn, with null for what is not a number."""
-    baseline = comparison.baseline.run
-    runs = [{"index": index, **_run(each, baseline)} for index, each in enumerate(comparison.standings)]
+    runs = []
+    with Progress("gathering what is drawn", "runs", total=len(comparison.standings), lines_every=None):
+        for index, each in enumerate(comparison.standings):
+            runs.append({"index": index, **_run(each, comparison.baseline.run)})
+            advance(of="runs")
     axes = {"steps": True, "tokens": all(run["tokens"] is not None for run in runs)}
     axes["hours"] = all(run["hours"] is not None for run in runs)
     matched = comparison.matched_loss

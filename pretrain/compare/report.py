@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.progress import Progress, advance
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text
@@ -117,7 +118,11 @@ def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRe
 
     `baseline`: one of the folders, another one, or the name of a run among these.
     """
-    found = [run for path in dict.fromkeys(paths) for run in (read_kept(path) if path.is_file() else [read_run(path)])]
+    found: list[RunRecord] = []
+    with Progress("reading", "runs", total=len(set(paths)), lines_every=None):
+        for path in dict.fromkeys(paths):
+            found += read_kept(path) if path.is_file() else [read_run(path)]
+            advance(of="runs")
     if baseline is None:
         return found
     same = [run for run in found if run.path == baseline or (not baseline.is_dir() and run.name == str(baseline))]

@@ -43,7 +43,12 @@ async function start() {
   if (!data.axes[state.axis]) state.axis = "steps";
   all("[data-swatch]").forEach((place) => { place.innerHTML = swatch(runOf(place)); });
   listen();
-  drawAll();
+  try {
+    drawAll();
+  } catch (error) {
+    find("failure").textContent = "Not all pictures can be drawn: " + error.message;
+    throw error;
+  }
   document.documentElement.dataset.drawn = "yes";
   if (data.every) setTimeout(() => location.reload(), data.every * 1000);
 }
@@ -329,8 +334,7 @@ function drawHeat() {
   if (state.heatRun !== null && data.runs[state.heatRun]?.heat) select.value = String(state.heatRun);
   const heat = data.runs[Number(select.value)].heat, share = ["underflow", "saturation"].includes(state.measure);
   const operands = heat.operands, count = operands.length, stacked = narrow();
-  const values = operands.flatMap((o) => heat.values[state.measure][o].flat()).filter((v) => v !== null);
-  const largest = Math.max(0, ...values);
+  const largest = operands.reduce((most, o) => heat.values[state.measure][o].reduce((of, row) => row.reduce((a, v) => (v > a ? v : a), of), most), 0);
   find("heat-note").textContent = share ? (largest ? `The most is ${(100 * largest).toPrecision(2)} %.` : `No ${state.measure} in any layer, in any step that was looked at.`) : "A row is a layer; brighter is larger.";
   const rowHeight = Math.max(5, Math.min(16, 520 / heat.layers.length)), each = rowHeight * heat.layers.length + 20, height = (stacked ? count * (each + 30) : each) + 90;
   const traces = [], extra = { annotations: [] };
