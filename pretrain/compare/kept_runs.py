@@ -12,7 +12,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from pretrain.metrics.run_record import RunRecord, check_shapes
+from pretrain.metrics.run_record import SHAPES, RunRecord, check_shapes
 
 STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
 
@@ -27,7 +27,7 @@ def read_kept(path: Path) -> list[RunRecord]:
     try:
         records = [_record(path, name, run, content) for name, run in runs.items()]
         for record in records:
-            check_shapes(record, dict.fromkeys(("config", "environment", "audit"), f"{path}: {record.name}"))
+            check_shapes(record, dict.fromkeys(SHAPES, f"{path}: {record.name}"))
     except (KeyError, TypeError, IndexError) as error:
         raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
     return records
@@ -36,6 +36,9 @@ def read_kept(path: Path) -> list[RunRecord]:
 def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:
     settings, summary = {"name": name, **content["settings"], **run["settings"]}, run["summary"]
     tokens = summary["tokens_per_step"]
+    for kept in filter(run.__contains__, STEPS):
+        if not all(value is None or type(value) in (int, float) for value in run[kept]):
+            raise TypeError(f"`{kept}` of {name}")
     steps = [
         {"step": step, "tokens": step * tokens} | {ours: run[kept][step - 1] for kept, ours in STEPS.items() if kept in run}
         for step in range(1, len(run["losses"]) + 1)

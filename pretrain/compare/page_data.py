@@ -103,7 +103,7 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
         try:
             line = parse_json(text)
             lines.append({"step": int(line["step"]), "operands": [_operand(record) for record in line["operands"]]})
-        except (ValueError, TypeError, KeyError):  # a run that was killed mends its files when it is resumed
+        except (ValueError, TypeError, KeyError, AttributeError):  # a run that was killed mends its files when it is resumed
             continue
     if not lines:
         return None
@@ -125,8 +125,8 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
 
 
 def _operand(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the statistics with its measures as they are drawn, NaN for what is not known; ValueError, TypeError or
-    KeyError for what is none."""
+    """A record of the statistics with its measures as they are drawn, NaN for what is not known; ValueError, TypeError,
+    KeyError or AttributeError for what is none."""
     drawn = {measure: math.nan if (value := record.get(measure)) is None else float(value) for measure in MEASURES}
     drawn |= {measure: math.log2(drawn[measure]) if drawn[measure] else math.nan for measure in ("scale", "amax")}
     return {"layer": str(record["layer"]), "operand": str(record["operand"]), **drawn}

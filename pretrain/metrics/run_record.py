@@ -125,7 +125,7 @@ def read_run(run_dir: Path) -> RunRecord:
         audit=_read_object(folder.audit),
         matrix=_read_object(run_dir / MATRIX_FILE),
     )
-    check_shapes(record, {"config": folder.config, "environment": folder.environment, "audit": folder.audit})
+    check_shapes(record, {name: getattr(folder, name) for name in SHAPES})
     return record
 
 
@@ -197,14 +197,27 @@ class RecordedAudit(BaseModel):
     memory: RecordedMemory | None = None
 
 
-_SHAPES = {"config": RecordedConfig, "environment": RecordedEnvironment, "audit": RecordedAudit}
+class RecordedSummary(BaseModel):
+    """Of summary.json what is read by name; any other key is a figure."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, float | None] = {}
+    steps: int
+    tokens: int
+    tokens_per_step: int | None = None
+    data_fingerprint: str | None = None
+    halted: str | None = None
+    frozen_most: dict[str, float] | None = None
+
+
+SHAPES = {"config": RecordedConfig, "environment": RecordedEnvironment, "summary": RecordedSummary, "audit": RecordedAudit}
 
 
 def check_shapes(run: RunRecord, origins: Mapping[str, object]) -> None:
     """InputError naming the file and the key where something that is read by name is not what a run writes there.
 
-    origins: what to call the run's `config`, `environment` and `audit`."""
-    for name, shape in _SHAPES.items():
+    origins: what to call each of SHAPES."""
+    for name, shape in SHAPES.items():
         try:
             shape.model_validate(getattr(run, name))
         except ValidationError as error:

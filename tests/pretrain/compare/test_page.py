@@ -109,7 +109,14 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     assert heat["steps"] == [1, 9] and heat["layers"] == ["3 q_proj"]
     assert heat["values"]["underflow"]["input"] == [[0.25, 0.5]] and heat["values"]["scale"]["input"] == [[-1.0, None]]
     assert heat_maps(tmp_path / "none") is None
-    odd = ['{"step": 3}', "[]", '{"step": 3, "operands": 3}', '{"step": 3, "operands": [{"scale": -1}]}', "\xff"]
+    odd = [
+        '{"step": 3}',
+        "[]",
+        '{"step": 3, "operands": 3}',
+        '{"step": 3, "operands": [true]}',
+        '{"step": 3, "operands": [{"scale": -1}]}',
+        "\xff",
+    ]
     path.write_bytes("\n".join([*odd, json.dumps(lines[0]), ""]).encode("latin-1"))
     assert heat_maps(path)["steps"] == [1]
     assert [short_name(each) for each in ("lm_head", "transformer.h.11.attn.c_attn")] == ["lm_head", "11 c_attn"]
@@ -180,6 +187,8 @@ def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
         ("environment.json", "gpus", "H200", "`gpus`"),
         ("environment.json", "packages", ["torch"], "`packages`"),
         ("environment.json", "accelerate", None, "`accelerate`"),
+        ("summary.json", "tokens_per_step", 1e308, "`tokens_per_step`"),
+        ("summary.json", "mfu_nanogpt", "half", "`mfu_nanogpt"),
         ("config.yaml", "batch", 4096, "`batch`"),
         ("config.yaml", "train", {"steps": "many"}, "`train.steps`"),
         ("config.yaml", "optimizer", [1], "`optimizer`"),
@@ -187,7 +196,7 @@ def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
 )
 def test_a_file_of_a_run_that_is_shaped_otherwise_is_one_message_with_its_key(file, key, value, says, tmp_path, capsys):
     path = make_run(tmp_path / "run")
-    content = yaml.safe_load((path / file).read_text()) | {key: value}
+    content = (yaml.safe_load((path / file).read_text()) if (path / file).exists() else {}) | {key: value}
     (path / file).write_text(json.dumps(content))
     assert main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
     assert f"error: {path / file}: {says}" in capsys.readouterr().err
