@@ -300,7 +300,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
-        "skipped_steps": sum(record.get("skipped", False) for record in steps),
+        "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": next((record["reason"] for record in records if is_halt(record)), last.get("halted")),
         "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
