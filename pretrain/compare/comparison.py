@@ -230,7 +230,7 @@ def signed(nats: float) -> str:
 
 
 def unsigned(nats: float) -> str:
-    return f"{nats:.{_digits(nats)}f}"
+    return "0" if abs(nats) < NOTHING else f"{nats:.{_digits(nats)}f}"
 
 
 NOTHING = 5e-6  # nats, which five digits call nothing too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ def page_data(comparison: RunComparison) -> dict[str, Any]:
         "baseline": comparison.baseline.look.label,
         "tolerance": comparison.tolerance,
         "matched": matched,
+        "memoryOrder": memory_order(runs),
     }
 
 
@@ -147,6 +148,12 @@ def reserved(run: RunRecord) -> float | None:
 # The plan's names of what a run holds from step to step, as the audit calls what it has found.
 _HELD = {"parameters": "weights", "remainder bits": "remainders", "optimizer moments": "moments", "gradients": "gradients"}
 REST, PROCESS, UNUSED = "the rest of the peak", "the process, whole", "reserved, not used"
+
+
+def memory_order(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All parts of all runs, as they are stacked: what stays from step to step first, what is not used last."""
+    found = [part for run in runs for parts in (run["memoryParts"] or {}).values() for part in parts]
+    return sorted(dict.fromkeys([*_HELD.values(), *found]), key=[REST, PROCESS, UNUSED].__contains__)
 
 
 def memory_parts(run: RunRecord) -> dict[str, dict[str, float]] | None:

@@ -91,7 +91,7 @@ function chooseTheme(name) {
 
 const axis = (title, more = {}) => ({
   title: { text: title, standoff: 8, font: { size: 12, color: ink("--soft") } }, gridcolor: ink("--line"), zerolinecolor: ink("--line"),
-  linecolor: ink("--line"), tickfont: { size: 11, color: ink("--soft") }, automargin: true, ...more,
+  linecolor: ink("--line"), tickfont: { size: 11, color: ink("--soft") }, automargin: true, exponentformat: "none", ...more,
 });
 function layout(more) {
   return {
@@ -256,6 +256,10 @@ function drawCurve(id) {
     const margin = 0.07 * (high - low) || 0.01;
     y.range = [low - margin, high + margin];
   }
+  if (panel.log && values.length) {  // whole powers of ten where only these have ticks; and never so close that noise fills it
+    const lowest = values.find((v) => v > 0), logs = [lowest ?? 1, values.at(-1)].map(Math.log10);
+    y.range = panel.percent ? [Math.floor(logs[0] - 0.01), Math.ceil(logs[1] + 0.01)] : [logs[0] - 0.1, logs[1] + 0.1];
+  }
   if (panel.fall) saySpread(id, lines, y.range);
   const wide = !narrow();
   if (panel.minus) {
@@ -363,11 +367,11 @@ function drawHeat() {
 // ── Time and memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 const PARTS = ["#4C78A8", "#72B7B2", "#EECA3B", "#F58518", "#B279A2", "#9D755D", "#54A24B", "#E45756", "#8CA0B3", "#BAB0AC"];
-function bars(id, names, traces, unit) {
+function bars(id, names, traces, unit, labels = names.map((name) => shorten(name, narrow() ? 18 : 34))) {
   draw(id, traces, {
     height: 62 + 26 * names.length, barmode: "stack", bargap: 0.3,
     xaxis: axis(unit, { rangemode: "tozero" }),
-    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: names, ticktext: names.map((name) => shorten(name, narrow() ? 18 : 34)) }),
+    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: names, ticktext: labels }),
   });
 }
 const nameKey = (id, parts) => { find(id).innerHTML = parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join(""); };
@@ -375,16 +379,17 @@ const nameKey = (id, parts) => { find(id).innerHTML = parts.map((part, i) => `<s
 // Two bars a run where its parts are known: what was measured, and pale what was planned.
 function drawMemoryParts(rows) {
   const kinds = [["measured", 0.95, ""], ["planned", 0.45, ", planned"]];
-  const parts = [...new Set(kinds.flatMap(([kind]) => rows.flatMap((run) => Object.keys(run.memoryParts?.[kind] ?? {}))))];
+  const found = new Set(kinds.flatMap(([kind]) => rows.flatMap((run) => Object.keys(run.memoryParts?.[kind] ?? {}))));
+  const parts = data.memoryOrder.filter((part) => found.has(part));
   const whole = (run) => run.memoryParts ?? { measured: { "allocated at most": run.memory }, planned: {} };
   if (rows.some((run) => !run.memoryParts)) parts.push("allocated at most");
-  const lines = rows.flatMap((run) => kinds.map(([kind, opacity, said]) => ({ name: run.name + said, parts: whole(run)[kind], opacity }))).filter((line) => Object.keys(line.parts).length);
+  const lines = rows.flatMap((run) => kinds.map(([kind, opacity, said]) => ({ name: run.name + said, label: shorten(run.name, narrow() ? 18 - said.length : 34) + said, parts: whole(run)[kind], opacity }))).filter((line) => Object.keys(line.parts).length);
   nameKey("memory-key", parts);
   bars("memory", lines.map((line) => line.name), parts.map((part, i) => ({
     type: "bar", orientation: "h", name: part, y: lines.map((line) => line.name), x: lines.map((line) => line.parts[part] ?? 0),
     marker: { color: PARTS[i % PARTS.length], opacity: lines.map((line) => line.opacity) },
     hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} GiB<extra></extra>`,
-  })), "GiB");
+  })), "GiB", lines.map((line) => line.label));
 }
 function drawCosts() {
   if (find("time")) {
