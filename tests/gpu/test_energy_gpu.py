@@ -1,4 +1,4 @@
-"""The driver's counter of energy: of the device that trains, in joules, and read in less time than a step would notice."""
+"""The driver's counter of energy, in joules and read in no time that a step would notice; and a run's memory by part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from pretrain.compare.page_data import REST, UNUSED, memory_parts
 from pretrain.metrics.energy import joules_of
+from pretrain.metrics.run_record import read_run
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,11 +51,20 @@ def test_a_reading_takes_less_than_a_millisecond(read: Callable[[], float]) -> N
     assert statistics.median(times) < 1e-3, f"{1e6 * statistics.median(times):.0f} µs; of a step that is two of them"
 
 
-def test_a_run_writes_down_what_its_steps_took(read: Callable[[], float], train_here: Callable, small_recipe: dict[str, Any]):
-    run = train_here("precision=bf16", "train.steps=40", "evaluate.every=null", "checkpoint.at_end=false", recipe=small_recipe)
+def test_a_run_writes_down_what_its_steps_and_its_tensors_took(
+    read: Callable[[], float], train: Callable, small_recipe: dict[str, Any]
+) -> None:
+    recipe = small_recipe | {"train": {"steps": 60}, "evaluate": {}, "checkpoint": {"every": None, "at_end": False}}
+    recipe["model"]["config"] |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    run = train(recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
     assert run.status == 0, run.output
     steps = [record for record in run.records() if "event" not in record]
     assert all(step["joules"] >= 0 for step in steps) and sum(step["joules"] for step in steps) > 0
     summary = json.loads((run.run_dir / "summary.json").read_text())
     tokens, joules = steps[-1]["tokens"] - steps[1]["tokens"], sum(step["joules"] for step in steps[2:])
     assert summary["tokens_per_joule"] == pytest.approx(tokens / joules)
+
+    parts = memory_parts(read_run(run.run_dir))["measured"]
+    assert REST in parts and UNUSED in parts and parts["weights"] > 0 and parts["moments"] > 0 and parts["gradients"] > 0
+    assert parts[REST] > 0, "what is held is a part of the peak, not more than it"
+    assert sum(parts.values()) == pytest.approx(max(step["memory_reserved_gib"] for step in steps), rel=1e-3)
