@@ -12,7 +12,8 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
-from pretrain.metrics.run_record import SHAPES, RunRecord, check_shapes
+from pretrain.metrics.recorded import SHAPES, check_shapes
+from pretrain.metrics.run_record import RunRecord
 
 STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
 
@@ -27,7 +28,7 @@ def read_kept(path: Path) -> list[RunRecord]:
     try:
         records = [_record(path, name, run, content) for name, run in runs.items()]
         for record in records:
-            check_shapes(record, dict.fromkeys(SHAPES, f"{path}: {record.name}"))
+            check_shapes(vars(record), dict.fromkeys(SHAPES, f"{path}: {record.name}"))
     except (KeyError, TypeError, IndexError) as error:
         raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
     return records

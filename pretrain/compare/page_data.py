@@ -170,10 +170,8 @@ def memory_parts(run: RunRecord) -> dict[str, dict[str, float]] | None:
     if most is not None:
         measured = held | {REST: max(peak - sum(held.values()), 0.0), UNUSED: max(most - peak, 0.0)}
     planned = {_HELD.get(part, part): size / GIB for part, size in recorded["planned"].items()}
-    rounded = {
-        kind: {part: number(gib) for part, gib in parts.items()} for kind, parts in (("measured", measured), ("planned", planned))
-    }
-    return rounded
+    kinds = {"measured": measured, "planned": planned}
+    return {kind: {part: number(gib) for part, gib in parts.items()} for kind, parts in kinds.items()}
 
 
 def step_time(run: RunRecord) -> dict[str, Any] | None:

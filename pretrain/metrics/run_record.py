@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from foundation.errors import InputError
 from foundation.reading import parse_json, read_regular, reason_of
-from foundation.settings import first_mistake, load_yaml
+from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
+from pretrain.metrics.recorded import SHAPES, check_shapes
 from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -125,103 +125,8 @@ def read_run(run_dir: Path) -> RunRecord:
         audit=_read_object(folder.audit),
         matrix=_read_object(run_dir / MATRIX_FILE),
     )
-    check_shapes(record, {name: getattr(folder, name) for name in SHAPES})
+    check_shapes(vars(record), {name: getattr(folder, name) for name in SHAPES})
     return record
-
-
-class RecordedAmounts(BaseModel):
-    """Of `batch` and `train` in config.yaml."""
-
-    model_config = ConfigDict(strict=True)
-    steps: int | None = None
-    tokens: int | None = None
-    epochs: float | None = None
-
-
-class RecordedModel(BaseModel):
-    model_config = ConfigDict(strict=True)
-    source: str | None = None
-    config: dict[str, Any] | None = None
-
-
-class RecordedConfig(BaseModel):
-    """What is read by name of config.yaml, whatever version wrote it."""
-
-    model_config = ConfigDict(strict=True)
-    precision: str | None = None
-    weights: str | None = None
-    model: RecordedModel | None = None
-    data: dict[str, Any] | None = None
-    batch: RecordedAmounts = RecordedAmounts()
-    train: RecordedAmounts | None = None
-    optimizer: dict[str, Any] | None = None
-    fp8_config: dict[str, Any] | None = None
-    evaluate: dict[str, Any] | None = None
-
-
-class RecordedEnvironment(BaseModel):
-    """What is read by name of environment.json."""
-
-    model_config = ConfigDict(strict=True)
-    data_fingerprint: str | None = None
-    system: str | None = None
-    packages: dict[str, str | None] | None = None
-    gpus: list[str] | None = None
-    accelerate: dict[str, Any] = {}
-
-
-class RecordedProduct(BaseModel):
-    """A linear's entry in audit.json."""
-
-    products: dict[str, Any] | None = None
-
-
-class RecordedMemory(BaseModel):
-    """Bytes by part: as the plan had reckoned for so many packs a microbatch, and as tensors lie there from step to step."""
-
-    model_config = ConfigDict(strict=True)
-    microbatch: int
-    planned: dict[str, int]
-    held: dict[str, int]
-
-
-class RecordedAudit(BaseModel):
-    """What is read by name of audit.json."""
-
-    model_config = ConfigDict(strict=True)
-    precision: str | None = None
-    effective: str | None = None
-    backend: str | None = None
-    products: list[RecordedProduct] | None = None
-    kernels: list[Any] | None = None
-    memory: RecordedMemory | None = None
-
-
-class RecordedSummary(BaseModel):
-    """Of summary.json what is read by name; any other key is a figure."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    __pydantic_extra__: dict[str, float | None] = {}
-    steps: int
-    tokens: int
-    tokens_per_step: int | None = None
-    data_fingerprint: str | None = None
-    halted: str | None = None
-    frozen_most: dict[str, float] | None = None
-
-
-SHAPES = {"config": RecordedConfig, "environment": RecordedEnvironment, "summary": RecordedSummary, "audit": RecordedAudit}
-
-
-def check_shapes(run: RunRecord, origins: Mapping[str, object]) -> None:
-    """InputError naming the file and the key where something that is read by name is not what a run writes there.
-
-    origins: what to call each of SHAPES."""
-    for name, shape in SHAPES.items():
-        try:
-            shape.model_validate(getattr(run, name))
-        except ValidationError as error:
-            raise InputError(f"{origins[name]}: {first_mistake(error)}; this is not what a run writes there") from None
 
 
 IN_WORDS = {"halted", "frozen_most"}  # what a step's line says beside its figures
