@@ -39,6 +39,7 @@ from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
+from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
@@ -181,7 +182,8 @@ def build(
     arguments: argparse.Namespace,
 ) -> Run:
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
-    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
+    disks = find_disks(folder.path, folder.take)
+    checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     job = job.with_chunk(chunk_of(job, source))
     assembly = assemble(job, accelerator, waited)
@@ -206,6 +208,7 @@ def build(
         world_size=accelerator.num_processes,
         pack_length=recipe.data.length,
         low_precision=assembly.low_precision_products(plan.devices.name),
+        energy=EnergyMeter.of(accelerator),
     )
     run = Run(
         job=job,
@@ -437,6 +440,8 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
         save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
     evaluate_once(run)
+    if run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step > run.resumed_step:
+        save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
         finished = read_run(run.folder.path)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +12,10 @@ UNKNOWN = "–"  # in place of what is not known
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right."""
+    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right.
+
+    A `|` or a line feed in a cell would end it, so the one is escaped, the other a space."""
+    header, *rows = ([" ".join(text.split("\n")).replace("|", "\\|") for text in row] for row in (header, *rows))
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:
@@ -18,6 +24,25 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
 
     rule = "|".join("-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths))
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
+
+
+def screen_width(most: int) -> int:
+    """Columns of the terminal that is written to, `most` at most; `most` where it is a file or another program."""
+    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+
+
+def fitted(header: Sequence[str], rows: Sequence[Sequence[str]], width: int, names: int = 1) -> str:
+    """As `markdown` where that fits into `width` columns; else a paragraph a row, `title  value` a line."""
+    table = markdown(header, rows, names)
+    if len(table.partition("\n")[0]) <= width:
+        return table
+    first = max(map(len, header[1:]), default=0) + 4
+    lines = []
+    for row in rows:
+        lines.append(row[0])
+        for title, value in zip(header[1:], row[1:], strict=True):
+            lines.append(textwrap.fill(value, width, initial_indent=f"  {title}".ljust(first), subsequent_indent=" " * first))
+    return "\n".join(lines)
 
 
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:

@@ -86,9 +86,20 @@ class Checkpoints:
     same order. A save that was begun is written by threads, one save at a time; every other method waits for it first.
     """
 
-    def __init__(self, folder: Path, keep: int, *, disks: Disks | None = None, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int,
+        *,
+        disks: Disks | None = None,
+        part_bytes: int = PART_BYTES,
+        before_decay: int | None = None,
+    ) -> None:
+        """`keep`: the newest so many are kept, and the newest that is not after step `before_decay`, from which a run can be
+        prolonged."""
         self.folder = folder
         self.keep = keep
+        self.before_decay = before_decay
         self.part_bytes = part_bytes
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         self.rank = torch.distributed.get_rank() if distributed else 0
@@ -294,14 +305,17 @@ class Checkpoints:
     # ── Which are kept, and which is the newest ───────────────────────────────────────────────────────────────────────────────
 
     def _prune(self, newest: Path | None, spared: int | None = None) -> None:
-        """Remove all but the `keep` newest checkpoints and that of step `spared`, when `newest` was saved last; not collective.
+        """Remove all but the `keep` newest checkpoints, that of step `spared` and the last before the decay, when `newest` is
+        what was saved last; not collective.
 
         Damaged checkpoints, and newer ones, are neither removed nor counted. Does nothing before a run's first save.
         """
         if self.disks.leads and newest is not None and newest.parent == self.folder:
             steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest)]
             intact = [path for path in steps if path not in self.damaged and looks_complete(path)]
-            remove(self.folder, [path for path in intact[self.keep :] if step_of(path) != spared])
+            early = [step for step in map(step_of, intact) if self.before_decay is not None and step <= self.before_decay]
+            kept = {spared, *early[:1]}
+            remove(self.folder, [path for path in intact[self.keep :] if step_of(path) not in kept])
 
     def set_aside_newer(self, step: int) -> list[Path]:
         """Rename every checkpoint after `step` to `<name>.replaced-<n>`, for a run that goes back and continues from `step`.

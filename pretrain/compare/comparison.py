@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from foundation.units import count
+from foundation.units import count, plural
 from pretrain.compare.appearance import Look, looks_of
-from pretrain.compare.fairness import Gap, last_fifth, loss_differences, same_held_out, same_packs, why_not_paired
+from pretrain.compare.fairness import Gap, last_fifth, loss_differences, of_one_text, same_held_out, same_packs, why_not_paired
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_step
 
@@ -48,6 +48,13 @@ class Standing:
         return self.diverged or "halted" in self.run.summary
 
     @property
+    def is_unfinished(self) -> bool:
+        """Whether the horizon that its recipe names in steps or tokens is still to come."""
+        train, tokens = self.run.config.get("train") or {}, self.run.tokens_per_step
+        horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
+        return bool(horizon) and self.run.summary["steps"] < horizon
+
+    @property
     def shown_speed(self) -> float | None:
         """Tokens/s of an emulated run too, which is marked; None where it shared its machine."""
         return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
@@ -67,7 +74,7 @@ class RunComparison:
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
         by_held_out = all("held_out_loss" in run.summary for run in runs)
         ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
-        of_one_text = all((same_held_out if by_held_out else same_packs)(runs[0], run) for run in runs)
+        comparable = of_one_text(runs) if by_held_out else all(same_packs(runs[0], run) for run in runs)
         standings = []
         for place, run in enumerate(runs):
             reason = why_not_paired(runs[0], run) if place else None
@@ -89,10 +96,10 @@ class RunComparison:
                     loss=ends[place],
                 )
             )
-        rivals = [each.loss if of_one_text and not each.broken_off else None for each in standings]
+        rivals = [each.loss if comparable and not each.broken_off else None for each in standings]
         front = pareto_front(speeds, rivals)
         standings = [replace(each, on_front=place in front) for place, each in enumerate(standings)]
-        return cls(standings, tolerance, matched, of_one_text)
+        return cls(standings, tolerance, matched, comparable)
 
     @property
     def by_held_out(self) -> bool:
@@ -106,6 +113,20 @@ class RunComparison:
     @property
     def paired(self) -> list[Standing]:
         return [each for each in self.standings if each.gap is not None]
+
+    def shorter_ends(self) -> list[str]:
+        """Of each pair with unlike numbers of steps, in words: which is the shorter, so that the comparison ends with it."""
+        base, notes = self.baseline, []
+        for each in self.paired:
+            pair = sorted((each, base), key=lambda one: one.run.summary["steps"])
+            shorter, longer = ((one.look.label, one.run.summary["steps"]) for one in pair)
+            if shorter[1] < longer[1]:
+                unfinished = " and is not finished" if pair[0].is_unfinished else ""
+                notes.append(
+                    f"{shorter[0]} has {plural(shorter[1], 'step')}{unfinished}, {longer[0]} {longer[1]:,}: what is compared "
+                    f"ends with step {shorter[1]:,}"
+                )
+        return notes
 
     def over_the_gate(self) -> list[Standing]:
         """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
@@ -145,7 +166,7 @@ class RunComparison:
             by = unsigned(means[0]) if len(means) == 1 else f"{unsigned(means[0])} to {unsigned(means[-1])}"
             who = self._what_they_share(beyond) or ("the other one" if len(beyond) == 1 else "the others")
             said += f"; {who} end{'s' * (len(beyond) == 1)} {by} above it"
-        return f"{said} (means of the last {max(each.gap.steps for each in sound)} steps)."
+        return f"{said} (means of the last {plural(max(each.gap.steps for each in sound), 'step')})."
 
     def _what_they_share(self, some: Sequence[Standing]) -> str:
         """What sets `some` apart from all others: their weights or their precision; nothing where neither does."""
@@ -199,7 +220,7 @@ def described_gap(standing: Standing, *, held_out: bool = True) -> str:
     sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else ""
     said = f"loss {signed(gap.mean)} {sure}".rstrip() + " nats"
     if not sure:
-        said += f" ({gap.steps} steps, too few for an interval)"
+        said += f" ({plural(gap.steps, 'step')}, too few for an interval)"
     return said + (f", held out {signed(standing.held_out_gap)}" if held_out and standing.held_out_gap is not None else "")
 
 
@@ -209,7 +230,7 @@ def signed(nats: float) -> str:
 
 
 def unsigned(nats: float) -> str:
-    return f"{nats:.{_digits(nats)}f}"
+    return "0" if abs(nats) < NOTHING else f"{nats:.{_digits(nats)}f}"
 
 
 NOTHING = 5e-6  # nats, which five digits call nothing too
@@ -221,9 +242,12 @@ def _digits(nats: float) -> int:
 
 def answer_for_one(standing: Standing) -> str:
     figures = standing.run.summary
-    parts = [f"{standing.look.label}: {figures['steps']:,} steps of {standing.run.precision}, {count(figures['tokens'])} tokens"]
+    steps, tokens = plural(figures["steps"], "step"), count(figures["tokens"])
+    parts = [f"{standing.look.label}: {steps} of {standing.run.precision}, {tokens} tokens"]
     if LOSS_KEY in figures:
-        parts.append(f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {min(LAST_STEPS, figures['steps'])} steps)")
+        parts.append(
+            f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {plural(min(LAST_STEPS, figures['steps']), 'step')})"
+        )
     if "held_out_loss" in figures:
         parts.append(f"held-out loss {figures['held_out_loss']:.4f}")
     if standing.shown_speed:

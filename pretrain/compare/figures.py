@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from errno import EDQUOT, ENOSPC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,8 @@ def save_file(path: Path, data: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, data)
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}; name another file") from None
+        remedy = "free space there, and start again" if error.errno in (ENOSPC, EDQUOT) else "name another file"
+        raise InputError(f"{path}: cannot be written: {error.strerror}; {remedy}") from None
 
 
 def style_panel(panel: Axes) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
+from pretrain.metrics.recorded import SHAPES, check_shapes
 from pretrain.metrics.run_record import RunRecord
 
 STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": "frozen_updates"}
@@ -19,16 +20,26 @@ STEPS = {"losses": "loss", "gradient_norms": "gradient_norm", "frozen_updates": 
 
 def read_kept(path: Path) -> list[RunRecord]:
     """The runs of a result file, each as if its folder were still called by its name. InputError for another file."""
-    content = load_object(path, "name run folders, or a file that `python -m benchmarks.collect_runs` has made")
+    remedy = f"name run folders ({path.parent}/*/ are folders alone), or a file that `python -m benchmarks.collect_runs` has made"
+    content = load_object(path, remedy)
     runs = content.get("runs")
     if not isinstance(runs, dict) or not runs or not all(isinstance(run, dict) and "losses" in run for run in runs.values()):
         raise InputError(f"{path}: holds no runs with losses; name run folders, or a file made by `benchmarks.collect_runs`")
-    return [_record(path, name, run, content) for name, run in runs.items()]
+    try:
+        records = [_record(path, name, run, content) for name, run in runs.items()]
+        for record in records:
+            check_shapes(vars(record), dict.fromkeys(SHAPES, f"{path}: {record.name}"))
+    except (KeyError, TypeError, IndexError) as error:
+        raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
+    return records
 
 
 def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:
     settings, summary = {"name": name, **content["settings"], **run["settings"]}, run["summary"]
     tokens = summary["tokens_per_step"]
+    for kept in filter(run.__contains__, STEPS):
+        if not all(value is None or type(value) in (int, float) for value in run[kept]):
+            raise TypeError(f"`{kept}` of {name}")
     steps = [
         {"step": step, "tokens": step * tokens} | {ours: run[kept][step - 1] for kept, ours in STEPS.items() if kept in run}
         for step in range(1, len(run["losses"]) + 1)

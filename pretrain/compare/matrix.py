@@ -176,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.cell is not None:
         if not 0 <= options.cell < len(runs):
-            raise InputError(f"command line: --cell {options.cell}: there are {len(runs)} cells, from 0 to {len(runs) - 1}")
+            raise InputError(f"command line: --cell {options.cell}: no such cell; they are counted from 0 to {len(runs) - 1}")
         runs = [runs[options.cell]]
     if options.dry_run:
         for run in runs:
@@ -193,7 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
         if options.cell is None:
-            print(f"{write_report(matrix)}\n\nBest first:\n\n{ranking.table()}")
+            try:
+                print(f"{write_report(matrix)}\n")
+            finally:  # where the report cannot be written, what the cells have come to is said all the same
+                print(f"Best first:\n\n{ranking.table()}", flush=True)
     if stop.requested:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 128 + stop.requested

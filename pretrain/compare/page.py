@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from foundation.units import count
+from foundation.units import count, plural
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.figures import FROZEN_MATTERS, model_name
-from pretrain.compare.page_data import MEASURES, as_json, page_data
+from pretrain.compare.page_data import CURVES, MEASURES, as_json, page_data
 from pretrain.compare.page_differences import audits, differences
 from pretrain.compare.page_table import columns_of, rows_of
 from pretrain.compare.published import Published
@@ -50,7 +50,7 @@ def render(
         every=every,
         loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
         speeds=any(run["speed"] is not None for run in data["runs"]),
-        gap_steps=max((each.gap.steps for each in comparison.paired), default=0),
+        gap_steps=plural(max((each.gap.steps for each in comparison.paired), default=0), "step"),
         without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
         unpaired=[each for each in comparison.standings if each.not_paired],
         columns=columns,
@@ -62,6 +62,7 @@ def render(
         time_parts=any(run["time"] for run in data["runs"]),
         profiled=any(run["time"] and run["time"]["source"] == "profile" for run in data["runs"]),
         memories=any(run["memory"] for run in data["runs"]),
+        memory_parts=any(run["memoryParts"] for run in data["runs"]),
         published=published,
         audits=audits(comparison),
         differences=differences(comparison),
@@ -89,7 +90,7 @@ def about(comparison: RunComparison) -> str:
     """What was trained, on what, in one line."""
     run = comparison.baseline.run
     steps = {each.run.summary["steps"] for each in comparison.standings}
-    each = f"{run.summary['steps']:,} steps" if len(steps) == 1 else f"{min(steps):,} to {max(steps):,} steps"
+    each = plural(min(steps), "step") if len(steps) == 1 else f"{min(steps):,} to {plural(max(steps), 'step')}"
     batch = f" of {count(run.tokens_per_step)} tokens" if run.tokens_per_step else ""
     gpus = run.environment.get("gpus") or []
     device = f"{len(gpus)} × {gpus[0]}" if gpus else run.environment.get("system", "")
@@ -100,15 +101,9 @@ def about(comparison: RunComparison) -> str:
 def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str]:
     """The panels that have something to show, by their ids in the page."""
 
-    def largest(key: str) -> float:
-        return max((value or 0.0 for run in data["runs"] for value in run["curves"].get(key, [])), default=0.0)
+    def shows_something(panel: str) -> bool:
+        largest = max((value or 0.0 for run in data["runs"] for value in run["curves"].get(panel, [])), default=0.0)
+        return largest >= FROZEN_MATTERS if panel == "frozen" else largest > 0
 
-    wanted = {
-        "loss": True,
-        "held-out": any(len(run["heldOut"]["at"]) > 1 for run in data["runs"]),
-        "minus": bool(comparison.paired),
-        "norm": largest("gradient_norm") > 0,
-        "rate": largest("learning_rate") > 0,
-        "frozen": largest("frozen_updates") >= FROZEN_MATTERS,
-    }
-    return [panel for panel, due in wanted.items() if due]
+    beside = {"held-out": any(len(run["heldOut"]["at"]) > 1 for run in data["runs"]), "minus": bool(comparison.paired)}
+    return ["loss", *(panel for panel, due in beside.items() if due), *filter(shows_something, [*CURVES][1:])]

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from foundation.progress import Progress, advance
 from foundation.reading import parse_json
+from foundation.units import GIB
 from pretrain.compare.comparison import RunComparison, Standing
 from pretrain.compare.fairness import loss_differences
 from pretrain.compare.smoothing import window_of
 from pretrain.metrics.run_folder import PROFILE_FILE, STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step
 
-CURVES = ("loss", "gradient_norm", "learning_rate", "frozen_updates")
+# The page's panels of single curves: their ids there, and the keys of the metrics that they show.
+CURVES = {"loss": "loss", "norm": "gradient_norm", "rate": "learning_rate", "frozen": "frozen_updates"}
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale", "amax": "largest value"}  # and their titles
 _PROFILE_ROW = re.compile(r"\| ([a-z][^|*]*?) \| ([0-9.]+) \|")
 _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
@@ -26,8 +29,11 @@ _OF_A_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.(.*)")
 
 def page_data(comparison: RunComparison) -> dict[str, Any]:
     """Everything that is drawn, with null for what is not a number."""
-    baseline = comparison.baseline.run
-    runs = [{"index": index, **_run(each, baseline)} for index, each in enumerate(comparison.standings)]
+    runs = []
+    with Progress("gathering what is drawn", "runs", total=len(comparison.standings), lines_every=None):
+        for index, each in enumerate(comparison.standings):
+            runs.append({"index": index, **_run(each, comparison.baseline.run)})
+            advance(of="runs")
     axes = {"steps": True, "tokens": all(run["tokens"] is not None for run in runs)}
     axes["hours"] = all(run["hours"] is not None for run in runs)
     matched = comparison.matched_loss
@@ -37,6 +43,7 @@ def page_data(comparison: RunComparison) -> dict[str, Any]:
         "baseline": comparison.baseline.look.label,
         "tolerance": comparison.tolerance,
         "matched": matched,
+        "memoryOrder": memory_order(runs),
     }
 
 
@@ -69,11 +76,12 @@ def _run(standing: Standing, baseline: RunRecord) -> dict[str, Any]:
         "heldOutGap": standing.held_out_gap,
         "memory": run.summary.get("memory_gib"),
         "reserved": number(reserved(run)),
+        "memoryParts": memory_parts(run),
         "steps": numbers,
         "tokens": [record["tokens"] for record in steps] if steps and "tokens" in steps[0] else None,
         "hours": numbers_of(np.cumsum([record["step_ms"] for record in steps]) / 3.6e6) if timed else None,
         "window": window_of(len(steps)),
-        "curves": {key: numbers_of(values) for key in CURVES if np.isfinite(values := run.curve(key)[1]).any()},
+        "curves": {panel: numbers_of(values) for panel, key in CURVES.items() if np.isfinite(values := run.curve(key)[1]).any()},
         "heldOut": {
             "at": [places.get(record["step"], len(steps) - 1) for record in evaluations],
             "loss": [number(record["held_out_loss"]) for record in evaluations],
@@ -96,7 +104,7 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
         try:
             line = parse_json(text)
             lines.append({"step": int(line["step"]), "operands": [_operand(record) for record in line["operands"]]})
-        except (ValueError, TypeError, KeyError):  # a run that was killed mends its files when it is resumed
+        except (ValueError, TypeError, KeyError, AttributeError):  # a run that was killed mends its files when it is resumed
             continue
     if not lines:
         return None
@@ -118,8 +126,8 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
 
 
 def _operand(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the statistics with its measures as they are drawn, NaN for what is not known; ValueError, TypeError or
-    KeyError for what is none."""
+    """A record of the statistics with its measures as they are drawn, NaN for what is not known; ValueError, TypeError,
+    KeyError or AttributeError for what is none."""
     drawn = {measure: math.nan if (value := record.get(measure)) is None else float(value) for measure in MEASURES}
     drawn |= {measure: math.log2(drawn[measure]) if drawn[measure] else math.nan for measure in ("scale", "amax")}
     return {"layer": str(record["layer"]), "operand": str(record["operand"]), **drawn}
@@ -135,6 +143,35 @@ def reserved(run: RunRecord) -> float | None:
     """GiB: the most that torch had reserved from the driver; None where the metrics do not say."""
     values = run.curve("memory_reserved_gib")[1]
     return float(np.nanmax(values)) if np.isfinite(values).any() else None
+
+
+# The plan's names of what a run holds from step to step, as the audit calls what it has found.
+_HELD = {"parameters": "weights", "remainder bits": "remainders", "optimizer moments": "moments", "gradients": "gradients"}
+REST, PROCESS, UNUSED = "the rest of the peak", "the process, whole", "reserved, not used"
+
+
+def memory_order(runs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All parts of all runs, as they are stacked: what stays from step to step first, what is not used last."""
+    found = [part for run in runs for parts in (run["memoryParts"] or {}).values() for part in parts]
+    return sorted(dict.fromkeys([*_HELD.values(), *found]), key=[REST, PROCESS, UNUSED].__contains__)
+
+
+def memory_parts(run: RunRecord) -> dict[str, dict[str, float]] | None:
+    """GiB by part, `measured` and `planned`; None where the run recorded no parts.
+
+    Measured are what its tensors hold, the rest of the peak that torch counted (activations, the loss, copies), and what was
+    reserved beyond the peak. On a CPU nothing but the size of the whole process is measured, of which libraries are a part.
+    """
+    recorded, peak, most = run.audit.get("memory"), run.summary.get("memory_gib"), reserved(run)
+    if not recorded or peak is None:
+        return None
+    held = {part: size / GIB for part, size in recorded["held"].items()}
+    measured = {PROCESS: peak}
+    if most is not None:
+        measured = held | {REST: max(peak - sum(held.values()), 0.0), UNUSED: max(most - peak, 0.0)}
+    planned = {_HELD.get(part, part): size / GIB for part, size in recorded["planned"].items()}
+    kinds = {"measured": measured, "planned": planned}
+    return {kind: {part: number(gib) for part, gib in parts.items()} for kind, parts in kinds.items()}
 
 
 def step_time(run: RunRecord) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.tables import UNKNOWN
-from foundation.units import duration, memory, percent
+from foundation.units import duration, memory, percent, three_digits
 from pretrain.compare.comparison import LOSS_KEY, RunComparison, Standing, signed, unsigned
 from pretrain.compare.fairness import FEWEST_STEPS
 from pretrain.compare.page_data import reserved
@@ -83,6 +83,11 @@ def columns_of(comparison: RunComparison) -> list[TableColumn]:
         *(
             TableColumn(*_mfu(key), _figure(lambda each, key=key: _of_hardware(each, key), percent))
             for key in _keys(comparison, "mfu_")
+        ),
+        TableColumn(
+            "tokens/J",
+            "tokens a joule, by the GPUs' own counters of energy, over all steps but the first two; no host, no cooling",
+            _figure(lambda each: _of_hardware(each, "tokens_per_joule"), three_digits),
         ),
         TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
         TableColumn(

@@ -31,7 +31,7 @@ from foundation.files import replace_file
 from foundation.settings import PathText, PositiveCount, Settings, Share, load_yaml, parse
 from foundation.signals import StopRequest
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, duration, memory, percent
+from foundation.units import count, duration, memory, percent, plural
 from pretrain.compare.matrix import Outcome, run_all
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
 from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
@@ -85,6 +85,9 @@ class Candidate:
             record = read_run(run.run_dir)
         except InputError as error:
             record, unread = None, str(error)
+        if record is not None and "halted" in record.summary:
+            why = record.summary["halted"].partition(". ")[0]
+            return cls(phase, run, because=f"unstable: halted at step {record.summary['steps']}: {why}", figures=record.summary)
         if outcome.status not in ("finished", "finished before"):
             return cls(phase, run, because=f"{outcome.status}: see {run.log}", figures=record.summary if record else {})
         if record is None:
@@ -96,7 +99,8 @@ class Candidate:
 def _unstable(record: RunRecord) -> str | None:
     steps = [each for each in record.metrics if is_step(each)]
     if len(steps) < WARM_UP_STEPS + LEAST_STEPS:
-        return f"{len(steps)} steps tell no speed; set `train.steps` to {WARM_UP_STEPS + LEAST_STEPS} or more"
+        least = WARM_UP_STEPS + LEAST_STEPS
+        return f"of {plural(len(steps), 'step')} no speed can be told; set `train.steps` to {least} or more"
     if record.side_by_side:
         return "it shared its devices with another run"
     if strange := [each["step"] for each in steps if each["loss"] is None or not math.isfinite(each["loss"])]:
@@ -139,16 +143,16 @@ class Search:
         """Phase `number`, from 1, on `chosen`, its runs in `place`; written to `file` as a matrix of its own. InputError for a
         mistake in it, which names the phase."""
         settings, phase = self.settings, self.settings.phases[number - 1]
-        own = {key for values in (phase.axes, *phase.cells) for key in flatten(values)}
-        below = {key: value for key, value in (flatten(settings.overrides) | chosen).items() if key not in own}
+        below, axes = flatten(settings.overrides) | chosen, flatten(phase.axes)
+        beside = {key: value for key, value in below.items() if key in axes}  # a matrix has no override of an axis; its cells do
         content = {
             "name": f"{settings.name}-{phase.name}",
             "recipe": str(settings.recipe),
             "accelerate": str(settings.accelerate),
-            "overrides": below,
+            "overrides": {key: value for key, value in below.items() if key not in axes},
             "axes": phase.axes,
             "leave_out": phase.leave_out,
-            "cells": phase.cells,
+            "cells": [beside | flatten(cell) for cell in phase.cells],
             "run_dir": f"{place}/{{cell}}",
             "gpus": settings.gpus,
             "processes": settings.processes,
@@ -245,7 +249,8 @@ def report(search: Search) -> str:
     if search.best is None:
         return "\n".join(lines)
     command = ["accelerate", "launch", "--config_file", str(search.settings.accelerate), "train_accelerate.py"]
-    given = [text for text in search.best.run.overrides if text.partition("=")[0] in search.values]
+    last = {text.partition("=")[0]: text for text in search.best.run.overrides}  # of each key the cell's, over what it stands on
+    given = [text for key, text in last.items() if key in search.values]
     given += [text for text in search.overrides if text not in given]
     lines += [
         f"Fastest and stable: {' + '.join(search.chosen)}, {count(search.best.tokens_per_second)} tokens/s. To train with it, "
@@ -285,10 +290,12 @@ def measure(search: Search) -> int:
     with StopRequest(passed_on=True) as stop:
         for number, phase in enumerate(search.settings.phases, start=1):
             matrix = search.next_matrix(number)
-            cells = "1 cell" if len(matrix.runs) == 1 else f"{len(matrix.runs)} cells"
             on = f", on {' + '.join(search.chosen)}" if search.chosen else ""
-            print(f"\nphase {number} of {len(search.settings.phases)}, {phase.name}: {cells}{on}", flush=True)
-            outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix))
+            print(
+                f"\nphase {number} of {len(search.settings.phases)}, {phase.name}: {plural(len(matrix.runs), 'cell')}{on}",
+                flush=True,
+            )
+            outcomes = run_all(matrix, matrix.runs, stop, Ranking(matrix, by_speed=True))
             if stop.requested or any(each.status in ("stopped", "not started") for each in outcomes):
                 print("\nstopped; the same command goes on from here", file=sys.stderr)
                 return 128 + stop.requested if stop.requested else TIME_IS_UP_STATUS

@@ -10,18 +10,22 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.tables import markdown, or_dash
 from foundation.units import count
+from pretrain.compare.fairness import of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_evaluation, read_run
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 
 BEST = 10  # cells that are shown while others still run
 OTHER_TEXT = "The cells were evaluated on different text, so their held-out losses do not say which is better."
 
 
 class Ranking:
-    """The table of a matrix, made again whenever a cell has ended; what a finished cell has written is read once."""
+    """The table of a matrix, made again whenever a cell has ended; what a finished cell has written is read once.
 
-    def __init__(self, matrix: Matrix) -> None:
+    `by_speed`: the fastest first, where that is what is looked for."""
+
+    def __init__(self, matrix: Matrix, *, by_speed: bool = False) -> None:
         self._matrix = matrix
+        self._by_speed = by_speed
         self._finished: dict[str, RunRecord] = {}
 
     def table(self, best: int | None = None) -> str:
@@ -42,7 +46,7 @@ class Ranking:
         notes = [
             f"{len(found) - len(rows)} more" if len(rows) < len(found) else "",
             f"{left} of {len(self._matrix.runs)} cells have not begun" if left and best is None else "",
-            OTHER_TEXT if len(set(filter(None, (held_out_tokens(record) for _, record in found)))) > 1 else "",
+            "" if of_one_text([record for _, record in found if "held_out_loss" in record.summary]) else OTHER_TEXT,
         ]
         return "\n\n".join(filter(None, [markdown(header, rows, names=1 + len(varied)), *notes]))
 
@@ -58,6 +62,8 @@ class Ranking:
         return self._finished[run.name]
 
     def _place(self, run: MatrixRun, record: RunRecord) -> tuple[bool, float, float]:
+        if self._by_speed:
+            return run.name not in self._finished, -record.summary.get("tokens_per_second", 0.0), 0.0
         losses = (record.summary.get(key) for key in ("held_out_loss", f"loss_last_{LAST_STEPS}"))
         held_out, trained = (math.inf if loss is None or math.isnan(loss) else loss for loss in losses)
         return run.name not in self._finished, held_out, trained
@@ -75,8 +81,3 @@ class Ranking:
             f"{figures['steps']}{done}",
             or_dash(None) if record.side_by_side else written("tokens_per_second", count),
         ]
-
-
-def held_out_tokens(record: RunRecord) -> int | None:
-    """How many tokens the last evaluation was on; None before the first."""
-    return next((each.get("held_out_tokens") for each in reversed(record.metrics) if is_evaluation(each)), None)

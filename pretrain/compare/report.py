@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.progress import Progress, advance
 from foundation.tables import UNKNOWN, markdown, or_dash
-from foundation.units import count, memory, percent
+from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.fairness import (
@@ -73,13 +74,15 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
         "held-out": _figure("held_out_loss", "{:.4f}".format),
         "perplexity": _figure("held_out_perplexity", "{:.4g}".format),
         "tok/s": _speed,
-        "MFU": _utilisation("mfu_bf16_peak"),
+        "MFU": _of_hardware("mfu_bf16_peak", percent),
         "memory": _figure("memory_gib", memory),
         "frozen": _figure("frozen_updates", lambda share: f"{share * 100:.2g} %"),
         "data wait": lambda run: UNKNOWN if run.side_by_side else _figure("data_wait_share", percent)(run),
     }
     if any("mfu_recipe_peak" in run.summary for run in runs):
-        columns["MFU, recipe's peak"] = _utilisation("mfu_recipe_peak")
+        columns["MFU, recipe's peak"] = _of_hardware("mfu_recipe_peak", percent)
+    if any("tokens_per_joule" in run.summary for run in runs):
+        columns["tok/J"] = _of_hardware("tokens_per_joule", three_digits)
     return markdown(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
 
 
@@ -115,7 +118,11 @@ def read_runs(paths: Sequence[Path], baseline: Path | None = None) -> list[RunRe
 
     `baseline`: one of the folders, another one, or the name of a run among these.
     """
-    found = [run for path in dict.fromkeys(paths) for run in (read_kept(path) if path.is_file() else [read_run(path)])]
+    found: list[RunRecord] = []
+    with Progress("reading", "runs", total=len(set(paths)), lines_every=None):
+        for path in dict.fromkeys(paths):
+            found += read_kept(path) if path.is_file() else [read_run(path)]
+            advance(of="runs")
     if baseline is None:
         return found
     same = [run for run in found if run.path == baseline or (not baseline.is_dir() and run.name == str(baseline))]
@@ -273,6 +280,8 @@ def _judge(comparison: RunComparison) -> int:
     for each in comparison.standings:
         if each.not_paired:
             raise InputError(f"--gate: {each.look.label} cannot be held against {base}: {each.not_paired}")
+    for note in comparison.shorter_ends():
+        print(f"gate: {note}")
     failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
@@ -283,11 +292,11 @@ def _judge(comparison: RunComparison) -> int:
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(
             f"gate: {each.look.label} ends {gap.mean:+.4f}{sure} nats from {base}, over the last "
-            f"{gap.steps} steps; {comparison.tolerance:g} are allowed"
+            f"{plural(gap.steps, 'step')}; {comparison.tolerance:g} are allowed"
         )
     print(
         f"gate of {comparison.tolerance:g} nats: "
-        + (f"failed by {len(failed)} of {len(comparison.paired)} runs" if failed else "passed")
+        + (f"failed by {len(failed)} of {plural(len(comparison.paired), 'run')}" if failed else "passed")
     )
     return 1 if failed else 0
 
@@ -301,9 +310,9 @@ def _speed(run: RunRecord) -> str:
     return or_dash(speed, count) + (" (emulated)" if run.emulated and speed is not None else "")
 
 
-def _utilisation(key: str) -> Callable[[RunRecord], str]:
-    """Of hardware that computes the precision itself, and that the run had for itself."""
-    return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, percent)(run)
+def _of_hardware(key: str, form: Callable[[Any], str]) -> Callable[[RunRecord], str]:
+    """A figure of hardware that computes the precision itself, and that the run had for itself."""
+    return lambda run: UNKNOWN if run.side_by_side or run.emulated else _figure(key, form)(run)
 
 
 def _four_figures(differences: np.ndarray) -> list[str]:

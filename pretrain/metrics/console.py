@@ -23,7 +23,8 @@ from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
 RECENT_STEPS = 50
-SAMPLE_WIDTH = 96
+SAMPLE_WIDTH, WIDEST = 96, 100
+LEAST_ROOM = 20  # columns, below which text is not wrapped to fit
 NARROW = 100  # columns, below which figures stand closer
 BOLD, DIM, YELLOW, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[33m", "\x1b[0m"
 
@@ -73,8 +74,13 @@ class Console:
         """The first and the last screen: a title, aligned `label  text` rows, and commands to run next with what each does."""
         self._write("", self._shade(BOLD, title))
         width = max((len(label) for label in rows), default=0) + 2
+        room = self._columns - len(INDENT) - width if self._columns else None
         for label, text in rows.items():
-            first, *rest = text.splitlines() or [""]
+            lines = text.splitlines() or [""]
+            if room is not None and room >= LEAST_ROOM:  # a path or a command is not broken
+                wrap = {"width": room, "break_long_words": False, "break_on_hyphens": False}
+                lines = [piece for line in lines for piece in textwrap.wrap(line, **wrap) or [""]]
+            first, *rest = lines
             self._write(f"{INDENT}{self._shade(DIM, label.ljust(width))}{first}", *(INDENT + " " * width + line for line in rest))
         for what, command in (commands or {}).items():
             self._write("", f"{INDENT}{self._shade(DIM, what)}", f"{INDENT}{INDENT}{command}")
@@ -91,7 +97,7 @@ class Console:
             return
         if len(self._since_line) > 1 and not self._told_of_means:
             self._told_of_means = True
-            self._write(self._shade(DIM, "loss, tok/s, MFU and data: means since the line before; lr and grad: of the step"))
+            self._write(self._shade(DIM, "loss, tok/s, MFU, data: means since the line before; lr, grad: of the step"))
         self._write(self._fit(self._figures(record | _means(self._since_line))))
         self._since_line.clear()
 
@@ -110,7 +116,7 @@ class Console:
         """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
         self._write(f"{INDENT}{self._shade(DIM, 'sample after')} {_visible(prompt)}")
         for line in _visible(text).split("\n"):
-            for piece in textwrap.wrap(line, SAMPLE_WIDTH) or [""]:
+            for piece in textwrap.wrap(line, min(SAMPLE_WIDTH, max((self._columns or WIDEST) - 4, LEAST_ROOM))) or [""]:
                 self._write(f"{INDENT}{self._shade(DIM, '│')} {piece}")
 
     def notice(self, text: str) -> None:
@@ -146,13 +152,18 @@ class Console:
 
     def _fit(self, figures: list[tuple[int, str]]) -> str:
         """The figures in one line; on a terminal only those that its width has room for, always those of rank 0."""
-        width = shutil.get_terminal_size().columns if self._terminal else None
+        width = self._columns
         while True:
             line = ("  " if width and width < NARROW else "   ").join(text for _, text in figures)
             shown = re.sub(r"\x1b\[\d+m", "", line)  # shades take no width
             if not width or len(shown) <= width or not max(rank for rank, _ in figures):
                 return line
             figures.remove(max(figures, key=lambda figure: figure[0]))
+
+    @property
+    def _columns(self) -> int | None:
+        """Of the terminal, which may be resized; None where there is none."""
+        return shutil.get_terminal_size().columns if self._terminal else None
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from foundation.units import GIB, TERA
+from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.flop_formulas import nanogpt
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.run_record import WARM_UP_STEPS
@@ -31,17 +32,24 @@ class Recorder:
     world_size: int = 1  # devices that share each step
     pack_length: int | None = None  # tokens of a pack; None leaves `samples_per_second` and `mfu_nanogpt` out
     low_precision: LowPrecisionProducts | None = None  # None where none are, or of unknown peak: then no `mfu_recipe_peak`
+    energy: EnergyMeter | None = None  # None leaves `joules` out
     clock: Callable[[], float] = time.perf_counter
     _steps_here: int = field(default=0, init=False)  # of this process, which compiles again after every resume
     _seconds: float = field(default=0.0, init=False)
     _recompiles: int = field(default=0, init=False)
+    _joules: float = field(default=0.0, init=False)
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it."""
+        """Time the block, a whole step from asking for its data to its optimizer update, and count the graphs compiled in it and
+        the energy that it takes. Collective where energy is counted."""
+        if self.energy:
+            self.energy.begin()
         graphs, begin = compiled_graphs(), self.clock()
         yield
         self._seconds = self.clock() - begin
+        if self.energy:
+            self._joules = self.energy.taken()
         self._steps_here += 1
         self._recompiles = compiled_graphs() - graphs if self._steps_here > WARM_UP_STEPS else 0
 
@@ -55,13 +63,16 @@ class Recorder:
         flops_per_token is the step's mean; tflops and peak_tflops (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1),
         mfu_nanogpt the same with nanoGPT's count of FLOPs in place of ours, mfu_recipe_peak the share of the step that its
         products would have taken, each at the peak of the precision it ran in. All of them count padding, which is multiplied
-        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps.
+        like any token, and so do tokens_per_second. recompiles does not count the process's first two steps. joules are those
+        of all devices together.
         """
         record = figures | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,
             "tokens_per_second": step_tokens / self._seconds,
         }
+        if self.energy:
+            record["joules"] = self._joules
         if self.pack_length is not None:
             record["samples_per_second"] = record["tokens_per_second"] / self.pack_length
         if self.flops is not None:

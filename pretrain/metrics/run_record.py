@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
-from foundation.units import count, duration, memory, percent
+from foundation.units import count, duration, memory, percent, plural, three_digits
+from pretrain.metrics.recorded import SHAPES, check_shapes
 from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
 from pretrain.precision import schedule
 
@@ -118,7 +119,7 @@ def read_run(run_dir: Path) -> RunRecord:
     metrics = read_metrics(run_dir)
     if not metrics:
         raise InputError(f"{folder.metrics}: holds no step yet; wait for the run's first")
-    return RunRecord(
+    record = RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),
         environment=_read_object(folder.environment),
@@ -127,6 +128,8 @@ def read_run(run_dir: Path) -> RunRecord:
         audit=_read_object(folder.audit),
         matrix=_read_object(run_dir / MATRIX_FILE),
     )
+    check_shapes(vars(record), {name: getattr(folder, name) for name in SHAPES})
+    return record
 
 
 IN_WORDS = {"halted", "frozen_most", "precision"}  # what a step's line says beside its figures
@@ -179,8 +182,9 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 def summary(records: Iterable[Record]) -> dict[str, Any]:
     """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
 
-    Losses are nats per token. Medians and `data_wait_share` leave out the run's first two steps. `hours` is the time inside
-    steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak) is absent.
+    Losses are nats per token. Medians, `tokens_per_joule` and `data_wait_share` leave out the run's first two steps. `hours` is
+    the time inside steps, without evaluation, saving and starting. A key whose figure is not known (no evaluation, no known peak)
+    is absent.
     """
     records = list(records)
     steps = [record for record in records if is_step(record)]
@@ -199,16 +203,25 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         f"loss_last_{LAST_STEPS}": statistics.fmean(losses) if losses else None,
         **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
         **{key: statistics.median(values) for key in MEDIANS if (values := _known(steady, key))},
+        **_energy(steady),
         "data_wait_share": sum(_known(steady, "data_wait_ms")) / step_ms if step_ms else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "first_step_seconds": steps[0]["step_ms"] / 1e3,
         "recompiles": sum(_known(steps, "recompiles")),
-        "skipped_steps": sum(record.get("skipped", False) for record in steps),
+        "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
         "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
         "halted": next((record["reason"] for record in records if is_halt(record)), last.get("halted")),
         "frozen_most": next((record["frozen_most"] for record in reversed(steps) if "frozen_most" in record), None),
     }
     return {key: value for key, value in result.items() if value is not None}
+
+
+def _energy(steps: Sequence[Record]) -> dict[str, float]:
+    """Tokens a joule over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
+    known = [step for step in steps if step.get("joules") is not None and step.get("tokens_per_second") is not None]
+    joules = math.fsum(step["joules"] for step in known)
+    tokens = math.fsum(step["tokens_per_second"] * step["step_ms"] / 1e3 for step in known)
+    return {"tokens_per_joule": tokens / joules} if joules > 0 else {}
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:
@@ -221,17 +234,22 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
-    rows = {"trained": f"{figures['steps']:,} steps, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    rows = {
+        "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"
+    }
     if waited:
         rows["you waited"] = waited
     if "loss_last_50" in figures:
-        averaged = f"the last {LAST_STEPS}" if figures["steps"] > LAST_STEPS else f"all {figures['steps']}"
-        rows["loss"] = f"{figures['loss_last_50']:.4f} (mean of {averaged} steps)"
+        averaged = "the last" if figures["steps"] > LAST_STEPS else "all"
+        said = "one step" if figures["steps"] == 1 else f"mean of {averaged} {min(LAST_STEPS, figures['steps'])} steps"
+        rows["loss"] = f"{figures[f'loss_last_{LAST_STEPS}']:.4f} ({said})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     waiting = percent(figures["data_wait_share"])
     rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    if "tokens_per_joule" in figures:
+        rows["energy"] = f"{three_digits(figures['tokens_per_joule'])} tokens a joule, of the GPUs alone"
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"

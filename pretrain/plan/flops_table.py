@@ -72,7 +72,7 @@ def table(
     if tokens_per_second:
         reached = {key: [value * tokens_per_second / TERA for value in values] for key, values in rows.items()}
         shown = {
-            key: [f"{each:,.4g} TFLOP/s" + (f", {percent(each / known)}" if known else "") for each in values]
+            key: [f"{each:,.4g} TFLOP/s" + (f", {_share(each / known)}" if known else "") for each in values]
             for key, values in reached.items()
         }
         of = f", of the {known:,g} TFLOP/s of {device} in BF16" if known else ""
@@ -83,6 +83,11 @@ def table(
     if flops.uncounted:
         lines.append(f"warning: {len(flops.uncounted)} weights are in no known product: {flops.uncounted[0]}, ...")
     return "\n".join(lines)
+
+
+def _share(share: float) -> str:
+    """Of a peak; two digits of what one decimal would call nothing."""
+    return percent(share) if share >= 0.001 else f"{100 * share:.2g} %"
 
 
 def _shares(rows: dict[str, list[float]]) -> dict[str, list[str]]:

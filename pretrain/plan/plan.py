@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from foundation import units
+from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from packing.mixture import Mixture
 from pretrain.metrics.flop_formulas import FORMULAS
@@ -25,7 +26,7 @@ from pretrain.precision.schedule import label, last_steps
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
 
-WIDTH = 100  # of the rendered plan
+WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal has
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
@@ -205,9 +206,19 @@ class Plan:
     @property
     def checkpoints_at_once(self) -> int:
         """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
-        settings = self.recipe.checkpoint
+        settings, before_decay = self.recipe.checkpoint, self.before_decay
         written = (self.steps // settings.every if settings.every else 0) + settings.at_end
-        return min(settings.keep + 1, written) + settings.best
+        early = before_decay is not None and settings.every is not None and settings.every <= before_decay
+        return min(settings.keep + 1 + early, written) + settings.best
+
+    @property
+    def before_decay(self) -> int | None:
+        """After which step the rate falls for good, so that the last checkpoint up to there is one to prolong the run from; None
+        where there is no such step, as of a rate that falls all the way."""
+        settings = self.recipe.schedule
+        if not schedule.decay_steps(settings, self.steps):
+            return None
+        return schedule.decay_begins(settings, self.steps, self.tokens_per_step)
 
     @property
     def bytes_copied(self) -> int:
@@ -311,7 +322,9 @@ class Plan:
 
 
 def render(plan: Plan, *, brief: bool = False) -> str:
-    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory."""
+    """The plan as a user reads it, a few lines to a subject; `brief`: without the parts of FLOPs and memory. As wide as the
+    terminal, WIDTH columns at most."""
+    width = screen_width(WIDTH)
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
         devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
@@ -327,9 +340,14 @@ def render(plan: Plan, *, brief: bool = False) -> str:
         "time": [_time_line(plan)],
         "memory": _memory_lines(plan)[: 1 if brief else None],
     }
-    lines = [f"{name if i == 0 else '':<9}{text}" for name, texts in subjects.items() for i, text in enumerate(texts)]
-    warnings = [textwrap.fill(f"warning: {text}", WIDTH, subsequent_indent=" " * 9) for text in plan.warnings]
-    return "\n".join([title, "─" * WIDTH, *lines, *warnings])
+    lines = [(name if i == 0 else "", text) for name, texts in subjects.items() for i, text in enumerate(texts)]
+    lines += [("warning: ", text) for text in plan.warnings]
+    return "\n".join([*textwrap.wrap(title, width), "─" * width, *(wrapped(name, text, width) for name, text in lines)])
+
+
+def wrapped(name: str, text: str, width: int) -> str:
+    """`text` in lines of at most `width` columns, `name` at the left of the first."""
+    return textwrap.fill(text, width, initial_indent=f"{name:<9}", subsequent_indent=" " * 9)
 
 
 def _model_lines(plan: Plan) -> list[str]:
@@ -342,7 +360,7 @@ def _model_lines(plan: Plan) -> list[str]:
         f"{units.count(flops.parameters)} parameters, {without} without embeddings, {head}",
         f"{plan.model_type}: {shape.layers} layers, hidden {shape.hidden:,}, {heads}{groups}, vocabulary {shape.vocabulary:,}",
         *_bf16_lines(plan),
-        *textwrap.wrap(plan.vocabulary or "", WIDTH - 9),
+        *([plan.vocabulary] if plan.vocabulary else []),
     ]
 
 
@@ -352,7 +370,7 @@ def _bf16_lines(plan: Plan) -> list[str]:
     if not plan.low_linears or not kept:
         return []
     low, linears = plan.low_linears
-    return textwrap.wrap(f"{low:,} of {plural(linears, 'linear')} in low precision; keep_bf16: {', '.join(kept)}", WIDTH - 9)
+    return [f"{low:,} of {plural(linears, 'linear')} in low precision; keep_bf16: {', '.join(kept)}"]
 
 
 def _phase_lines(plan: Plan) -> list[str]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from foundation import units
 from foundation.errors import InputError
+from foundation.tables import screen_width
 from foundation.units import GIB, plural
 from pretrain.plan.plan import ASSUMED_SHARES, WIDTH, Plan
 from pretrain.plan.preflight import fits_gathered
@@ -212,8 +213,8 @@ def render_scaling(plan: Plan, cluster: Cluster, sharding: Sharding, *, replicat
     planned = on_cluster(plan, cluster, sharding, replicated=replicated)
     cases = [Scaled(planned, cluster, links, speed, planned.devices.sharded and replicated) for speed in speeds]
     lines = [*_lines(cases), *_assumptions(cases[0], plan, links, known)]
-    rest = " " * 11
-    return "\n".join(textwrap.fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=rest) for name, text in lines)
+    rest, width = " " * 11, screen_width(WIDTH)
+    return "\n".join(textwrap.fill(text, width, initial_indent=f"{name:<9}", subsequent_indent=rest) for name, text in lines)
 
 
 def _lines(cases: list[Scaled]) -> Iterator[tuple[str, str]]:

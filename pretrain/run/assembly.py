@@ -154,6 +154,24 @@ class Assembly:
             update_bytes=sum(2 * t.nbytes for t in stored) + sum(gradient_bytes * w.numel() for w in weights),
         )
 
+    def memory_held(self) -> dict[str, int]:
+        """Bytes of this process's device that hold the model from step to step, by part; parts that there are not left out.
+
+        Of shards, gradients come and go with each step and are none of them."""
+        trained = [parameter for parameter in self.hf.parameters() if parameter.requires_grad]
+        sums = {id(main._base): main._base for each in trained if (main := getattr(each, "main_grad", None)) is not None}
+        if not sums and self.model.sharding is None:  # autograd sums in the parameters' own dtype
+            sums = {id(each): each for each in trained}
+        state = self.optimizer_tensors
+        parts = {
+            "weights": [local_part(tensor) for tensor in self.tensors.values()],
+            "remainders": [local_part(tensor) for name, tensor in state.items() if name.startswith("remainder/")],
+            "moments": [local_part(tensor) for name, tensor in state.items() if not name.startswith("remainder/")],
+            "gradients": list(sums.values()),
+        }
+        held = {part: sum(tensor.nbytes for tensor in tensors) for part, tensors in parts.items()}
+        return {part: size for part, size in held.items() if size}
+
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
         """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
         if not self.precision.backends or every is None:

@@ -14,7 +14,9 @@ from pretrain.verify import audit, kernels
 def introduce(run: Run, notes: list[str]) -> None:
     """Say and write down what this run is, before its first step."""
     run.console.notice(render(run.job.plan, brief=True))
-    found = run.assembly.audit
+    found, plan = run.assembly.audit, run.job.plan
+    planned = plan.memory.parts(plan.expected_microbatch)
+    found["memory"] = {"microbatch": plan.expected_microbatch, "planned": planned, "held": run.assembly.memory_held()}
     if run.job.recipe.log.audit == "full":
         run.console.panel("what runs in which precision", audit.rows(found) | kernels.rows(found))
     else:

@@ -24,12 +24,12 @@ from accelerate import Accelerator
 
 from foundation import units
 from foundation.errors import InputError
-from foundation.tables import markdown, or_dash
+from foundation.tables import fitted, or_dash, screen_width
 from foundation.units import GIB, plural
 from pretrain.metrics.run_record import read_run
 from pretrain.model.distributed import make_accelerator
 from pretrain.plan.compute_optimal import FITS, FLOPS_EACH, LIMITS, beyond_the_fits
-from pretrain.plan.plan import WIDTH, Plan
+from pretrain.plan.plan import WIDTH, Plan, wrapped
 from pretrain.plan.preflight import KEPT_FREE, Job, prepare_job
 from pretrain.plan.targets import USUAL, Estimate, MeasuredRun, Target, estimates, left_out, span
 from pretrain.run.sizes import described, draw, measure
@@ -37,6 +37,7 @@ from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
 
+WIDEST = 10_000  # columns of a table
 MOST_TOKENS = 2**27  # of a microbatch that --measure tries
 DEFAULT_PRECISION = "bf16"  # where neither recipe nor command line names one, as there is no accelerate configuration here
 
@@ -163,7 +164,7 @@ def sections(
     found = list(estimates(job, targets, runs, options.mfu))
     model = f"{units.count(plan.flops.parameters)} parameters"
     yield f"{plan.recipe.name}: {plan.requested} compute, {plan.recipe.weights} weights, {model}"
-    yield "─" * WIDTH
+    yield "─" * screen_width(WIDTH)
     yield from _subject("horizon", [_horizon(plan)])
     yield from _subject("step", [_batch(plan)])
     yield "\nTime" + (" and cost, at the prices given" if prices else "; --price-per-hour PRICE adds the cost")
@@ -182,11 +183,16 @@ def sections(
 
 def _subject(name: str, lines: Sequence[str]) -> Iterator[str]:
     for index, line in enumerate(lines):
-        yield textwrap.fill(line, WIDTH, initial_indent=f"{'' if index else name:<9}", subsequent_indent=" " * 9)
+        yield wrapped("" if index else name, line, screen_width(WIDTH))
 
 
 def _noted(texts: Iterable[str]) -> Iterator[str]:
-    return (textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ") for text in texts)
+    return (textwrap.fill(f"* {text}", screen_width(WIDTH), subsequent_indent="  ") for text in texts)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], names: int) -> str:
+    """As wide as it is in a file, which scrolls; on a narrower terminal a paragraph a row."""
+    return fitted(header, rows, screen_width(WIDEST), names)
 
 
 def _horizon(plan: Plan) -> str:
@@ -218,7 +224,7 @@ def _time_table(found: Sequence[Estimate], prices: Mapping[str, float], hours: f
             steps = row.steps_in(hours)
             line += [span(steps, "{:,}".format), span([each * row.plan.tokens_per_step for each in steps], units.count)]
         lines.append(line)
-    return markdown(header, lines, names=2)
+    return _table(header, lines, names=2)
 
 
 def _notes_on_time(found: Sequence[Estimate], runs: Sequence[MeasuredRun]) -> Iterator[str]:
@@ -257,7 +263,7 @@ def _memory_table(found: Sequence[Estimate], accumulation: int | None) -> str:
         if accumulation:
             line.append(f"batch.tokens={size * accumulation * row.target.count * plan.recipe.data.length}")
         lines[row.target] = line
-    return markdown(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
+    return _table(header, list(lines.values()), names=1) if lines else "none of these devices can run it"
 
 
 def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
@@ -268,7 +274,7 @@ def _fits(plan: Plan, flops: float | None) -> Iterator[str]:
     for fit, best in zip(FITS, divided, strict=True):
         line = [fit.name, f"{fit.loss(parameters, tokens):.3f}", units.count(fit.best_tokens(parameters))]
         lines.append([*line, *map(units.count, best), f"{fit.loss(*best):.3f}"])
-    yield markdown(header, lines, names=1)
+    yield _table(header, lines, names=1)
     notes = [f"the last three columns: for {budget:.4g} FLOP, {'as stated' if flops else f'this recipe by 6 x {sizes}'}"]
     for fit in FITS:
         formula = f"{fit.E} + {fit.A} / N^{fit.alpha} + {fit.B} / D^{fit.beta}"
@@ -292,7 +298,7 @@ def measured(job: Job, accelerator: Accelerator, options: argparse.Namespace) ->
     header, lines, notes = described(found)
     documents = "documents as they lie in the packs" if job.data else "each pack one document, as none is prepared yet"
     yield f"\nMemory and speed over microbatch sizes, measured on {found.device} in {found.precision}; {documents}"
-    yield markdown(header, lines, names=0)
+    yield _table(header, lines, names=0)
     yield from _noted(notes)
     if options.out:
         draw(found, options.out, job.recipe.name)

@@ -99,7 +99,7 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, che
         return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
     earlier = [folder for folder in step_folders(checkpoints.folder) if step_of(folder) <= begins]
     if not earlier:
-        return told + "No checkpoint from before it is kept; `checkpoint.keep` and `checkpoint.every` decide which are"
+        return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
     return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
 
 

@@ -176,7 +176,7 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
     on_gpu = device.type == "cuda"
     limit = usable_memory(device) if on_gpu else psutil.virtual_memory().available
     fits = {size for size in sizes if on_gpu or job.plan.memory.total(size) <= limit}
-    ended = None if len(fits) == len(sizes) else f"{min(set(sizes) - fits)} packs would not fit by the estimate"
+    ended = None if len(fits) == len(sizes) else f"{plural(min(set(sizes) - fits), 'pack')} would not fit by the estimate"
     of = {"length": job.recipe.data.length, "packs": job.plan.packs_per_rank}
     of |= {"device": job.plan.devices.name, "precision": job.active.precision.name}
     if not fits:
@@ -193,7 +193,7 @@ def measure(job: Job, accelerator: Accelerator, sizes: Sequence[int], said: Call
         except (torch.OutOfMemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            ended = f"{packs} packs did not fit"
+            ended = f"{plural(packs, 'pack')} did not fit"
             clear_gradients(assembly.optimizer, assembly.model)
             break
         said(f"{plural(packs, 'pack')}: {units.duration(found[-1].seconds)} a microbatch")
@@ -267,7 +267,8 @@ def described(sizes: Sizes) -> tuple[tuple[str, ...], list[list[str]], list[str]
 def _notes(sizes: Sizes) -> Iterator[str]:
     held = "this process held" if sizes.device == "CPU" else "torch allocated"
     update = units.duration(sizes.measured[-1].update)
-    yield f"memory: the most that {held}; tokens/s: of whole steps of {sizes.packs} packs or more, with an update of {update}"
+    steps = f"whole steps of {plural(sizes.packs, 'pack')} or more"
+    yield f"memory: the most that {held}; tokens/s: of {steps}, with an update of {update}"
     if sizes.lines:
         memory, seconds = sizes.lines
         if memory:
@@ -276,7 +277,7 @@ def _notes(sizes: Sizes) -> Iterator[str]:
         begins = "" if seconds.at_none <= 0 else f"{units.duration(seconds.at_none)} + "
         yield f"time is {begins}{units.duration(seconds.each)} a pack: {seconds.reliability()}"
     if most := sizes.largest_that_fits():
-        yield f"by that line, {most} packs fit into the {units.memory(sizes.limit / GIB)} that may be used here"
+        yield f"by that line, the {units.memory(sizes.limit / GIB)} that may be used here hold {plural(most, 'pack')}"
     if sizes.ended:
         yield f"no larger size was tried: {sizes.ended}"
 

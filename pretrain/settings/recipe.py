@@ -179,7 +179,7 @@ class EvaluateSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
-    keep: PositiveCount = 3  # the newest so many; older ones are deleted
+    keep: PositiveCount = 3  # the newest so many, and the last one before wsd's decay; older ones are deleted
     best: bool = False  # save at each evaluation with the lowest held-out loss so far, and keep that one, however old it becomes
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -66,6 +67,19 @@ def test_the_best_checkpoint_is_kept_found_again_after_a_kill_and_exported(
     refused = "step 6 has the lowest held-out loss and is not kept; set `checkpoint.best: true`.*: step-00000008, step-00000007$"
     assert re.search(refused, capsys.readouterr().err.strip())
     assert main(["export", str(alone.run_dir)]) == 2 and "name OUT" in capsys.readouterr().err
+
+
+def test_a_best_evaluation_at_the_end_has_its_checkpoint_where_no_last_one_is_wanted(train_here: Callable):
+    asked = ("train.steps=4", "evaluate.every=2", "checkpoint.best=true", "checkpoint.every=null", "checkpoint.at_end=false")
+    run = train_here(*asked, "checkpoint.keep=1", "optimizer.learning_rate=0.003")
+    losses = evaluations(run)
+    assert run.status == 0 and losses[4] < losses[2], run.output
+    assert kept(run.run_dir) == [4] and not (run.run_dir / "final").exists()
+    memory = json.loads((run.run_dir / "audit.json").read_text())["memory"]
+    held, planned = memory["held"], memory["planned"]
+    assert [held["weights"], held["gradients"], held["moments"]] == [
+        planned[part] for part in ("parameters", "gradients", "optimizer moments")
+    ], "what shapes decide is planned exactly"
 
 
 def said_of(finished: Any) -> dict[str, float]:

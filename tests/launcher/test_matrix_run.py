@@ -169,4 +169,4 @@ def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(ma
     assert [entry.name for entry in folder.glob("*.status")] == []
     assert run_here(path, "--count") == (0, "2\n")
     status, output = run_here(path, "--cell", "2")
-    assert status == 2 and "--cell 2: there are 2 cells, from 0 to 1" in output
+    assert status == 2 and "--cell 2: no such cell; they are counted from 0 to 1" in output

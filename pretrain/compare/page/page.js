@@ -43,7 +43,12 @@ async function start() {
   if (!data.axes[state.axis]) state.axis = "steps";
   all("[data-swatch]").forEach((place) => { place.innerHTML = swatch(runOf(place)); });
   listen();
-  drawAll();
+  try {
+    drawAll();
+  } catch (error) {
+    find("failure").textContent = "Not all pictures can be drawn: " + error.message;
+    throw error;
+  }
   document.documentElement.dataset.drawn = "yes";
   if (data.every) setTimeout(() => location.reload(), data.every * 1000);
 }
@@ -86,7 +91,7 @@ function chooseTheme(name) {
 
 const axis = (title, more = {}) => ({
   title: { text: title, standoff: 8, font: { size: 12, color: ink("--soft") } }, gridcolor: ink("--line"), zerolinecolor: ink("--line"),
-  linecolor: ink("--line"), tickfont: { size: 11, color: ink("--soft") }, automargin: true, ...more,
+  linecolor: ink("--line"), tickfont: { size: 11, color: ink("--soft") }, automargin: true, exponentformat: "none", ...more,
 });
 function layout(more) {
   return {
@@ -162,7 +167,7 @@ function drawEnds() {
     x: [scale.to(value(run))], y: [run.name], mode: "markers", cliponaxis: false,
     marker: { color: run.emulated ? ink("--card") : run.colour, symbol: run.symbol, size: 10, line: { color: run.colour, width: 2 } },
     error_x: { type: "data", symmetric: false, array: [bar(run, 1)], arrayminus: [bar(run, -1)], color: run.colour, thickness: 1.6, width: 4, visible: Boolean(run.half) },
-    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap)}${run.half ? " ± " + run.half.toFixed(4) : ""}, last ${run.gapSteps} steps`) + "<extra></extra>",
+    hovertemplate: `<b>${run.name}</b>${run.kind ? "<br>" + run.kind : ""}<br>` + (!paired ? `loss ${run.loss.toFixed(4)}` : run.baseline ? "the baseline" : `${signed(run.gap)}${run.half ? " ± " + run.half.toFixed(4) : ""}, last ${run.gapSteps} step${run.gapSteps === 1 ? "" : "s"}`) + "<extra></extra>",
   }));
   const low = Math.min(...order.map((r) => scale.to(value(r)) - bar(r, -1))), high = Math.max(...order.map((r) => scale.to(value(r)) + bar(r, 1)));
   const margin = 0.06 * (high - low) || 0.01;
@@ -181,12 +186,12 @@ const shorten = (text, most) => (text.length > most ? text.slice(0, most - 1) + 
 // ── Curves ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 const PANELS = {
-  loss: { key: "loss", title: "nats a token", height: 360, fall: true },
+  loss: { title: "nats a token", height: 360, fall: true },
   "held-out": { heldOut: true, title: "nats a token", height: 280 },
   minus: { minus: true, title: "nats a token", height: 360 },
-  norm: { key: "gradient_norm", title: "norm", height: 230, log: true },
-  rate: { key: "learning_rate", title: "rate", height: 200, exact: true },
-  frozen: { key: "frozen_updates", title: "share", height: 230, log: true, percent: true },
+  norm: { title: "norm", height: 230, log: true },
+  rate: { title: "rate", height: 200, exact: true },
+  frozen: { title: "share", height: 230, log: true, percent: true },
 };
 const POWERS = [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1];
 const UNITS = { steps: "step", tokens: "tokens", hours: "hours in steps" };
@@ -224,7 +229,7 @@ function drawCurve(id) {
       traces.push(lineOf(run, x, run.heldOut.loss, run.heldOut.loss.map((v) => v?.toFixed(4)), { mode: "lines+markers", marker: { symbol: run.symbol, size: 7, color: run.emulated ? ink("--card") : run.colour, line: { color: run.colour, width: 1.5 } } }));
       continue;
     }
-    const raw = panel.minus ? run.minus.loss : run.curves[panel.key];
+    const raw = panel.minus ? run.minus.loss : run.curves[id];
     if (!raw || (panel.minus && run.baseline)) continue;
     const smoothed = state.smooth && !panel.exact ? smooth(raw, panel.minus ? Math.max(run.window, 1) : run.window) : raw;
     if (bands && state.smooth) {
@@ -250,6 +255,10 @@ function drawCurve(id) {
     if (panel.minus) { low = Math.min(quantile(values, 0.003), 0); high = Math.max(high, 0); }
     const margin = 0.07 * (high - low) || 0.01;
     y.range = [low - margin, high + margin];
+  }
+  if (panel.log && values.length) {  // whole powers of ten where only these have ticks; and never so close that noise fills it
+    const lowest = values.find((v) => v > 0), logs = [lowest ?? 1, values.at(-1)].map(Math.log10);
+    y.range = panel.percent ? [Math.floor(logs[0] - 0.01), Math.ceil(logs[1] + 0.01)] : [logs[0] - 0.1, logs[1] + 0.1];
   }
   if (panel.fall) saySpread(id, lines, y.range);
   const wide = !narrow();
@@ -329,8 +338,7 @@ function drawHeat() {
   if (state.heatRun !== null && data.runs[state.heatRun]?.heat) select.value = String(state.heatRun);
   const heat = data.runs[Number(select.value)].heat, share = ["underflow", "saturation"].includes(state.measure);
   const operands = heat.operands, count = operands.length, stacked = narrow();
-  const values = operands.flatMap((o) => heat.values[state.measure][o].flat()).filter((v) => v !== null);
-  const largest = Math.max(0, ...values);
+  const largest = operands.reduce((most, o) => heat.values[state.measure][o].reduce((of, row) => row.reduce((a, v) => (v > a ? v : a), of), most), 0);
   find("heat-note").textContent = share ? (largest ? `The most is ${(100 * largest).toPrecision(2)} %.` : `No ${state.measure} in any layer, in any step that was looked at.`) : "A row is a layer; brighter is larger.";
   const rowHeight = Math.max(5, Math.min(16, 520 / heat.layers.length)), each = rowHeight * heat.layers.length + 20, height = (stacked ? count * (each + 30) : each) + 90;
   const traces = [], extra = { annotations: [] };
@@ -359,19 +367,36 @@ function drawHeat() {
 // ── Time and memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 const PARTS = ["#4C78A8", "#72B7B2", "#EECA3B", "#F58518", "#B279A2", "#9D755D", "#54A24B", "#E45756", "#8CA0B3", "#BAB0AC"];
-function bars(id, rows, traces, unit) {
+function bars(id, names, traces, unit, labels = names.map((name) => shorten(name, narrow() ? 18 : 34))) {
   draw(id, traces, {
-    height: 62 + 26 * rows.length, barmode: "stack", bargap: 0.3,
+    height: 62 + 26 * names.length, barmode: "stack", bargap: 0.3,
     xaxis: axis(unit, { rangemode: "tozero" }),
-    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: rows.map((r) => r.name), ticktext: rows.map((r) => shorten(r.name, narrow() ? 16 : 30)) }),
+    yaxis: axis("", { autorange: "reversed", type: "category", tickfont: { size: 11, color: ink("--ink") }, tickmode: "array", tickvals: names, ticktext: labels }),
   });
+}
+const nameKey = (id, parts) => { find(id).innerHTML = parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join(""); };
+
+// Two bars a run where its parts are known: what was measured, and pale what was planned.
+function drawMemoryParts(rows) {
+  const kinds = [["measured", 0.95, ""], ["planned", 0.45, ", planned"]];
+  const found = new Set(kinds.flatMap(([kind]) => rows.flatMap((run) => Object.keys(run.memoryParts?.[kind] ?? {}))));
+  const parts = data.memoryOrder.filter((part) => found.has(part));
+  const whole = (run) => run.memoryParts ?? { measured: { "allocated at most": run.memory }, planned: {} };
+  if (rows.some((run) => !run.memoryParts)) parts.push("allocated at most");
+  const lines = rows.flatMap((run) => kinds.map(([kind, opacity, said]) => ({ name: run.name + said, label: shorten(run.name, narrow() ? 18 - said.length : 34) + said, parts: whole(run)[kind], opacity }))).filter((line) => Object.keys(line.parts).length);
+  nameKey("memory-key", parts);
+  bars("memory", lines.map((line) => line.name), parts.map((part, i) => ({
+    type: "bar", orientation: "h", name: part, y: lines.map((line) => line.name), x: lines.map((line) => line.parts[part] ?? 0),
+    marker: { color: PARTS[i % PARTS.length], opacity: lines.map((line) => line.opacity) },
+    hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} GiB<extra></extra>`,
+  })), "GiB", lines.map((line) => line.label));
 }
 function drawCosts() {
   if (find("time")) {
     const rows = data.runs.filter((run) => run.time), parts = [...new Set(rows.flatMap((run) => Object.keys(run.time.parts)))];
     const several = parts.length > 2;
-    find("time-key").innerHTML = several ? parts.map((part, i) => `<span><i style="background: ${PARTS[i % PARTS.length]}"></i>${part}</span>`).join("") : "";
-    bars("time", rows, parts.map((part, i) => ({
+    nameKey("time-key", several ? parts : []);
+    bars("time", rows.map((r) => r.name), parts.map((part, i) => ({
       type: "bar", orientation: "h", name: part, y: rows.map((r) => r.name), x: rows.map((r) => r.time.parts[part] ?? 0),
       marker: { color: several ? PARTS[i % PARTS.length] : i ? ink("--soft") : rows.map((r) => r.colour), opacity: 0.9 },
       hovertemplate: `<b>%{y}</b><br>${part} %{x:.4~g} ms<extra></extra>`,
@@ -379,13 +404,14 @@ function drawCosts() {
   }
   if (find("memory")) {
     const rows = data.runs.filter((run) => run.memory);
+    if (rows.some((run) => run.memoryParts)) return drawMemoryParts(rows);
     const bar = (values, opacity, what) => ({
       type: "bar", orientation: "h", y: rows.map((r) => r.name), x: values, marker: { color: rows.map((r) => r.colour), opacity },
       hovertemplate: `<b>%{y}</b><br>${what} %{x:.4~g} GiB<extra></extra>`,
     });
     const held = { ...bar(rows.map((r) => r.memory), 0.9, ""), text: rows.map((r) => r.memory.toPrecision(3)), textposition: "inside", insidetextanchor: "end", textfont: { color: "#fff", size: 11 } };
     const beyond = rows.map((r) => Math.max(0, (r.reserved ?? r.memory) - r.memory));
-    bars("memory", rows, beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
+    bars("memory", rows.map((r) => r.name), beyond.some(Boolean) ? [held, bar(beyond, 0.35, "reserved beyond it:")] : [held], "GiB");
   }
 }
 

@@ -205,6 +205,15 @@ def test_pruning_keeps_the_newest_and_clears_what_dead_writers_left(tmp_path):
     assert names(tmp_path) == ["step-00000020", "step-00000030"]
 
 
+def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1, before_decay=25)
+    for step in (10, 20, 30, 40):
+        save(checkpoints, step)
+    assert names(tmp_path) == ["step-00000020", "step-00000040"]
+    save(Checkpoints(tmp_path, keep=1, before_decay=45), 50)  # the run was prolonged, so its decay begins later
+    assert names(tmp_path) == ["step-00000040", "step-00000050"]
+
+
 def test_a_resume_clears_what_dead_writers_left_before_it_trains(tmp_path):
     kept = save(Checkpoints(tmp_path, keep=2), 1)
     (tmp_path / ".partial-step-00000002").mkdir()

@@ -157,6 +157,13 @@ def test_the_gate_fails_with_1_where_a_loss_ends_higher_and_passes_where_it_ends
     assert main([*command, str(base), str(diverged)]) == 1, "although the step in common is equal"
 
 
+def test_the_gate_says_which_run_is_shorter_and_whether_it_is_unfinished(tmp_path, capsys):
+    base, short = (make_run(tmp_path / name, [2.0] * n, "train.steps=100") for name, n in (("base", 100), ("short", 70)))
+    assert main(["report", str(base), str(short), "--gate", "0.01", "--out", str(tmp_path / "x.html")]) == 0
+    said = "short has 70 steps and is not finished, base 100: what is compared ends with step 70"
+    assert f"gate: {said}" in capsys.readouterr().out and said in (tmp_path / "x.html").read_text()
+
+
 def test_a_run_that_was_halted_fails_the_gate_and_a_run_beside_itself_passes_none(tmp_path, capsys):
     base, halted = (
         make_run(tmp_path / name, losses) for name, losses in (("base", noisy(3.0, 1)), ("halted", noisy(3.0, 1)[:2]))

@@ -16,6 +16,7 @@ import yaml
 
 from foundation.errors import InputError
 from foundation.signals import StopRequest
+from pretrain.__main__ import main
 from pretrain.compare.matrix import Hours, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
@@ -42,15 +43,13 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
     return load
 
 
-def leave_behind(
-    cell: MatrixRun, loss: float | None, *, held_out: float | None = None, tokens: int = 320, done: bool = True
-) -> None:
+def leave_behind(cell: MatrixRun, loss: float | None, *, held_out: float | None = None, done: bool = True) -> None:
     """The files of a run of `cell` that has come to its end, or, not `done`, to its fifth step."""
     cell.run_dir.mkdir(parents=True)
     last = 12 if done else 5
     lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": loss, "step_ms": 10.0} for step in range(1, last + 1)]
     if held_out is not None:
-        evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7, "held_out_tokens": tokens}
+        evaluated = {"held_out_loss": held_out, "held_out_perplexity": 2.7, "held_out_tokens": 320}
         lines.append({"step": last, "event": "evaluation"} | evaluated)
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
@@ -208,12 +207,32 @@ def test_a_cell_that_sets_no_value_for_a_varied_key_shows_its_recipes(matrix):
     assert [row[1:3] for row in rows(Ranking(found).table())] == [["1", "0.01"], ["2", "0.01"], ["42", "0.5"]]
 
 
-def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix):
+def test_cells_without_a_finite_loss_come_last_and_other_text_is_said(matrix, tmp_path):
+    for other_text, axis in ((True, "evaluate.packs"), (False, "seed")):  # as the report tells it: not every seed is other text
+        found = matrix({axis: [1, 2, 3]}, run_dir=f"{tmp_path}/{axis}/{{cell}}")
+        for cell, loss in zip(found.runs, (None, 3.0, 2.0), strict=True):
+            leave_behind(cell, loss, held_out=loss)
+        table = Ranking(found).table()
+        assert [row[1] for row in rows(table)] == ["3", "2", "1"] and (OTHER_TEXT in table) == other_text
+
+
+def test_where_the_report_cannot_be_written_the_cells_are_ranked_all_the_same(matrix, tmp_path, capsys):
+    for cell in matrix({"seed": [1, 2]}).runs:
+        leave_behind(cell, 2.0)
+    (tmp_path / "runs" / "m.png").mkdir()
+    assert main(["matrix", str(tmp_path / "m.yaml")]) == 2
+    out, err = capsys.readouterr()
+    assert f"error: {tmp_path / 'runs' / 'm.png'}: cannot be written" in err and "| 2 | 2 " in out.partition("Best first:")[2]
+
+
+def test_where_speed_is_looked_for_the_fastest_cell_comes_first(matrix):
     found = matrix({"seed": [1, 2, 3]})
-    for cell, loss, tokens in zip(found.runs, (None, 3.0, 2.0), (320, 320, 640), strict=True):
-        leave_behind(cell, loss, held_out=loss, tokens=tokens)
-    table = Ranking(found).table()
-    assert [row[1] for row in rows(table)] == ["3", "2", "1"] and OTHER_TEXT in table
+    for cell, speed in zip(found.runs, (30.0, None, 90.0), strict=True):
+        leave_behind(cell, 2.0)
+        lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
+        with_speed = [line | ({"tokens_per_second": speed} if speed else {}) for line in lines]
+        (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in with_speed))
+    assert [row[1] for row in rows(Ranking(found, by_speed=True).table())] == ["3", "1", "2"]
 
 
 def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):

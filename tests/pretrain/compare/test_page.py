@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.comparison import RunComparison
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
-from pretrain.compare.page_data import heat_maps, page_data, short_name, step_time
+from pretrain.compare.page_data import PROCESS, REST, UNUSED, heat_maps, memory_parts, page_data, short_name, step_time
 from pretrain.compare.published import read_published
-from pretrain.compare.report import read_runs
+from pretrain.compare.report import read_runs, write
 from tests.pretrain.compare.made_runs import make_run, trained
 
 ROOT = Path(__file__).parents[3]
@@ -108,7 +109,14 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     assert heat["steps"] == [1, 9] and heat["layers"] == ["3 q_proj"]
     assert heat["values"]["underflow"]["input"] == [[0.25, 0.5]] and heat["values"]["scale"]["input"] == [[-1.0, None]]
     assert heat_maps(tmp_path / "none") is None
-    odd = ['{"step": 3}', "[]", '{"step": 3, "operands": 3}', '{"step": 3, "operands": [{"scale": -1}]}', "\xff"]
+    odd = [
+        '{"step": 3}',
+        "[]",
+        '{"step": 3, "operands": 3}',
+        '{"step": 3, "operands": [true]}',
+        '{"step": 3, "operands": [{"scale": -1}]}',
+        "\xff",
+    ]
     path.write_bytes("\n".join([*odd, json.dumps(lines[0]), ""]).encode("latin-1"))
     assert heat_maps(path)["steps"] == [1]
     assert [short_name(each) for each in ("lm_head", "transformer.h.11.attn.c_attn")] == ["lm_head", "11 c_attn"]
@@ -122,6 +130,26 @@ def test_a_profile_says_where_a_steps_time_goes_and_without_one_the_wait_is_know
     assert step_time(run) == {"source": "profile", "parts": {"attention": 12.5, "gaps": 2.5}}
 
 
+def test_memory_by_part_tells_what_was_measured_from_what_was_planned(tmp_path):
+    gib = 2**30
+    held, planned = (
+        {"weights": 2 * gib, "moments": 4 * gib},
+        {"parameters": 2 * gib, "optimizer moments": 4 * gib, "the loss": gib},
+    )
+    run = trained(tmp_path / "run", audit={"memory": {"microbatch": 2, "planned": planned, "held": held}})
+    assert memory_parts(run)["measured"] == {PROCESS: 0.5}, "on a CPU"
+    for record in run.metrics:
+        record["memory_reserved_gib"] = 9.0
+    run.summary["memory_gib"] = 8.5
+    found = memory_parts(run)
+    assert (
+        found["measured"] == {"weights": 2.0, "moments": 4.0, REST: 2.5, UNUSED: 0.5} and sum(found["measured"].values()) == 9.0
+    )
+    assert found["planned"] == {"weights": 2.0, "moments": 4.0, "the loss": 1.0}
+    assert memory_parts(trained(tmp_path / "older")) is None
+    assert "as the plan had reckoned it before" in text_of(render(RunComparison.over([run])))
+
+
 def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     runs = read_runs([KEPT], Path("bf16-fp32"))
     assert len(runs) == 18 and runs[0].name == "bf16-fp32" and runs[0].side_by_side
@@ -131,13 +159,54 @@ def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     assert exact.held_out_gap == pytest.approx(0.0002, abs=5e-5) and exact.speed is None
     data = page_data(comparison)
     assert data["axes"] == {"steps": True, "tokens": True, "hours": False}
-    assert "learning_rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
+    assert "rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
 
 
-def test_a_file_that_holds_no_kept_runs_is_refused(tmp_path):
-    (tmp_path / "x.json").write_text('{"runs": {}}')
-    with pytest.raises(InputError, match=r"x\.json: holds no runs with losses"):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('{"runs": {}}', "holds no runs with losses"),
+        ('{"runs": {"a": {"losses": [1]}}}', "not as `benchmarks.collect_runs` makes it, at 'settings'"),
+    ],
+)
+def test_a_file_that_holds_no_kept_runs_is_refused(content, says, tmp_path):
+    (tmp_path / "x.json").write_text(content)
+    with pytest.raises(InputError, match=rf"x\.json: {says}"):
         read_kept(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "says"),
+    [
+        ("audit.json", "products", {"a": 1}, "`products`"),
+        ("audit.json", "products", [3], "`products.0`"),
+        ("audit.json", "products", [{"products": "fp8"}], "`products.0.products`"),
+        ("audit.json", "kernels", "all", "`kernels`"),
+        ("audit.json", "effective", 8, "`effective`"),
+        ("audit.json", "memory", {"microbatch": 1, "planned": {"parameters": "much"}}, "`memory.planned.parameters`"),
+        ("environment.json", "gpus", "H200", "`gpus`"),
+        ("environment.json", "packages", ["torch"], "`packages`"),
+        ("environment.json", "accelerate", None, "`accelerate`"),
+        ("summary.json", "tokens_per_step", 1e308, "`tokens_per_step`"),
+        ("summary.json", "mfu_nanogpt", "half", "`mfu_nanogpt"),
+        ("config.yaml", "batch", 4096, "`batch`"),
+        ("config.yaml", "train", {"steps": "many"}, "`train.steps`"),
+        ("config.yaml", "optimizer", [1], "`optimizer`"),
+    ],
+)
+def test_a_file_of_a_run_that_is_shaped_otherwise_is_one_message_with_its_key(file, key, value, says, tmp_path, capsys):
+    path = make_run(tmp_path / "run")
+    content = (yaml.safe_load((path / file).read_text()) if (path / file).exists() else {}) | {key: value}
+    (path / file).write_text(json.dumps(content))
+    assert main(["report", str(path), "--out", str(tmp_path / "x.html")]) == 2
+    assert f"error: {path / file}: {says}" in capsys.readouterr().err
+
+
+def test_a_bar_in_the_name_of_a_run_leaves_the_tables_whole(tmp_path):
+    runs = [make_run(tmp_path / name, LONG) for name in ("a", "b|c")]
+    out = write(runs, out=tmp_path / "x.png")
+    table = [line for line in out.splitlines() if line.startswith("|")][:4]
+    assert "b\\|c" in table[-1] and len({line.replace("\\|", "").count("|") for line in table}) == 1
 
 
 def test_published_rows_have_their_mfu_by_one_definition():

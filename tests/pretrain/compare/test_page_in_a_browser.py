@@ -33,7 +33,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder, runs = tmp_path_factory.mktemp("runs"), []
     for name, (above, settings) in RUNS.items():
         losses = [5.0 - 0.01 * step + above for step in range(STEPS)]
-        path = make_run(folder / name, losses, *settings, audit={"backend": "emulation" if name == "low" else "torch"})
+        memory = {"microbatch": 1, "planned": {"parameters": 2**28, "the loss": 2**27}, "held": {"weights": 2**28}}
+        audit = {"backend": "emulation" if name == "low" else "torch"} | ({"memory": memory} if name == "exact" else {})
+        path = make_run(folder / name, losses, *settings, audit=audit)
         halfway = {"step": 60, "event": "evaluation", "held_out_loss": 3.1 + above, "held_out_perplexity": 22.0}
         with (path / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(halfway) + "\n")
@@ -106,6 +108,29 @@ def test_a_click_on_a_columns_title_sorts_by_it_and_another_the_other_way(page):
     assert page.locator("#table th[aria-sort=descending]").inner_text().startswith("loss, last 50")
     title.click()
     assert page.eval_on_selector_all("#table tbody tr", names) == ["base", "exact", "low"]
+
+
+def test_memory_by_part_has_a_bar_that_was_measured_and_one_that_was_planned(page):
+    names = page.eval_on_selector_all("#memory .ytick text", "all => all.map(tick => tick.textContent)")
+    assert names == ["base", "exact", "exact, planned", "low"]
+    parts = page.locator("#memory-key span").all_text_contents()
+    assert parts == ["weights", "the loss", "the process, whole", "allocated at most"]
+
+
+def test_statistics_of_a_long_run_are_drawn(page):
+    """More values than a browser takes as the arguments of one call."""
+    page.evaluate(
+        """() => {
+            const heat = data.runs.find((run) => run.heat).heat;
+            heat.steps = Array.from({ length: 20000 }, (_, i) => i);
+            const row = heat.steps.map(() => 0.02);
+            for (const measure of Object.values(heat.values)) {
+                for (const operand of heat.operands) measure[operand] = measure[operand].map(() => row);
+            }
+            drawHeat();
+        }"""
+    )
+    assert page.locator("#heat-note").inner_text() == "The most is 2.0 %."
 
 
 def test_the_pointer_on_a_curve_shows_the_run_and_its_loss(page):

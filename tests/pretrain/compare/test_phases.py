@@ -89,7 +89,11 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
 
 @pytest.mark.parametrize(
     ("last_step", "says"),
-    [({"loss": None}, "the loss of step 12 is not finite"), ({"skipped": True}, "step 12 was left out")],
+    [
+        ({"loss": None}, "the loss of step 12 is not finite"),
+        ({"skipped": True}, "step 12 was left out"),
+        ({"halted": "the gradient norm is nan. The weights are"}, "unstable: halted at step 12: the gradient norm is nan"),
+    ],
 )
 def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_file, finish, capsys):
     path = phases_file(BATCH)
@@ -113,6 +117,14 @@ def test_a_dry_run_prints_every_command_and_leaves_nothing(phases_file, capsys, 
     out = capsys.readouterr().out
     assert out.count("train_accelerate.py") == 3 and out.count("train.steps=7") == 3 and "# loss, as if on the base" in out
     assert not (tmp_path / "tune").exists()
+
+
+def test_a_setting_of_one_cell_leaves_the_overrides_of_the_others_as_they_are(phases_file):
+    cells = [{"train.steps": 6}, {"loss.kind": "reference"}]
+    mixed = {"name": "mixed", "axes": {"batch.microbatch": [4, 8]}, "cells": cells}
+    [matrix] = load_phases(phases_file(mixed, overrides={"train": {"steps": 9}, "batch.microbatch": 2}), []).check()
+    found = [(run.recipe.train.steps, run.recipe.batch.microbatch) for run in matrix.runs]
+    assert found == [(9, 4), (9, 8), (6, 2), (9, 2)], "the recipe's own train.steps is none of these"
 
 
 def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file, tmp_path):

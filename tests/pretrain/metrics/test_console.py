@@ -121,6 +121,22 @@ def test_a_narrow_terminal_gets_shorter_lines_that_always_hold_step_and_loss(col
     assert ("GiB" in bare) == (columns >= 120)
 
 
+@pytest.mark.parametrize("columns", [60, 100])
+def test_the_last_screen_and_samples_keep_their_margins_on_a_narrow_terminal(columns, monkeypatch):
+    waited = "43 s: start 26 s, packs 0.29 s, checks 0.8 s, training 5.5 s, saves 0.74 s, evaluation 3.8 s, end 5.5 s"
+    path = "runs/" + "a" * 60
+
+    def act(console):
+        console.panel("done", {"you waited": waited, "settings": path})
+        console.sample("def ", "word " * 40)
+
+    lines = re.sub(r"\x1b\[\d+m|\r", "", on_a_terminal(act, columns, monkeypatch)).splitlines()
+    assert any(path in line for line in lines), "a path is not broken, so that it can be copied"
+    rows = [line for line in lines if line.strip() and path not in line]
+    assert max(map(len, rows)) <= columns and all(line.startswith("  ") for line in rows if line != "done")
+    assert waited == " ".join(" ".join(rows[1:3] if columns == 100 else rows[1:4]).removeprefix("  you waited").split())
+
+
 @pytest.mark.parametrize("columns", [80, 100, 120, 140])
 def test_flops_without_a_peak_are_the_first_figure_to_go(columns, monkeypatch):
     monkeypatch.setenv("NO_COLOR", "1")

@@ -4,10 +4,13 @@ import statistics
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pretrain.metrics.energy import EnergyMeter, joules_of
 from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
 from pretrain.metrics.recorder import Recorder, compiled_graphs, memory_gib
 from pretrain.metrics.run_record import summary
@@ -68,6 +71,22 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
     given = {"flops": flops, "low_precision": low, "pack_length": 512}
     assert keys(peak_tflops=989.0, **given) == [*always, "samples_per_second", *all_of_them, *end]
     assert keys(peak_tflops=None, **given) == [*always, "samples_per_second", *counted, *end]
+
+
+def test_energy_is_that_of_each_step_alone_and_a_summary_divides_all_tokens_by_all_of_it():
+    counter = iter([100.0, 100.0, 500.0, 540.0, 1000.0, 1000.0, 1000.0, 1060.0])  # coarse: it moves now and then
+    AcceleratorState._reset_state(reset_partial_state=True)
+    recorder = Recorder(flops=None, peak_tflops=None, device=CPU, energy=EnergyMeter(Accelerator(cpu=True), counter.__next__))
+    records = []
+    for step in range(1, 5):
+        with recorder.step():
+            pass
+        records.append(recorder.finish(**figures(step)))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [record["joules"] for record in records] == [0.0, 40.0, 0.0, 60.0]
+    assert summary(records)["tokens_per_joule"] == pytest.approx(2 * 4096 / 60)
+    assert "tokens_per_joule" not in summary([record | {"joules": None} for record in records])
+    assert joules_of(CPU) is None
 
 
 def test_samples_are_packs_and_the_other_utilisation_counts_as_nanogpt_does(flops):

@@ -68,6 +68,18 @@ def test_auto_has_no_accumulation_until_its_microbatch_is_found(qwen3: PreTraine
     assert (found.microbatch, found.accumulation, found.tokens_per_step) == (4, 8, made.tokens_per_step)
 
 
+def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(qwen3: PreTrainedModel) -> None:
+    def kept(**changes: Any) -> tuple[int | None, int]:
+        changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
+        found = plan(qwen3, changed)
+        return found.before_decay, found.checkpoints_at_once
+
+    end = {"checkpoint": {"every": 500, "keep": 3}}
+    assert kept(**end) == (2221, 5), "2,776 steps, of which 555 decay: three kept, one from before, one that is written"
+    assert kept(**end, schedule={"kind": "cosine"}) == (None, 4)
+    assert kept(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), "the first is saved after the decay has begun"
+
+
 def test_hours_follow_from_a_stated_speed_and_are_not_invented(qwen3: PreTrainedModel) -> None:
     assert plan(qwen3, tokens_per_second=47_500.0).hours == pytest.approx(363_855_872 / 47_500 / 3600)
     assert plan(qwen3).hours is None

@@ -43,7 +43,7 @@ def test_the_newest_checkpoint_before_the_decay_is_named_with_how_to_go_on_from_
 
 def test_where_none_is_kept_it_says_what_decides_that(tmp_path: Path) -> None:
     hint = told(tmp_path, 100, 120, [80, 100], kind="wsd", warmup=20, decay=0.4)
-    assert "No checkpoint from before it is kept" in hint and "checkpoint.keep" in hint
+    assert "No checkpoint from before it is there" in hint and "checkpoint.every" in hint
 
 
 def test_a_schedule_that_falls_all_the_way_has_no_better_place(tmp_path: Path) -> None:
