@@ -151,9 +151,10 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> None:
     settings = _data_settings(options)
+    from packing.packer import prepare_stream
     from packing.prepare import prepare
 
-    print(prepare(settings))
+    print((prepare_stream if settings.stream else prepare)(settings))
 
 
 def _data_settings(options: argparse.Namespace) -> DataSettings:

@@ -26,7 +26,7 @@ from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
 from packing.statistics import draw_lengths
-from packing.token_log import OWN, SOURCE_FILES, TokenLog, differences
+from packing.token_log import OWN, SOURCE_FILES, TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers
 from packing.writing import Arranged
@@ -50,6 +50,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    if settings.stream:
+        raise ValueError("the packs of a stream are made by packing.packer")
     validation = validation_part(settings)
     training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
     parts = [part for part in [*training, validation] if part is not None and part.source is not None]
@@ -59,7 +61,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         for part in missing:
             check_first_records(part)
     for part in parts:
-        _prepare_part(part, progress)
+        prepare_part(part, progress)
     return settings.packs
 
 
@@ -71,12 +73,12 @@ def check_first_records(settings: DataSettings) -> None:
         read_chunk(chunk, records, settings.on_bad_line == "skip")
 
 
-def _prepare_part(settings: DataSettings, progress: bool) -> Path:
+def prepare_part(settings: DataSettings, progress: bool) -> Path:
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
-    if not _prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
-        with _lock(packs, progress):
-            if not _prepared_already(settings):
+    if not prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
+        with lock_of(packs, progress):
+            if not prepared_already(settings):
                 manifest = _prepare_anew(settings, partial, progress)
                 say(summary(manifest), progress)
                 return packs
@@ -87,7 +89,7 @@ def _prepare_part(settings: DataSettings, progress: bool) -> Path:
     return packs
 
 
-def _lock(packs: Path, progress: bool) -> FileLock:
+def lock_of(packs: Path, progress: bool) -> FileLock:
     path = packs.absolute().parent / f"{packs.name}.lock"
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
@@ -112,9 +114,13 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
     return manifest
 
 
-def _prepared_already(settings: DataSettings) -> bool:
+def prepared_already(settings: DataSettings) -> bool:
     """Whether the folder holds packs of these settings. InputError if it holds others."""
-    packs = settings.packs
+    return holds_packs_of(settings, settings.packs, content_settings(settings))
+
+
+def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
+    """As `prepared_already`, for packs that record `content` as their settings."""
     if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
         return False
     if not (packs / MANIFEST).is_file():
@@ -122,7 +128,7 @@ def _prepared_already(settings: DataSettings) -> bool:
             f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
         )
     manifest = read_manifest(packs)
-    then, now = dict(manifest["settings"]), content_settings(settings)
+    then, now = dict(manifest["settings"]), dict(content)
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
@@ -204,19 +210,23 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     finally:
         if not log.counts.documents:
             remove_own_folder(partial, OWN)  # nothing worth resuming
-    counts = log.counts
+    check_counts(settings, log.counts, masked=log.masked)
+    return log
+
+
+def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:
+    """InputError where a source holds nothing to train on."""
     if not counts.documents:
         parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
         if counts.skipped:
             parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
         why = f": {' and '.join(parts)}" if parts else "; the source is empty"
         raise InputError(f"data.source: {settings.source}: no document with any text{why}")
-    if log.masked and not counts.trained:
+    if masked and not counts.trained:
         raise InputError(
             f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
             f"{IGNORED} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
         )
-    return log
 
 
 def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -> dict[str, list[int]]:
