@@ -80,6 +80,7 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
+from pretrain.run.streaming import ending_stream, next_batches, pack_stream, reading_stream, tell_stream
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
@@ -153,14 +154,15 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
 
 def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
-    with explaining_memory(job):
-        run = begin()
-    try:
-        with explaining_memory(run.job, run):
-            return run_to_its_end(run)
-    finally:
-        with watch.busy("saving"):
-            run.checkpoints.close()
+    with ending_stream(job):
+        with explaining_memory(job):
+            run = begin()
+        try:
+            with explaining_memory(run.job, run):
+                return run_to_its_end(run)
+        finally:
+            with watch.busy("saving"):
+                run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
@@ -183,6 +185,7 @@ def build(
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     with waited.on("start", "reading the checkpoint") if source else nullcontext():
         state, notes = restore(source, checkpoints, job, assembly, health)
+    pack_stream(job, accelerator)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):
@@ -255,7 +258,8 @@ def train(run: Run) -> int | None:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
+            tell_stream(run)
+            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps, reading_stream(run.job):
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
     return None
@@ -267,7 +271,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
-            figures, decision = train_step(run, next(steps))
+            figures, decision = train_step(run, next_batches(run, steps))
+        tell_stream(run)
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
@@ -397,6 +402,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         "health": run.health.state_dict(),
         "microbatch": run.job.plan.microbatch,
         "world_size": run.accelerator.num_processes,
+        **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
     spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None

@@ -215,8 +215,8 @@ class StreamPacker:
             _remove(part_folder(source.folder, part.start.number))
             raise InputError(
                 f"{source.maker.source.description}: its text has changed: packed again, part {part.start.number} of the "
-                f"stream ({source.folder}) is {fingerprint[:12]}, and was {known[:12]} when the run was trained on it. Put the text "
-                "back as it was, of a hub's dataset by data.revision; or set another data.packs and run_dir to begin anew"
+                f"stream ({source.folder}) is {fingerprint[:12]}, and was {known[:12]} when the run was trained on it. Put the "
+                "text back as it was, of a hub's dataset by data.revision; or set another data.packs and run_dir to begin anew"
             )
         self._go_on(source, after)
         return True

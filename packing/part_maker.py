@@ -1,4 +1,4 @@
-"""Makes one part of a stream of packs from the place in its source where it begins: what `packing.packer` does again and again."""
+"""Makes one part of a stream of packs, from the place in its source where it begins: what `packing.packer` does all the time."""
 
 from __future__ import annotations
 

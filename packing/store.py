@@ -29,8 +29,8 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Where the data has no held-out split of its own, the share `settings.held_out` of the training packs is set apart, the same
     packs every time. (A document that was cut between packs may then have a part on either side; `prepare` holds out whole ones.)
 
-    Of a stream (`data.streaming`) the first part of each source has to be there: training packs are `StreamedPacks`, and what is
-    held out is of that part. Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out.
+    Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out. Of a
+    stream (`data.streaming`) they are `StreamedPacks`, and what is held out is of its first part, which has to be there.
 
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """

@@ -32,10 +32,10 @@ from foundation.errors import InputError
 from foundation.integrity import Size
 from foundation.reading import load_object
 from foundation.settings import first_mistake
-from packing.arrow import ArrowPacks, Pack
+from packing.arrow import ArrowPacks, Pack, Packs
 from packing.manifest import MANIFEST, REMEDY
-from packing.mixture import Mixture
-from packing.order import permute, splitmix64
+from packing.mixture import MixedOrder, MixedPacks, Mixture
+from packing.order import PackOrder, permute, splitmix64
 from packing.parts import FIRST, stream_parts
 from packing.settings import DataSettings
 
@@ -120,7 +120,10 @@ class Packing(Protocol):
         """The step at work reads these packs of each source, the second excluded; none reads what is before."""
 
     def check(self) -> None:
-        """InputError where no more parts will come."""
+        """Where it has ended, leave why for all that wait for parts."""
+
+    def close(self) -> None:
+        """Make no more."""
 
 
 class SourceStream:
@@ -387,7 +390,7 @@ class StreamOrder:
         for name, part in self._reached(step).items():
             of = f"/{name}" if name else ""
             found |= {f"part{of}": part.start.number, f"packed_documents{of}": part.after.documents}
-            found |= {f"packed_tokens{of}": part.after.tokens, f"left_out{of}": part.after.skipped + part.after.empty}
+            found |= {f"packed_tokens{of}": part.after.tokens, f"left_out_records{of}": part.after.skipped + part.after.empty}
             found |= {f"epoch{of}": float(part.start.epoch)} if name else {}
         shares = self.packs.mixture.shares(step * self.packs_per_step) if len(self.packs.sources) > 1 else {}
         return found | {f"share/{name}": share for name, share in shares.items()}
@@ -398,3 +401,12 @@ class StreamOrder:
         return {
             name: self.packs.part_of(name, max(int(place) - 1, 0)) for name, place in zip(self.packs.sources, taken, strict=True)
         }
+
+
+def order_of(packs: Packs, packs_per_step: int, seed: int) -> PackOrder | MixedOrder | StreamOrder:
+    """The order in which a run trains on `packs`."""
+    if isinstance(packs, StreamedPacks):
+        return StreamOrder(packs, packs_per_step, seed)
+    if isinstance(packs, MixedPacks):
+        return MixedOrder(packs.mixture(), packs_per_step, seed)
+    return PackOrder(len(packs), packs_per_step, seed)

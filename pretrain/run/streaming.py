@@ -1,0 +1,64 @@
+"""A run on packs that are made meanwhile (`packing.stream`): who makes them, where the run is, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from accelerate import Accelerator
+
+from packing.batch import Prefetch, StepBatches
+from packing.packer import PackerProcess
+from pretrain.checkpoint.disks import find_disks
+from pretrain.plan.preflight import Job
+from pretrain.run.assembly import Run
+
+
+def pack_stream(job: Job, accelerator: Accelerator) -> None:
+    """From here on packs are made, by one process for each disk that holds them: that of all machines, or of each its own.
+    Collective. InputError where another run uses the folder. Does nothing for packs that were prepared."""
+    stream, packing = job.data.stream, None
+    if stream is None:
+        return
+
+    def take() -> None:
+        nonlocal packing
+        packing = packing or PackerProcess(job.recipe.data)
+
+    if accelerator.is_main_process:
+        take()
+    disks = find_disks(stream.path, take)
+    if packing is not None and disks.leads:
+        stream.packed_by(packing)
+
+
+def tell_stream(run: Run) -> None:
+    """Between steps: which packs the next one reads. This process has read those of the steps before, and so have all others,
+    whose gradients are in the last step; so their parts may go."""
+    stream, state = run.job.data.stream, run.state
+    if stream is not None:
+        first, packs = state.data_steps[0], run.job.plan.packs_per_step
+        stream.reads(range(first * packs, (first + 1) * packs))
+
+
+def next_batches(run: Run, steps: Prefetch[StepBatches]) -> StepBatches:
+    """The next step's batches. What the run waits for packs is a part of the time that the user waits."""
+    if run.job.data.stream is None:
+        return next(steps)
+    with run.watch.busy("waiting for packs"), run.waited.on("packs", "waiting for packs"):
+        return next(steps)
+
+
+def reading_stream(job: Job) -> AbstractContextManager[None]:
+    """Around the steps: no thread goes on waiting for packs when they are over."""
+    return job.data.stream.waiting() if job.data.stream else nullcontext()
+
+
+@contextmanager
+def ending_stream(job: Job) -> Iterator[None]:
+    """A block with whose end no more packs are made. For a process that may end by an error: not collective."""
+    try:
+        yield
+    finally:
+        if job.data.stream is not None and job.data.stream.packing is not None:
+            job.data.stream.packing.close()
