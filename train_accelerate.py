@@ -34,6 +34,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
+from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
@@ -260,8 +261,13 @@ def train(run: Run) -> int | None:
         while not run.state.finished:  # once, and again after each rollback
             tell_stream(run)
             with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps, reading_stream(run.job):
-                if stopped_by := train_on(run, steps, stop):
-                    return stopped_by
+                try:
+                    if stopped_by := train_on(run, steps, stop):
+                        return stopped_by
+                except StreamEnded:  # which all ranks meet at one step
+                    if run.state.step > run.resumed_step and judge_weights(run).proceed:
+                        save(run)
+                    raise
     return None
 
 

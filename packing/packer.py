@@ -179,7 +179,6 @@ class StreamPacker:
             source.next, source.ended, source.ends = position.start, False, {}
             source.known = {0: source.maker.first_fingerprint, position.start.number: position.fingerprint}
             source.needed = (position.start.first, position.start.first + 1)
-            (source.folder / ENDED).unlink(missing_ok=True)
             for leftover in source.folder.glob(".part-*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
             if source.maker.has_changed:  # by its files' sizes and dates: whether the text is another, the part shows
@@ -290,6 +289,8 @@ class PackerProcess:
                 f"{settings.packs}: cannot be written to: {error.strerror}; set data.packs to another place"
             ) from None
         (settings.packs / FAILED).unlink(missing_ok=True)
+        for part in stream_parts(settings).values():  # the text may have grown, or be repeated from now on
+            (part.packs / ENDED).unlink(missing_ok=True)
 
     def _refuse(self, holder: str) -> None:
         raise InputError(

@@ -277,9 +277,9 @@ class StreamedPacks:
             end = load_object(folder / ENDED, "start the run again")
             if end.get("parts") == number:
                 raise StreamEnded(
-                    f"{folder}: the text has come to its end after {end.get('tokens', 0):,} tokens in {end.get('packs', 0):,} "
-                    "packs, and the run wants more; set `data.streaming.repeat: true` to begin it again, or `train.tokens` to "
-                    "what there is"
+                    f"{folder}: the text has come to its end, and the run wants more: its {end.get('tokens', 0):,} tokens make "
+                    f"{end.get('packs', 0):,} packs, {end.get('packs', 0) * self.length:,} tokens to train on; set "
+                    "`data.streaming.repeat: true` to begin the text again, or `train.tokens` to what there is"
                 )
         if self.packing is not None:
             self.packing.check()
