@@ -305,7 +305,9 @@ class DatasetSource:
         row, skip, state = begin.get("row", 0), begin.get("skip", 0), begin.get("state")
         if not streamed:
             total = len(data)
-            data = data.select(range(min(row, total), total)) if row else data
+            if row >= total:
+                return
+            data = data.select(range(row, total)) if row else data
         elif row - skip and state is None:
             data = data.skip(row)
         data = data.with_format("arrow")

@@ -92,6 +92,11 @@ class StreamedPart:
     def fingerprint(self) -> str:
         return self.packs.fingerprint
 
+    @property
+    def epoch(self) -> int:
+        """Of all of its documents: a source begins again with a part of its own."""
+        return self.after.epoch
+
 
 def part_folder(folder: Path, number: int) -> Path:
     return folder / f"part-{number:08d}"
@@ -382,7 +387,7 @@ class StreamOrder:
 
     def epoch_of(self, step: int) -> float:
         """How often the text was gone through when `step` starts, whole times; of several sources, the least."""
-        return float(min(part.start.epoch for part in self._reached(step).values()))
+        return float(min(part.epoch for part in self._reached(step).values()))
 
     def figures(self, step: int) -> dict[str, float]:
         """Once `step` steps are done, for metrics: in which part of the text each source is, and what is packed up to its end."""
@@ -391,7 +396,7 @@ class StreamOrder:
             of = f"/{name}" if name else ""
             found |= {f"part{of}": part.start.number, f"packed_documents{of}": part.after.documents}
             found |= {f"packed_tokens{of}": part.after.tokens, f"left_out_records{of}": part.after.skipped + part.after.empty}
-            found |= {f"epoch{of}": float(part.start.epoch)} if name else {}
+            found |= {f"epoch{of}": float(part.epoch)} if name else {}
         shares = self.packs.mixture.shares(step * self.packs_per_step) if len(self.packs.sources) > 1 else {}
         return found | {f"share/{name}": share for name, share in shares.items()}
 
