@@ -81,11 +81,11 @@ def check_stream(recipe: Recipe) -> None:
             f"`train.epochs: {recipe.train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
             "`train.steps` or `train.tokens`"
         )
-    needed = TOKEN_BYTES * (2 * settings.window + recipe.batch.tokens) / 1e9
+    needed = TOKEN_BYTES * (3 * settings.window + recipe.batch.tokens) / 1e9
     if needed > settings.disk_gb:
         raise InputError(
-            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold the packs of a step and two parts of "
-            f"`data.streaming.window: {settings.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window"
+            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold the packs of a step and three parts of "
+            f"`data.streaming.window: {settings.window}` tokens, of which one is read, one was and one comes; set it to {needed * 1.1:.2g} or more, or a smaller window"
         )
 
 

@@ -124,7 +124,7 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
     values: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject
 ) -> None:
     sources = draw.draw(st.sampled_from([values, two_sources(values, folder)]))
-    window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00017, 0.0006))
+    window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00024, 0.0006))
     killed, last = draw.draw(st.integers(1, 19)), 20
     packs = tmp_path_factory.mktemp("drawn")
     with PackingHere(whole := streamed(sources, packs / "whole", window=window, repeat=True)) as packing:
