@@ -8,21 +8,16 @@ up to it; a hub's dataset begins with the file that it was in.
 
 from __future__ import annotations
 
-import atexit
 import json
-import multiprocessing
 import os
 import queue
 import shutil
-import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from foundation.errors import InputError
@@ -181,7 +176,11 @@ class StreamPacker:
             source.needed = (position.start.first, position.start.first + 1)
             for leftover in source.folder.glob(".part-*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            if source.maker.has_changed:  # by its files' sizes and dates: whether the text is another, the part shows
+            if source.maker.has_changed:
+                say(
+                    f"{source.maker.source.description}: sizes or dates of its files have changed since the stream began; part "
+                    f"{position.start.number} is packed again, to see whether its text has"
+                )
                 for number in source.there():
                     _remove(part_folder(source.folder, number))
 
@@ -240,17 +239,20 @@ class StreamPacker:
 
     def _make_room(self, source: SourceAhead, part: PackedPart) -> bool:
         """Delete what is passed until the part fits. InputError where the step at work cannot be had."""
-        while (used := bytes_below(self.settings.packs)) + part.bytes > self.limit:
-            passed = [(number, each) for each in self.sources.values() for number in each.passed()]
-            ahead = [(number, each) for each in self.sources.values() for number in each.left_behind()]
-            if not passed and not ahead:
-                if source.is_needed:
-                    raise InputError(_too_small(self.settings, used + part.bytes, "a step reads packs of"))
-                return False
-            number, its = min(passed, key=lambda each: each[0]) if passed else max(ahead, key=lambda each: each[0])
-            _remove(part_folder(its.folder, number))
-            its.ends.pop(number, None)
-        return True
+        passed = sorted(((number, each) for each in self.sources.values() for number in each.passed()), key=lambda each: each[0])
+        ahead = sorted(
+            ((-number, each) for each in self.sources.values() for number in each.left_behind()), key=lambda each: each[0]
+        )
+        for number, its in [*passed, *ahead]:
+            if bytes_below(self.settings.packs) + part.bytes <= self.limit:
+                return True
+            _remove(part_folder(its.folder, abs(number)))
+            its.ends.pop(abs(number), None)
+        if (used := bytes_below(self.settings.packs)) + part.bytes <= self.limit:
+            return True
+        if source.is_needed:
+            raise InputError(_too_small(self.settings, used + part.bytes, "a step reads packs of"))
+        return False
 
     def _write(self, source: SourceAhead, part: PackedPart) -> tuple[PartStart, str]:
         try:
@@ -280,7 +282,8 @@ class PackerProcess:
     """
 
     def __init__(self, settings: DataSettings) -> None:
-        self._settings, self._process = settings, None
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
         check_disk(settings)
         try:
             self._lock = FileLock(settings.packs / ".lock", self._refuse)
@@ -301,46 +304,48 @@ class PackerProcess:
     def begin(self, positions: Mapping[str, Position]) -> None:
         if self._process is None:
             self._start()
+            # What a source does not say itself, it has of all: that has to stay so.
+            self._tell("settings", self._settings.model_dump(mode="json", exclude_unset=True))
         self._tell("begin", {name: position.model_dump() for name, position in positions.items()})
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         self._tell("needs", dict(ranges))
 
     def _start(self) -> None:
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, self._settings))
-        main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # or it would import the launcher again
-        try:
-            self._process.start()
-        finally:
-            sys.modules["__main__"] = main
-        theirs.close()
-        atexit.register(self.close)
+        """In a session of its own, as Ctrl-C is for the run, which ends this."""
+        found = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from packing.packer import serve; serve()"],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": found},
+            start_new_session=True,
+        )
 
-    def _tell(self, what: str, content: dict[str, Any]) -> None:
+    def _tell(self, what: str, content: Mapping[str, Any]) -> None:
         with suppress(OSError):  # it has ended, which `check` says
-            self._pipe.send((what, content))
+            self._process.stdin.write(json.dumps([what, content]).encode() + b"\n")
+            self._process.stdin.flush()
 
     def check(self) -> None:
         """As `Packing.check`; what it says is left for the other processes, too."""
-        process: BaseProcess | None = self._process
-        if process is None or process.is_alive() or (self._settings.packs / FAILED).exists():
+        status = self._process.poll() if self._process else None
+        if status is None or (self._settings.packs / FAILED).exists():
             return
-        cause = f"signal {-process.exitcode}" if process.exitcode < 0 else f"status {process.exitcode}"
-        _leave_failure(
-            self._settings.packs,
+        cause = f"signal {-status}" if status < 0 else f"status {status}"
+        text = (
             f"{self._settings.packs}: the process that makes the packs of the stream has ended with {cause}; if memory ran out, "
-            "set a smaller data.processes or data.streaming.window. The same command goes on from the last checkpoint",
+            "set a smaller data.processes or data.streaming.window. The same command goes on from the last checkpoint"
         )
+        _leave_failure(self._settings.packs, text)
+        raise InputError(text)
 
     def close(self) -> None:
         """End it, and let others have the folder; closing twice is harmless."""
-        atexit.unregister(self.close)
         if self._process is not None:
-            self._pipe.close()
             self._process.kill()
-            self._process.join()
+            self._process.wait()
+            with suppress(OSError):  # what it has not read
+                self._process.stdin.close()
         self._lock.release()
 
 
@@ -349,18 +354,17 @@ def _leave_failure(packs: Path, text: str) -> None:
         replace_file(packs / FAILED, json.dumps({"error": text}).encode())
 
 
-def _serve(pipe: Connection, settings: DataSettings) -> None:
-    """What the process does, until the other end of `pipe` is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the run ends this one
+def serve() -> None:
+    """What the process does, until the other end of its stdin is closed."""
     inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
 
     def listen() -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                inbox.put(pipe.recv())
+        for line in sys.stdin.buffer:
+            inbox.put(json.loads(line))
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
+    settings = DataSettings.model_validate(inbox.get()[1])
     try:
         with ExitStack() as stack:
             makers = {name: PartMaker(part, processes_of(settings)) for name, part in stream_parts(settings).items()}

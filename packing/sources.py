@@ -195,8 +195,8 @@ class FileSource:
         with raw, stream:
             if at and stream is raw:
                 raw.seek(at)
-            for skipped in range(0, at if stream is not raw else 0, _MAX_DOCUMENT):
-                stream.read(min(_MAX_DOCUMENT, at - skipped))
+            for skipped in range(0, at if stream is not raw else 0, CHUNK_BYTES):
+                stream.read(min(CHUNK_BYTES, at - skipped))
             head = b"" if at else stream.read(3)
             pending = [head.removeprefix(b"\xef\xbb\xbf")]
             at += len(head) - len(pending[0])

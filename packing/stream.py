@@ -125,7 +125,7 @@ class Packing(Protocol):
         """The step at work reads these packs of each source, the second excluded; none reads what is before."""
 
     def check(self) -> None:
-        """Where it has ended, leave why for all that wait for parts."""
+        """InputError where it has ended, which is left for all that wait for parts."""
 
     def close(self) -> None:
         """Make no more."""

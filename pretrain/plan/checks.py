@@ -85,7 +85,8 @@ def check_stream(recipe: Recipe) -> None:
     if needed > settings.disk_gb:
         raise InputError(
             f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold the packs of a step and three parts of "
-            f"`data.streaming.window: {settings.window}` tokens, of which one is read, one was and one comes; set it to {needed * 1.1:.2g} or more, or a smaller window"
+            f"`data.streaming.window: {settings.window}` tokens, of which one is read, one was and one comes; set it to "
+            f"{needed * 1.1:.2g} or more, or a smaller window"
         )
 
 

@@ -344,8 +344,11 @@ def test_a_library_that_loses_its_place_costs_time_and_no_document(
     assert "state" in places[0][1] and places[1][1].keys() == {"row"}
 
 
-def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs")
+def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    sources = [{"source": str(folder / "web.jsonl"), "weight": 0.5}, {"source": str(folder / "code.jsonl"), "weight": 0.5}]
+    data = streamed(two_sources(values, folder) | {"sources": sources, "text": "{text}."}, tmp_path / "packs")
+    for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
+        shutil.rmtree(part)
     packing = PackerProcess(data)
     try:
         with pytest.raises(InputError, match="another run trains on this stream, process"):
@@ -357,7 +360,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
             packs.reads(order.places_of_step(0))
             assert len(order.packs_of_step(30)) == STEP  # of a part that was not there
             packing._process.kill()
-            packing._process.join()
+            packing._process.wait()
             with pytest.raises(InputError, match="the process that makes the packs of the stream has ended with signal 9"):
                 order.packs_of_step(10**4)
     finally:
