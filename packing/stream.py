@@ -332,6 +332,7 @@ class StreamedPacks:
 
     def reads(self, places: range) -> None:
         """The next step reads the packs at `places` of the stream of all sources, and no process reads what is before."""
+        self._leaving.clear()
         begin, end = self.mixture.taken(places.start), self.mixture.taken(places.stop)
         ranges = {name: (int(a), int(b)) for name, a, b in zip(self.sources, begin, end, strict=True)}
         for name, (first, _) in ranges.items():
@@ -341,8 +342,7 @@ class StreamedPacks:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block within which threads may wait for parts; those that still do when it is left, end."""
-        self._leaving.clear()
+        """A block after `reads`; threads that still wait for parts when it is left, end."""
         try:
             yield
         finally:
