@@ -181,12 +181,12 @@ def build(
     recipe, health = job.recipe, Health(job.recipe.health, job.precision_remedy)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=find_disks(folder.path, folder.take))
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
+    pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     with waited.on("start", "reading the checkpoint") if source else nullcontext():
         state, notes = restore(source, checkpoints, job, assembly, health)
-    pack_stream(job, accelerator)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):

@@ -321,11 +321,6 @@ class StreamedPacks:
     def _positions(self) -> dict[str, Position]:
         return {name: source.position for name, source in self.sources.items()}
 
-    def packed_by(self, packing: Packing) -> None:
-        """Parts come from `packing` from now on."""
-        self.packing = packing
-        packing.begin(self._positions)
-
     def record(self) -> dict[str, Any]:
         """For a checkpoint, after `reads`."""
         return {name: position.model_dump() for name, position in self._positions.items()}

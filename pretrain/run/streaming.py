@@ -17,8 +17,8 @@ from pretrain.run.assembly import Run
 
 
 def pack_stream(job: Job, accelerator: Accelerator) -> None:
-    """From here on packs are made, by one process for each disk that holds them: that of all machines, or of each its own.
-    Collective. InputError where another run uses the folder. Does nothing for packs that were prepared."""
+    """Take the folder of the packs, on each disk that holds it: that of all machines, or of each its own. Packs are made from
+    where `restore` begins. Collective. InputError where another run has the folder. Does nothing for packs that were prepared."""
     stream, packing = job.data.stream, None
     if stream is None:
         return
@@ -35,8 +35,8 @@ def pack_stream(job: Job, accelerator: Accelerator) -> None:
     if accelerator.is_main_process:
         take()
     disks = find_disks(stream.path, take)
-    if packing is not None and disks.leads:
-        stream.packed_by(packing)
+    if disks.leads:
+        stream.packing = packing
 
 
 def tell_stream(run: Run) -> None:

@@ -100,6 +100,14 @@ def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSetti
     return data
 
 
+def packed_by(packing: Any, data: DataSettings, record: dict[str, Any] | None = None) -> StreamedPacks:
+    """The packs that a run reads, from where a checkpoint was."""
+    packs = open_packs(data, "train")
+    packs.packing = packing
+    packs.begin(record)
+    return packs
+
+
 def steps(
     packs: StreamedPacks, first: int, last: int, *, ahead: PackingHere | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
@@ -128,14 +136,12 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
     killed, last = draw.draw(st.integers(1, 19)), 20
     packs = tmp_path_factory.mktemp("drawn")
     with PackingHere(whole := streamed(sources, packs / "whole", window=window, repeat=True)) as packing:
-        unbounded = StreamedPacks(whole)
-        unbounded.packed_by(packing)
+        unbounded = packed_by(packing, whole)
         expected = [read for read, _ in steps(unbounded, 0, last)]
 
     with PackingHere(data := streamed(sources, packs / "bounded", window=window, repeat=True, disk_gb=disk)) as packing:
-        first = StreamedPacks(data)
+        first = packed_by(packing, data)
         assert first.fingerprint == unbounded.fingerprint
-        first.packed_by(packing)
         begun = list(steps(first, 0, killed, ahead=packing))
         with first.waiting():
             list(steps(first, killed, min(killed + 2, last)))  # which are lost
@@ -145,9 +151,7 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
         for part in part_folders(data.packs):
             shutil.rmtree(part)
     with PackingHere(data) as resumed:
-        second = StreamedPacks(data)
-        second.begin(begun[-1][1])
-        second.packed_by(resumed)
+        second = packed_by(resumed, data, begun[-1][1])
         rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
     assert [read for read, _ in begun] + rest == expected and again == expected[killed : killed + 2]
     assert 0 < max(packing.most, resumed.most) <= disk * 1e9
@@ -158,9 +162,7 @@ def test_every_number_of_ranks_shares_out_the_same_packs_of_a_stream(
 ) -> None:
     data = streamed(two_sources(values, folder), tmp_path / "packs", repeat=True)
     with PackingHere(data) as packing:
-        packs = open_packs(data, "train")
-        assert isinstance(packs, StreamedPacks)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         seen = []
         for world in (1, 2, 3):
             ranks = [
@@ -180,8 +182,7 @@ def test_every_number_of_ranks_shares_out_the_same_packs_of_a_stream(
 def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     data = streamed(values | {"held_out": 0.0}, tmp_path / "packs", window=3000)
     with PackingHere(data) as packing:
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         order, read = order_of(packs, 1, seed=1), []
         with pytest.raises(StreamEnded, match=r"come to its end.*tokens make ([\d,]+) packs.*repeat: true") as ended:
             for step in range(10**6):
@@ -197,8 +198,7 @@ def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dic
     data = data.model_copy(update={"streaming": data.stream.model_copy(update={"repeat": True})})
     with PackingHere(data) as packing:
         PackerProcess(data).close()  # as a run begins: it looks anew whether the text is over
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         order = order_of(packs, 1, seed=1)
         twice = [packs[int(order.packs_of_step(step)[0])].input_ids.tobytes() for step in range(2 * len(read))]
         assert (order.epoch_of(len(read)), order.epoch_of(len(read) + 1)) == (0.0, 1.0)
@@ -212,14 +212,11 @@ def test_text_that_has_changed_is_refused_and_a_mere_copy_of_it_is_not(values: d
 
     def resumed() -> list[bytes]:
         with PackingHere(data) as packing:
-            packs = StreamedPacks(data)
-            packs.begin(record)
-            packs.packed_by(packing)
+            packs = packed_by(packing, data, record)
             return next(steps(packs, 30, 31))[0]
 
     with PackingHere(data) as packing:
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         *_, (_, record), (after, _) = steps(packs, 0, 31)
     os.utime(source, ns=(1, 1))
     assert resumed() == after
@@ -240,8 +237,7 @@ def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], 
 
     def first_steps(data: DataSettings) -> int:
         with PackingHere(data) as packing:
-            packs = StreamedPacks(data)
-            packs.packed_by(packing)
+            packs = packed_by(packing, data)
             order = order_of(packs, 150, seed=1)  # a step of several parts
             packs.reads(order.places_of_step(0))
             return len(order.packs_of_step(0))
@@ -337,8 +333,7 @@ def test_a_library_that_loses_its_place_costs_time_and_no_document(
             monkeypatch.setattr(datasets.IterableDataset, "state_dict", lambda self: frozen)
         data = streamed(values | hub, tmp_path / f"packs-{kept}")
         with PackingHere(data) as packing:
-            packs = StreamedPacks(data)
-            packs.packed_by(packing)
+            packs = packed_by(packing, data)
             read = [each for each, _ in steps(packs, 0, 30)]
             places.append((read, packs.record()[""]["start"]["place"]))
     assert places[0][0] == places[1][0]
@@ -354,8 +349,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     try:
         with pytest.raises(InputError, match="another run trains on this stream, process"):
             PackerProcess(data)
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         order = order_of(packs, STEP, 3)
         with packs.waiting():
             packs.reads(order.places_of_step(0))
@@ -375,8 +369,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     data = streamed(values | {"source": str(bad)}, tmp_path / "of bad")
     packing = PackerProcess(data)
     try:
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         began = time.monotonic()
         with pytest.raises(InputError, match=r"bad\.jsonl:\d+: no column `text`"):
             order_of(packs, STEP, 3).packs_of_step(10**4)
@@ -406,8 +399,7 @@ def test_held_out_packs_stay_when_all_parts_have_gone(values: dict[str, Any], tm
     held_out = open_packs(data, "held_out")
     kept = {held_out[index].input_ids.tobytes() for index in range(len(held_out))}
     with PackingHere(data) as packing:
-        packs = StreamedPacks(data)
-        packs.packed_by(packing)
+        packs = packed_by(packing, data)
         trained = {each for read, _ in steps(packs, 0, 20) for each in read}
     assert kept and not kept & trained
     validating = DataSettings(
