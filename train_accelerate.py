@@ -69,6 +69,7 @@ from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
     METRICS_GONE,
+    PACKS_FAILED,
     SAVE_FAILED,
     TIME_IS_UP,
     explaining_memory,
@@ -303,7 +304,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             if asked == SAVE_FAILED:
                 with run.watch.busy("saving"), run.waited.on("saves", "saving"):
                     run.checkpoints.wait()  # which raises what has failed
-            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
+            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
             if not (decision := judge_weights(run)).proceed:
                 raise halted(run, decision)
             save(run)

@@ -334,7 +334,7 @@ class PackerProcess:
         cause = f"signal {-status}" if status < 0 else f"status {status}"
         text = (
             f"{self._settings.packs}: the process that makes the packs of the stream has ended with {cause}; if memory ran out, "
-            "set a smaller data.processes or data.streaming.window. The same command goes on from the last checkpoint"
+            "set a smaller data.processes or data.streaming.window, and start the same command again"
         )
         _leave_failure(self._settings.packs, text)
         raise InputError(text)

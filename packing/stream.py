@@ -276,8 +276,8 @@ class StreamedPacks:
         """Look whether a part is still to come, and give it a moment."""
         if self._leaving.wait(_LOOK):
             raise InputError(f"{folder}: nobody waits for part {number} any more")
-        if (self.path / FAILED).exists():
-            raise InputError(str(load_object(self.path / FAILED, "start the run again").get("error")))
+        if failure := self.failure:
+            raise InputError(failure)
         if (folder / ENDED).exists():
             end = load_object(folder / ENDED, "start the run again")
             if end.get("parts") == number:
@@ -286,8 +286,18 @@ class StreamedPacks:
                     f"{end.get('packs', 0):,} packs, {end.get('packs', 0) * self.length:,} tokens to train on; set "
                     "`data.streaming.repeat: true` to begin the text again, or `train.tokens` to what there is"
                 )
-        if self.packing is not None:
-            self.packing.check()
+
+    @property
+    def failure(self) -> str | None:
+        """Why no more parts come, as far as this process can tell; None while they do."""
+        if (self.path / FAILED).exists():
+            return str(load_object(self.path / FAILED, "start the run again").get("error"))
+        try:
+            if self.packing is not None:
+                self.packing.check()
+        except InputError as error:
+            return str(error)
+        return None
 
     def verify(self) -> None:
         for sample in self.samples.values():
