@@ -12,12 +12,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
+STEPS = 70
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(600)]
+    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(330)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -36,8 +37,8 @@ def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[s
     return small | {
         "model": {"config": config},
         "data": data | {"length": 32, "held_out": 0.05, "processes": 1, "streaming": streaming},
-        "train": {"steps": 40},
-        "evaluate": {"every": 20},
+        "train": {"steps": STEPS},
+        "evaluate": {"every": 30},
         "checkpoint": {"every": 15},
         "parity": "off",
     }
@@ -54,20 +55,19 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_an_empty_disk_and_two_pro
     planned = start_here(recipe, folder, "--plan")
     assert planned.status == 0 and "packed as it comes: 3.00k tokens at a time, 0.0003 GB on disk" in planned.out
     assert not (folder / "packs").exists()
-    alone = start_here(recipe, folder)
-    assert alone.status == 0, alone.output
+    alone = start_here(recipe, folder)  # until the text is over
+    assert alone.status == 2 and "text has come to its end, and the run wants more" in alone.err, alone.output
+    unbroken, run_dir = losses(alone), alone.run_dir
+    assert 30 < len(unbroken) < STEPS and f"saved {run_dir / 'checkpoints'}/step-{len(unbroken):08}" in alone.out
     last = [record for record in alone.records() if "loss" in record][-1]
-    assert last["part"] > 2 and last["packed_tokens"] >= 40 * 8 * 32
+    assert last["part"] > 2 and last["packed_tokens"] >= len(unbroken) * 8 * 30
     assert sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file()) <= 300_000
-    whole = start_here(recipe, folder, "train.steps=10000", f"run_dir={folder / 'ends'}")
-    assert whole.status == 2 and "come to its end" in whole.err and "saved" in whole.out
 
-    checkpoints = alone.run_dir / "checkpoints"
-    for step in (30, 40):  # as if it had been killed after step 15
-        shutil.rmtree(checkpoints / f"step-{step:08}")
+    for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
+        shutil.rmtree(checkpoint)
     shutil.rmtree(folder / "packs")
-    unbroken = losses(alone)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    resumed = start_as_ranks(recipe, folder, launch=ddp, ACCELERATE_USE_CPU="true")
-    assert resumed.status == 0 and "at step 15" in resumed.output, resumed.output
-    assert losses(resumed) == pytest.approx(unbroken, rel=1e-5) and len(unbroken) == 40
+    resumed = start_as_ranks(recipe, folder, "data.streaming.repeat=true", launch=ddp, ACCELERATE_USE_CPU="true")
+    assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
+    assert losses(resumed)[: len(unbroken)] == pytest.approx(unbroken, rel=1e-5) and len(losses(resumed)) == STEPS
+    assert resumed.records()[-2]["epoch"] == 1.0
