@@ -378,17 +378,23 @@ class StreamOrder:
             zip(self.packs.sources, mixture.taken(places), mixture.taken(places + 1), strict=True)
         ):
             own = np.flatnonzero(after > before)
-            found[own] = [self._shuffled(name, number, int(place)) * sources + number for place in before[own]]
+            found[own] = self._shuffled(name, number, before[own]) * sources + number
         return found
 
-    def _shuffled(self, name: str, number: int, place: int) -> int:
-        """The pack of a source that comes at `place` of it: another one of the same part."""
-        part = self.packs.part_of(name, place)
-        first, count = part.start.first, part.after.first - part.start.first
+    def _shuffled(self, name: str, number: int, places: np.ndarray) -> np.ndarray:
+        """The packs of a source that come at `places`, ascending, of it: each another one of the same part."""
         # Sources must not go through their parts in the same order, nor epochs through the same part.
-        keys = splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number))
-        key = splitmix64(splitmix64(keys) + np.uint64(part.start.number))
-        return first + int(permute(np.array([place - first]), count, key)[0])
+        own = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))
+        found, done = np.empty_like(places), 0
+        while done < len(places):
+            part = self.packs.part_of(name, int(places[done]))
+            first, end = part.start.first, part.after.first
+            within = places[done : int(np.searchsorted(places, end))] - first
+            found[done : done + len(within)] = first + permute(
+                within, end - first, splitmix64(own + np.uint64(part.start.number))
+            )
+            done += len(within)
+        return found
 
     def epoch_of(self, step: int) -> float:
         """How often the text was gone through when `step` starts, whole times; of several sources, the least."""
