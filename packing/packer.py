@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import FileLock, is_disk_full, replace_file
+from foundation.files import PROOF, FileLock, is_disk_full, replace_file
 from foundation.progress import Progress, say
+from packing.arrow import DiskFull
 from packing.manifest import MANIFEST
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
 from packing.parts import FIRST, check_parts, stream_parts, validation_part
@@ -62,7 +63,7 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
     with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on, {limit:g} GB ahead at most", progress)
         made = maker.make(PartStart())
-        kept = made.bytes + 4 * settings.length * SAMPLE
+        kept = bytes_below(settings.packs) + made.bytes + 4 * settings.length * SAMPLE
         if kept > limit * 1e9:
             raise InputError(_too_small(settings, kept, "the first part takes"))
         _remove(part_folder(part.packs, 0))
@@ -72,7 +73,7 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
 
 def _check_ours(folder: Path, more: set[str]) -> None:
     """InputError where `folder` holds what no stream has made."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(f".{PROOF}.")] if folder.is_dir() else []
     ours = (*_OURS, f".{FIRST}.tokenizer.json", *more)
     if strange := [name for name in names if name not in ours and not PART.fullmatch(name.strip(".").removesuffix(".partial"))]:
         raise InputError(
@@ -257,14 +258,12 @@ class StreamPacker:
     def _write(self, source: SourceAhead, part: PackedPart) -> tuple[PartStart, str]:
         try:
             return source.maker.write(part)
-        except InputError as error:
-            if "disk is full" not in str(error):
-                raise
-        fits = bytes_below(self.settings.packs) / 1e9
-        raise InputError(
-            f"{self.settings.packs}: the disk is full with {fits:.3g} GB of packs in it; set data.streaming.disk_gb to "
-            f"{fits:.2g}, which is no other stream, or free some space"
-        )
+        except DiskFull:
+            fits = bytes_below(self.settings.packs) / 1e9
+            raise InputError(
+                f"{self.settings.packs}: the disk is full with {fits:.3g} GB of packs in it; set data.streaming.disk_gb to "
+                f"{fits:.2g}, which changes nothing in the packs, or free some space"
+            ) from None
 
     def _end(self, source: SourceAhead) -> None:
         source.ended, end = True, source.next

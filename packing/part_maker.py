@@ -100,25 +100,23 @@ class PartMaker(ExitStack):
 
     @property
     def first_fingerprint(self) -> str:
-        return self._first["fingerprint"]
+        return str(self._first.get("fingerprint"))
 
     @property
     def has_changed(self) -> bool:
         """Whether its files have other sizes or dates than when the first part was made."""
-        return self._first["source"] != json.loads(json.dumps(self.source.identity))
+        return self._first.get("source") != json.loads(json.dumps(self.source.identity))
 
     def make(self, start: PartStart) -> PackedPart | None:
         """Tokenise a part; None at the source's end. Tries again for some minutes where a dataset cannot be reached."""
-        for seconds in (*_AGAIN_AFTER, None):
+        for seconds in _AGAIN_AFTER:
             try:
                 return self._make(start)
             except SourceUnreachable as error:
                 self._opened = None
-                if seconds is None:
-                    raise InputError(f"{error}; tried {len(_AGAIN_AFTER)} times again. The same command goes on") from None
                 say(f"{error}; trying again in {seconds:.0f} s")
                 time.sleep(seconds)
-        raise AssertionError
+        return self._make(start)
 
     def _make(self, start: PartStart) -> PackedPart | None:
         log, place, epoch = PartTokens(self.settings.masks), start.place, start.epoch

@@ -123,7 +123,7 @@ class DataSettings(SourceSettings):
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
-    processes: PositiveCount | None = None  # that tokenise; null: one a core
+    processes: PositiveCount | None = None  # that tokenise; null: one a core, and half as many while a run trains
 
     @property
     def stream(self) -> StreamingSettings | None:

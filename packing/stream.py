@@ -163,14 +163,8 @@ class SourceStream:
     def part_of(self, place: int, wait: Callable[[int], None]) -> StreamedPart:
         """The part with the pack at `place`, opened. Calls `wait` with its number, again and again, until it is there."""
         with self._lock:
-            start, part = (
-                self._begin,
-                max(
-                    (part for part in self._open.values() if part.start.first <= place),
-                    key=lambda each: each.start.first,
-                    default=None,
-                ),
-            )
+            before = [part for part in self._open.values() if part.start.first <= place]
+            start, part = self._begin, max(before, key=lambda each: each.start.first, default=None)
         if part is None and place < start.first:
             raise InputError(
                 f"{self.folder}: pack {place:,} of the stream is wanted, and the run goes on from pack {start.first:,}; a stream "

@@ -233,21 +233,21 @@ def test_text_that_has_changed_is_refused_and_a_mere_copy_of_it_is_not(values: d
 
 
 def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
-    data = streamed(values, tmp_path / "packs", disk_gb=0.00012)
+    data = streamed(values, tmp_path / "packs", disk_gb=0.00015)
 
     def first_steps(data: DataSettings) -> int:
         with PackingHere(data) as packing:
             packs = packed_by(packing, data)
-            order = order_of(packs, 150, seed=1)  # a step of several parts
+            order = order_of(packs, 250, seed=1)  # a step of several parts
             packs.reads(order.places_of_step(0))
             return len(order.packs_of_step(0))
 
-    with pytest.raises(InputError, match=r"disk_gb: 0.00012 is too little: a step reads packs of") as refused:
+    with pytest.raises(InputError, match=r"disk_gb: 0.00015 is too little: a step reads packs of") as refused:
         first_steps(data)
     for _ in range(6):  # each time as much as that part needs
         wanted = float(re.search(r"set it to (\S+) or more", str(refused.value))[1])
         try:
-            assert first_steps(data.model_copy(update={"streaming": data.stream.model_copy(update={"disk_gb": wanted})})) == 150
+            assert first_steps(data.model_copy(update={"streaming": data.stream.model_copy(update={"disk_gb": wanted})})) == 250
             break
         except InputError as error:
             refused = type("", (), {"value": error})
@@ -338,6 +338,31 @@ def test_a_library_that_loses_its_place_costs_time_and_no_document(
             places.append((read, packs.record()[""]["start"]["place"]))
     assert places[0][0] == places[1][0]
     assert "state" in places[0][1] and places[1][1].keys() == {"row"}
+
+
+def test_a_dataset_that_stops_to_come_is_tried_again_from_where_the_part_began(
+    tmp_path: Path, values: dict[str, Any], documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = write_sources(tmp_path, [text[:700] for text in documents])["hub"] | {"streaming": values["streaming"]}
+    monkeypatch.setattr("packing.sources._ROWS", 8)
+    whole, broken = (streamed(values | hub, tmp_path / name, repeat=True) for name in ("whole", "broken"))
+    with PackingHere(whole) as packing:
+        expected = [each for each, _ in steps(packed_by(packing, whole), 0, 90)]
+    last, away, waits = tmp_path / "hub" / "2.parquet", tmp_path / "away.parquet", []
+
+    def come_back(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            away.rename(last)
+
+    monkeypatch.setattr("packing.part_maker.time.sleep", come_back)
+    shutil.rmtree(part_folders(broken.packs)[0])  # so that the list of files is read before one of them goes away
+    with PackingHere(broken) as packing:
+        packs = packed_by(packing, broken)
+        begun = [each for each, _ in steps(packs, 0, 10)]
+        last.rename(away)
+        assert begun + [each for each, _ in steps(packs, 10, 90)] == expected
+    assert waits == [5.0, 30.0]
 
 
 def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
