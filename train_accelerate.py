@@ -34,6 +34,7 @@ from accelerate import Accelerator
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
+from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import seed_step
@@ -70,6 +71,7 @@ from pretrain.run.export import export_trained
 from pretrain.run.faults import (
     FOLDER_GONE,
     METRICS_GONE,
+    PACKS_FAILED,
     SAVE_FAILED,
     TIME_IS_UP,
     explaining_memory,
@@ -83,6 +85,7 @@ from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
+from pretrain.run.streaming import ending_stream, next_batches, pack_stream, reading_stream, tell_stream
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
@@ -159,14 +162,15 @@ def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
 
 def carry_out(job: Job, watch: RankWatch, begin: Callable[[], Run]) -> int | None:
     """Build the run and train it; returns the number of the signal that stopped it. Nothing of it is held by then."""
-    with explaining_memory(job), determinism.explaining():
-        run = begin()
-    try:
-        with explaining_memory(run.job, run), determinism.explaining():
-            return run_to_its_end(run)
-    finally:
-        with watch.busy("saving"):
-            run.checkpoints.close()
+    with ending_stream(job):
+        with explaining_memory(job), determinism.explaining():
+            run = begin()
+        try:
+            with explaining_memory(run.job, run), determinism.explaining():
+                return run_to_its_end(run)
+        finally:
+            with watch.busy("saving"):
+                run.checkpoints.close()
 
 
 # ── Act 2: the model in memory and audited, resumed where there is something to resume, and all that watches over it ──────────
@@ -186,6 +190,7 @@ def build(
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
     job = job.with_chunk(chunk_of(job, source))
+    pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
     to_come = 1 if source else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
@@ -271,9 +276,15 @@ def train(run: Run) -> int | None:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps:
-                if stopped_by := train_on(run, steps, stop):
-                    return stopped_by
+            tell_stream(run)
+            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps, reading_stream(run.job):
+                try:
+                    if stopped_by := train_on(run, steps, stop):
+                        return stopped_by
+                except StreamEnded:  # which all ranks meet at one step
+                    if run.state.step > run.resumed_step and judge_weights(run).proceed:
+                        save(run)
+                    raise
     return None
 
 
@@ -283,7 +294,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
-            figures, decision = train_step(run, next(steps))
+            figures, decision = train_step(run, next_batches(run, steps))
+        tell_stream(run)
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
@@ -308,7 +320,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             if asked == SAVE_FAILED:
                 with run.watch.busy("saving"), run.waited.on("saves", "saving"):
                     run.checkpoints.wait()  # which raises what has failed
-            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE) else None
+            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
             if not (decision := judge_weights(run)).proceed:
                 raise halted(run, decision)
             save(run)
@@ -421,6 +433,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         "microbatch": run.job.plan.microbatch,
         "loss_chunk": run.job.plan.loss.tokens_at_once,
         "world_size": run.accelerator.num_processes,
+        **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save
     spared = run.best.step if run.job.recipe.checkpoint.best and run.best else None

@@ -88,7 +88,8 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
                 yield key, "section", default(field), meaning
                 continue
             for inner, type_, default_, meaning in rows(section, f"{key}."):
-                yield inner, type_, "" if others else default_, meaning  # beside `others` none of the section's keys is needed
+                # Beside `others` none of the section's keys is needed.
+                yield inner, type_, "" if others and default_ == "required" else default_, meaning
 
 
 def comments(cls: type[BaseModel]) -> dict[str, str]:

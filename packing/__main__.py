@@ -151,9 +151,10 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> None:
     settings = _data_settings(options)
+    from packing.packer import prepare_stream
     from packing.prepare import prepare
 
-    print(prepare(settings))
+    print((prepare_stream if settings.stream else prepare)(settings))
 
 
 def _data_settings(options: argparse.Namespace) -> DataSettings:
@@ -182,9 +183,18 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    from packing.inspection import decoded, describe, open_splits
+    from packing.inspection import decoded, describe, describe_stream, open_splits
     from packing.manifest import MANIFEST
+    from packing.parts import FIRST
 
+    kept = [*options.path.glob(f"{FIRST}/{MANIFEST}"), *options.path.glob(f"*/{FIRST}/{MANIFEST}")]
+    if streams := sorted(each.parents[1] for each in kept):
+        if options.index is not None:
+            part = next(streams[0].glob("part-*"), streams[0] / FIRST)
+            raise InputError(f"{options.path}: is a stream of packs; name a part of it, as in {part} --index 0")
+        for path in streams:
+            print("\n".join(describe_stream(path, verify=options.verify)))
+        return
     sources = [] if (options.path / MANIFEST).exists() else sorted(each.parent for each in options.path.glob(f"*/{MANIFEST}"))
     if sources:
         if options.index is not None:

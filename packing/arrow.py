@@ -42,6 +42,10 @@ class Pack:
     )
 
 
+class DiskFull(InputError):
+    """Packs were being written."""
+
+
 class Packs(Protocol):
     """Random access to the packs of one split, of any format. Threads may share one."""
 
@@ -113,7 +117,7 @@ class PackWriter:
                 split.file.close()  # NFS keeps the name of a file that is removed while it is open
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
         if is_disk_full(error):
-            raise InputError(f"{self.path}: the disk is full; free some space and run this again") from None
+            raise DiskFull(f"{self.path}: the disk is full; free some space and run this again") from None
 
     def add(self, split: Split, pack: Pack) -> None:
         """Append one pack; `write` is the faster way to append many."""

@@ -23,6 +23,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, Packs
 from packing.mixture import MixedOrder
 from packing.order import PackOrder, spread
+from packing.stream import StreamOrder
 
 T = TypeVar("T")
 
@@ -61,7 +62,8 @@ class StepBatches:
     sum_squared_lengths: int  # over all ranks
     packs: int  # over all ranks
     epoch: float  # epochs consumed once this step is done
-    sources: dict[str, float] = field(default_factory=dict)  # of several sources, epochs and share of each once it is done
+    # Of several sources, epochs and share of each once it is done; of a stream, where it is.
+    sources: dict[str, float] = field(default_factory=dict)
 
 
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
@@ -190,7 +192,7 @@ class BatchStream:
     """
 
     packs: Packs
-    order: PackOrder | MixedOrder
+    order: PackOrder | MixedOrder | StreamOrder
     _: KW_ONLY
     microbatch: int  # packs in one forward pass
     rank: int
@@ -231,7 +233,7 @@ class BatchStream:
             sum_squared_lengths=sum(squares),
             packs=len(indices),
             epoch=self.order.epoch_of(number + 1),
-            sources=self.order.figures(number + 1) if isinstance(self.order, MixedOrder) else {},
+            sources={} if isinstance(self.order, PackOrder) else self.order.figures(number + 1),
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:

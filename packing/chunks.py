@@ -29,6 +29,7 @@ class Chunk:
     first: int  # number of the first record there: lines count from 1, rows from 0
     payload: bytes
     progress: float | None = None  # share of the whole source that is read after this chunk, where its size is known
+    after: dict[str, Any] | None = None  # JSON-able: from where a source's `chunks` goes on behind this one
 
 
 Document = TypeVar("Document")

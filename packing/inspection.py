@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -10,14 +11,17 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.progress import Progress
+from foundation.reading import load_object
 from foundation.settings import parse
 from packing.arrow import ArrowPacks, Packs, PackWriter
-from packing.manifest import MANIFEST, Split, Statistics
+from packing.manifest import MANIFEST, REMEDY, Split, Statistics, read_manifest
 from packing.mds import MDSReader
+from packing.parts import FIRST
 from packing.prepare import summary
 from packing.settings import DataSettings
 from packing.statistics import draw_lengths, length_statistics
 from packing.store import find_mds, open_packs
+from packing.stream import ENDED, PART, read_part
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 _SAMPLED_PACKS = 10_000  # enough for statistics; reading the lengths of a terabyte's packs would take too long
@@ -74,11 +78,44 @@ def describe(path: Path, splits: dict[Split, Packs]) -> Iterator[str]:
         yield from summary(first.manifest).splitlines()
 
 
+def describe_stream(folder: Path, *, verify: bool = False) -> Iterator[str]:
+    """Lines that describe one source's packs that are made while a run trains. `verify`: hash what is there first."""
+    kept = {split: ArrowPacks(folder / FIRST, split) for split in read_manifest(folder / FIRST)["splits"]}
+    first, settings = kept["train"], kept["train"].manifest["settings"]
+    numbers = sorted(int(path.name[-8:]) for path in folder.glob("part-*") if PART.fullmatch(path.name))
+    parts = [part for part in (read_part(folder, number) for number in numbers) if part is not None]
+    if verify:
+        for packs in (*kept.values(), *(part.packs for part in parts)):
+            packs.verify()
+    tokenizer = first.tokenizer or {}
+    yield f"{folder}: a stream of Arrow packs of {first.length:,} tokens, made while a run trains"
+    yield f"  source          {settings.get('source')}, {settings.get('window', 0):,} tokens a part"
+    yield f"  tokenizer       {', '.join(f'{key} {value}' for key, value in tokenizer.items() if value is not None)}"
+    held_out = f", {len(kept['held_out']):,} held out" if "held_out" in kept else ""
+    yield f"  kept            {len(first):,} packs of the first part{held_out}"
+    if parts:
+        end, filled = parts[-1].after, sum(part.packs.tokens for part in parts)
+        packs = sum(len(part.packs) for part in parts)
+        size = sum(path.stat().st_size for part in parts for path in part.packs.path.rglob("*") if path.is_file())
+        there = f"{parts[0].start.number} to {end.number - 1}" if len(parts) > 1 else str(parts[0].start.number)
+        fill = filled / (packs * first.length)
+        yield f"  on disk         parts {there}: {packs:,} packs, {fill:.2%} filled, {size / 1e9:.3g} GB"
+        yield f"  packed          {end.documents:,} documents, {end.tokens:,} tokens, {end.first:,} packs to train on"
+        yield f"  left out        {end.skipped:,} malformed records, {end.empty:,} without text"
+        place = {key: value for key, value in end.place.items() if key != "state"}
+        yield f"  goes on from    {json.dumps(place)}, epoch {end.epoch}"
+    if (folder / ENDED).exists():
+        yield f"  ended           the text is over after part {load_object(folder / ENDED, REMEDY).get('parts', 0) - 1}"
+    if verify:
+        yield "  verified        every file that has a recorded hash is as it was written"
+
+
 def decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
     """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
-    stored = packs.path / "tokenizer.json"
+    beside = (packs.path, packs.path.parent / FIRST) if PART.fullmatch(packs.path.name) else (packs.path,)
+    stored = next((file for folder in beside if (file := folder / "tokenizer.json").is_file()), beside[0] / "tokenizer.json")
     tokenizer = load_tokenizer(tokenizer_name or str(stored)) if tokenizer_name or stored.is_file() else None
     pack, start = packs[index], 0
     for number, size in enumerate(pack.lengths.tolist()):

@@ -12,6 +12,7 @@ from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.sources import DatasetSource, FileSource, open_source
 
 VALIDATION = "validation"
+FIRST = "first"  # in the folder of a stream: packs that are kept, to look at and to evaluate on
 _SLICE = re.compile(r"(?P<name>[^\[\]()]+)(?P<slice>\[(?P<begin>-?\d+%?)?:(?P<end>-?\d+%?)?\](\(\w+\))?)?")  # of `datasets`
 _PLACE = ("source", "format", "subset", "split", "revision")  # which documents; another source has its own
 # How they are read:
@@ -24,6 +25,19 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
         name: _part(settings, source, settings.packs / name)
         for name, source in zip(source_names(settings), settings.sources or (), strict=True)
     }
+
+
+def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of each source that is packed while the run trains, by name, "" where there is one only. Each of several has
+    its share of the window, so that their parts last equally long."""
+    parts = training_parts(settings)
+    if not parts:
+        return {"": settings.model_copy(update={"validation": None})}
+    made = {}
+    for (name, part), source in zip(parts.items(), settings.sources, strict=True):
+        window = max(settings.length, round(settings.stream.window * source.weight))
+        made[name] = part.model_copy(update={"streaming": settings.stream.model_copy(update={"window": window})})
+    return made
 
 
 def source_names(settings: DataSettings) -> list[str]:
@@ -42,13 +56,18 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
         return None
     packs = settings.packs.absolute()
     part = _part(settings, settings.validation, packs.with_name(f"{packs.name}-{VALIDATION}"))
-    return part.model_copy(update={"held_out": 0.0, "shuffle": False})
+    # What is evaluated on is packed before the run: whole, and of a hub's dataset without a download.
+    streaming = part.stream is not None and not Path(str(part.source)).exists()
+    changed = {"streaming": streaming} if part.stream else {}
+    return part.model_copy(update={"held_out": 0.0, "shuffle": False, **changed})
 
 
 def prepared(settings: DataSettings) -> bool:
     """Whether the packs of every part are there, as far as names tell."""
     validation = validation_part(settings)
     training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
+    if settings.stream:
+        training = [packs / FIRST for packs in training]
     return all(packs.exists() for packs in [*training, *([validation.packs] if validation else [])])
 
 

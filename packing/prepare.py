@@ -14,8 +14,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
@@ -23,16 +21,15 @@ from packing.arrow import PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import MANIFEST, read_manifest
-from packing.order import permute
-from packing.pack import Layout, best_fit, materialise, truncate
 from packing.parts import check_parts, training_parts, validation_part
 from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
-from packing.statistics import draw_lengths, length_statistics
-from packing.token_log import OWN, SOURCE_FILES, TokenLog, differences
+from packing.statistics import draw_lengths
+from packing.token_log import OWN, SOURCE_FILES, TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
 from packing.workers import TokenizerWorkers
+from packing.writing import Arranged
 
 # The settings that decide which tokens there are, and which packs they go to. No other (processes, streaming, mask_boundaries,
 # ...) changes the packs.
@@ -43,7 +40,6 @@ _LATER_KEYS = (
     *("input_ids", "labels", "document_lengths"),
 )
 _LAYOUT_KEYS = ("length", "packing", "positions", "shuffle", "held_out", "seed")
-_PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -54,6 +50,8 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+    if settings.stream:
+        raise ValueError("the packs of a stream are made by packing.packer")
     validation = validation_part(settings)
     training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
     parts = [part for part in [*training, validation] if part is not None and part.source is not None]
@@ -63,7 +61,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         for part in missing:
             check_first_records(part)
     for part in parts:
-        _prepare_part(part, progress)
+        prepare_part(part, progress)
     return settings.packs
 
 
@@ -75,12 +73,12 @@ def check_first_records(settings: DataSettings) -> None:
         read_chunk(chunk, records, settings.on_bad_line == "skip")
 
 
-def _prepare_part(settings: DataSettings, progress: bool) -> Path:
+def prepare_part(settings: DataSettings, progress: bool) -> Path:
     packs = settings.packs
     partial = packs.absolute().parent / f"{packs.name}.partial"
-    if not _prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
-        with _lock(packs, progress):
-            if not _prepared_already(settings):
+    if not prepared_already(settings):  # before any file is touched: packs may be on a read-only disk
+        with lock_of(packs, progress):
+            if not prepared_already(settings):
                 manifest = _prepare_anew(settings, partial, progress)
                 say(summary(manifest), progress)
                 return packs
@@ -91,7 +89,7 @@ def _prepare_part(settings: DataSettings, progress: bool) -> Path:
     return packs
 
 
-def _lock(packs: Path, progress: bool) -> FileLock:
+def lock_of(packs: Path, progress: bool) -> FileLock:
     path = packs.absolute().parent / f"{packs.name}.lock"
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
@@ -116,9 +114,13 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
     return manifest
 
 
-def _prepared_already(settings: DataSettings) -> bool:
+def prepared_already(settings: DataSettings) -> bool:
     """Whether the folder holds packs of these settings. InputError if it holds others."""
-    packs = settings.packs
+    return holds_packs_of(settings, settings.packs, content_settings(settings))
+
+
+def holds_packs_of(settings: DataSettings, packs: Path, content: dict[str, Any]) -> bool:
+    """As `prepared_already`, for packs that record `content` as their settings."""
     if not packs.exists() or (packs.is_dir() and not any(packs.iterdir())):
         return False
     if not (packs / MANIFEST).is_file():
@@ -126,7 +128,7 @@ def _prepared_already(settings: DataSettings) -> bool:
             f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder, or move it away"
         )
     manifest = read_manifest(packs)
-    then, now = dict(manifest["settings"]), _content_settings(settings)
+    then, now = dict(manifest["settings"]), dict(content)
     if then.get("tokenizer") == now["tokenizer"] and Path(now["tokenizer"]).exists():  # its content may have changed
         then["tokenizer fingerprint"] = (manifest["tokenizer"] or {}).get("fingerprint")
         now["tokenizer fingerprint"] = load_tokenizer(now["tokenizer"]).fingerprint
@@ -162,7 +164,7 @@ def _note_changed_source(settings: DataSettings, progress: bool) -> None:
         )
 
 
-def _content_settings(settings: DataSettings) -> dict[str, Any]:
+def content_settings(settings: DataSettings) -> dict[str, Any]:
     """All settings that the packs depend on, as the manifest records them."""
     values = settings.model_dump(mode="json")
     later = [key for key in _LATER_KEYS if getattr(settings, key) != DataSettings.model_fields[key].default]
@@ -172,11 +174,9 @@ def _content_settings(settings: DataSettings) -> dict[str, Any]:
 def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, progress: bool) -> TokenLog:
     """All documents as ids, in the order of the source."""
     records = prepared_records(settings, tokenizer)
-    head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
-    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and isinstance(records, TextTemplate) else []
     source = open_source(settings)
     # `on_bad_line` is not part of the key: after a bad line hours into the work, setting it to `skip` goes on from there.
-    key = {name: value for name, value in _content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
+    key = {name: value for name, value in content_settings(settings).items() if name not in (*_LAYOUT_KEYS, "on_bad_line")}
     key |= {SOURCE_FILES: source.identity, "tokenizer fingerprint": tokenizer.fingerprint, "chunk bytes": CHUNK_BYTES}
     if isinstance(records, ChatColumns):
         key["chat template fingerprint"] = sha256(records.template.encode()).hexdigest()
@@ -199,7 +199,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
         say(f"going on after {log.counts.documents:,} documents that an earlier run has tokenised", progress)
     try:
         with (
-            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, head=head, tail=tail) as workers,
+            TokenizerWorkers(processes, file, records, skip_bad=skip_bad, **around(records, settings, tokenizer)) as workers,
             log.writing(),
             Progress("tokenising", "tokens", progress, log.counts.tokens) as line,
         ):
@@ -210,19 +210,30 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
     finally:
         if not log.counts.documents:
             remove_own_folder(partial, OWN)  # nothing worth resuming
-    counts = log.counts
+    check_counts(settings, log.counts, masked=log.masked)
+    return log
+
+
+def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:
+    """InputError where a source holds nothing to train on."""
     if not counts.documents:
         parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
         if counts.skipped:
             parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
         why = f": {' and '.join(parts)}" if parts else "; the source is empty"
         raise InputError(f"data.source: {settings.source}: no document with any text{why}")
-    if log.masked and not counts.trained:
+    if masked and not counts.trained:
         raise InputError(
             f"data.source: {settings.source}: none of its {counts.tokens:,} tokens is trained on: `{settings.labels}` is "
             f"{IGNORED} everywhere; write the tokens themselves where there is to be a loss, or leave data.labels out"
         )
-    return log
+
+
+def around(records: Records, settings: DataSettings, tokenizer: TextTokenizer) -> dict[str, list[int]]:
+    """The ids before (`head`) and after (`tail`) each document: BOS and EOS, where those are asked for and texts have them."""
+    head = [tokenizer.required("bos", "data.add_bos")] if settings.add_bos else []
+    tail = [tokenizer.required("eos", "data.add_eos")] if settings.add_eos and isinstance(records, TextTemplate) else []
+    return {"head": head, "tail": tail}
 
 
 def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
@@ -236,84 +247,30 @@ def prepared_records(settings: DataSettings, tokenizer: TextTokenizer) -> Record
 
 def _write_packs(settings: DataSettings, tokenizer: TextTokenizer, log: TokenLog, progress: bool) -> dict[str, Any]:
     """Lay out the packs of both splits and write them; returns the manifest."""
-    lengths = log.lengths()
-    pieces = without_tail(lengths, settings) if log.key[SOURCE_FILES].get("kind") == "text" else lengths
-    begins = np.cumsum(pieces) - pieces
-    places = split_documents(len(pieces), settings) if pieces is lengths else {"train": np.array([0]), "held_out": np.array([1])}
-    lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
-    layouts = {split: lay_out(pieces[order], settings.length, settings.positions) for split, order in places.items()}
-    _check_space(settings, layouts)
-    fill_id = next((tokenizer.special[role] for role in ("eos", "pad") if role in tokenizer.special), 0)
-    tokens, trained, total = log.tokens(), log.trained(), sum(map(len, layouts.values()))
-    written, step = 0, max(1, _PACKS_TOKENS // settings.length)
-    with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
-        for split, layout in layouts.items():
-            starts = begins[places[split]]
-            for first in range(0, len(layout), step):
-                last = min(first + step, len(layout))
-                block = materialise(layout, first, last, tokens, starts, fill_id, trained)
-                lengths_of = [block.lengths_of(i) for i in range(last - first)]
-                writer.write(split, block.input_ids, lengths_of, block.first_position, block.trained)
-                written += last - first
-                line.update(written, written / total)
-        tokenizer.save(writer.folder / "tokenizer.json")
-        if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):
-            (writer.folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
-        statistics = {
-            "documents": log.counts.documents,
-            "tokens": log.counts.tokens,
-            "packs": total,
-            "fill": log.counts.tokens / (total * settings.length),
-            "cut_documents": sum(layout.cut_documents for layout in layouts.values()),
-            "held_out_documents": len(places.get("held_out", ())) if pieces is lengths else 0,
-            **({} if pieces is lengths else {"held_out_tail": int(pieces[1])}),
-            "held_out_packs": len(layouts.get("held_out", ())),
-            "skipped_lines": log.counts.skipped,
-            "first_skipped": log.counts.first_skipped,
-            "empty_documents": log.counts.empty,
-            "lengths": length_statistics(lengths),
-            **({"trained_tokens": log.counts.trained} if log.masked else {}),
-            "source_bytes": log.key[SOURCE_FILES].get("bytes"),
-        }
-        draw_lengths(lengths, settings.length, writer.folder / "lengths.png")
-        return writer.finish(settings=_content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
-
-
-def without_tail(lengths: np.ndarray, settings: DataSettings) -> np.ndarray:
-    """`lengths` of text files; of a single one those of the part to train on and of the tail to hold out."""
-    tail = max(1, round(int(lengths[0]) * settings.held_out)) if len(lengths) == 1 and settings.held_out else 0
-    return np.array([lengths[0] - tail, tail]) if 0 < tail < lengths[0] else lengths
-
-
-def split_documents(count: int, settings: DataSettings) -> dict[str, np.ndarray]:
-    """The documents of each split in the order they are packed, int64 indices into the source's order.
-
-    One permutation by `data.seed` decides both: its first part is held out, the rest is the training order. With shuffle: false
-    documents stay in the source's order. InputError if nothing would be left to train on.
-    """
-    shuffled = permute(np.arange(count), count, settings.seed)
-    held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
-    if held_out >= count:
-        raise InputError(
-            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0 or add documents to "
-            f"{settings.source}"
-        )
-    parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
-    return {split: part if settings.shuffle else np.sort(part) for split, part in parts.items() if len(part)}
-
-
-def _check_space(settings: DataSettings, layouts: dict[str, Layout]) -> None:
-    """InputError before packs are written that the disk has no space for."""
-    needed = sum(
-        4 * (len(layout) * layout.length + len(layout.document)) + settings.masks * len(layout) * layout.length // 8
-        for layout in layouts.values()
-    )
+    arranged = Arranged.of(log, settings, one_file=log.key[SOURCE_FILES].get("kind") == "text")
     free = shutil.disk_usage(settings.packs.absolute().parent).free
-    if needed > free:
+    if (needed := arranged.bytes()) > free:
         raise InputError(
             f"{settings.packs}: the packs need {needed / 1e9:,.2f} GB and the disk has {free / 1e9:,.2f} GB; what is tokenised "
             "is kept. Free some space and run this again"
         )
+    with PackWriter(settings.packs, settings.length) as writer, Progress("packing", "packs", progress) as line:
+        written = 0
+        for split in arranged.layouts:
+            for count in arranged.write(writer, split, tokenizer.padding):
+                written += count
+                line.update(written, written / arranged.packs)
+        save_tokenizer(writer.folder, settings, tokenizer)
+        statistics = arranged.statistics() | {"source_bytes": log.key[SOURCE_FILES].get("bytes")}
+        draw_lengths(log.lengths(), settings.length, writer.folder / "lengths.png")
+        return writer.finish(settings=content_settings(settings), statistics=statistics, tokenizer=tokenizer.describe())
+
+
+def save_tokenizer(folder: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None:
+    """Put the tokenizer into `folder`, of chats with the template that writes them."""
+    tokenizer.save(folder / "tokenizer.json")
+    if isinstance(records := prepared_records(settings, tokenizer), ChatColumns):
+        (folder / CHAT_TEMPLATE).write_text(records.template, encoding="utf-8")
 
 
 def summary(manifest: dict[str, Any]) -> str:

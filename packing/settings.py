@@ -82,6 +82,15 @@ class WeightedSource(SourceSettings):
         return self
 
 
+class StreamingSettings(Settings):
+    """Packs that are made while the run trains, of more text than the disk holds."""
+
+    disk_gb: float = Field(20.0, gt=0)  # GB (10^9 bytes) that packs take on the disk of each machine, at most
+    # Tokens that are packed, and their packs shuffled, together: a part. Each of several sources has its share of them.
+    window: PositiveCount = 2**26
+    repeat: bool = False  # at the end of the text begin it again; false: a run that needs more ends there, and says so
+
+
 class DataSettings(SourceSettings):
     """Where tokens come from and how they are packed.
 
@@ -102,7 +111,9 @@ class DataSettings(SourceSettings):
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
     # `chat_template`. Its packs are prepared into a folder beside `packs`, with `-validation` behind its name.
     validation: SourceSettings | None = None
-    streaming: bool = False  # Hugging Face datasets: read without a download first
+    # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
+    # source: packs are made while the run trains, on a bounded disk.
+    streaming: bool | StreamingSettings = False
     tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
@@ -112,7 +123,12 @@ class DataSettings(SourceSettings):
     shuffle: bool = True  # pack documents in an order drawn from `seed`, not in the source's
     seed: Seed = 42  # decides the documents' order and which are held out; runs with several seeds of their own share packs
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
-    processes: PositiveCount | None = None  # that tokenise; null: one a core
+    processes: PositiveCount | None = None  # that tokenise; null: one a core, and half as many while a run trains
+
+    @property
+    def stream(self) -> StreamingSettings | None:
+        """How packs are made while the run trains; None: all before."""
+        return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
     def prepares(self) -> bool:
@@ -150,6 +166,8 @@ class DataSettings(SourceSettings):
     def _sources_are_whole(self) -> DataSettings:
         if self.sources is None:
             return self
+        if self.stream and (made := [each.name for each in self.sources if each.source is None]):
+            raise ValueError(f"`sources`: {made[0]} names no `source`; with `streaming` packs are made of text, not of packs")
         if self.source is not None:
             raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
         if not self.sources:

@@ -2,6 +2,7 @@
 
 Both sources have a `description` for people, and an `identity` (JSON-able) that differs where the documents may. `chunks()`
 raises InputError with the file and place of what cannot be read. An unchanged source gives the same chunks every time.
+`chunks(begin)` goes on behind the chunk whose `after` is `begin`: with the same records, in chunks that may be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import glob
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +39,12 @@ _TEXT = {
 }
 _MAX_DOCUMENT = 2**28  # bytes of one text file: a tokenizer needs about 100 bytes a token, and takes documents only whole
 _ROWS = 1024  # read from tables at once, then cut by size
+
+Place = dict[str, Any]  # in a source; empty at its beginning
+
+
+class SourceUnreachable(InputError):
+    """A dataset has stopped to come, as over a network it may: worth another try."""
 
 
 def open_source(settings: DataSettings) -> FileSource | DatasetSource:
@@ -74,7 +84,7 @@ def _refuse_unused_settings(settings: DataSettings, source: FileSource) -> None:
     if source.kind == "text":
         unused |= {"text": "text", "messages": None, "prompt": None, "input_ids": None}
     for name, default in unused.items():
-        if getattr(settings, name) != default:
+        if getattr(settings, name) != default and not (name == "streaming" and settings.stream):
             why = (
                 "a text file is one document, without columns"
                 if name in ("text", "messages", "prompt", "input_ids")
@@ -158,73 +168,96 @@ class FileSource:
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
         self.description = f"{many}, {self.bytes / 1e6:,.1f} MB"
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
+        """`size`: about how many bytes a chunk has."""
+        size, begin = size or CHUNK_BYTES, begin or {}
+        first = begin.get("file", 0)
         if self.kind == "text":
-            yield from self._text_chunks()
+            yield from self._text_chunks(first, size)
             return
         read = {"jsonl": self._jsonl_chunks, "json": self._json_chunks, "parquet": self._parquet_chunks}[self.kind]
-        before = 0
-        for path, size in zip(self.paths, self.sizes, strict=True):
+        for number, path in enumerate(self.paths[first:], first):
+            here = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
             try:
-                yield from read(path, before)
+                for chunk in read(path, sum(self.sizes[:number]), size, *here):
+                    yield replace(chunk, after={"file": number} | chunk.after)
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
                 reason = reason_of(error)
                 raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
-            before += size
 
     def _progress(self, done: int) -> float:
         return done / max(self.bytes, 1)
 
-    def _jsonl_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
-        """Whole lines, about CHUNK_BYTES at a time; a longer line is a chunk of its own."""
+    def _jsonl_chunks(self, path: Path, before: int, size: int, at: int, line: int) -> Iterator[Chunk]:
+        """Whole lines, about `size` bytes at a time; a longer line is a chunk of its own. `at`: the byte that `line` begins with,
+        to which an archive has to be unpacked."""
         stream, raw = open_stream(path)
         with raw, stream:
-            line, pending = 1, [stream.read(3).removeprefix(b"\xef\xbb\xbf")]
-            while block := stream.read(CHUNK_BYTES):
+            if at and stream is raw:
+                raw.seek(at)
+            for skipped in range(0, at if stream is not raw else 0, CHUNK_BYTES):
+                stream.read(min(CHUNK_BYTES, at - skipped))
+            head = b"" if at else stream.read(3)
+            pending = [head.removeprefix(b"\xef\xbb\xbf")]
+            at += len(head) - len(pending[0])
+
+            def chunk(payload: bytes) -> Chunk:
+                nonlocal at, line
+                at, first, line = at + len(payload), line, line + payload.count(b"\n")
+                progress = self._progress(before + raw.tell())
+                return Chunk("jsonl", str(path), first, payload, progress, {"at": at, "line": line})
+
+            while block := stream.read(size):
                 cut = block.rfind(b"\n") + 1
                 if not cut:
                     pending.append(block)
                     continue
-                payload = b"".join([*pending, block[:cut]])
+                yield chunk(b"".join([*pending, block[:cut]]))
                 pending = [block[cut:]]
-                yield Chunk("jsonl", str(path), line, payload, self._progress(before + raw.tell()))
-                line += payload.count(b"\n")
             if payload := b"".join(pending):
-                yield Chunk("jsonl", str(path), line, payload, self._progress(before + raw.tell()))
+                yield chunk(payload)
 
-    def _json_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
+    def _json_chunks(self, path: Path, before: int, size: int, at: int, line: int) -> Iterator[Chunk]:
         """A .json file that begins with a bracket is a list of records, read whole; any other is read as JSONL."""
         stream, raw = open_stream(path)
         with raw, stream:
             head = stream.read(1024)
             content = head + stream.read() if head.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[") else None
         if content is None:
-            yield from self._jsonl_chunks(path, before)
+            yield from self._jsonl_chunks(path, before, size, at, line)
             return
         try:
             records = parse_json(content)
         except ValueError as error:
             raise InputError(f"{path}: not valid JSON: {error}") from None
-        for first in range(0, len(records), _ROWS):
-            lines = "\n".join(json.dumps(record) for record in records[first : first + _ROWS])
-            done = before + path.stat().st_size * min(1.0, (first + _ROWS) / len(records))
-            yield Chunk("jsonl", f"{path}, record", first + 1, lines.encode(), self._progress(int(done)))
+        for first in range(at, len(records), _ROWS):
+            lines, end = "\n".join(json.dumps(record) for record in records[first : first + _ROWS]), first + _ROWS
+            progress = self._progress(int(before + path.stat().st_size * min(1.0, end / len(records))))
+            yield Chunk("jsonl", f"{path}, record", first + 1, lines.encode(), progress, {"at": end})
 
-    def _parquet_chunks(self, path: Path, before: int) -> Iterator[Chunk]:
+    def _parquet_chunks(self, path: Path, before: int, size: int, at: int, line: int) -> Iterator[Chunk]:
+        """`at`: the row to begin with; row groups before it are not read."""
         import pyarrow.parquet as pq
 
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             _check_columns(str(path), file.schema_arrow, self.records)
-            rows, row, size = max(file.metadata.num_rows, 1), 0, path.stat().st_size
-            for batch in file.iter_batches(_ROWS, columns=list(self.records.columns)):
-                yield from _table_chunks(batch, str(path), row, self._progress(before + size * (row + len(batch)) // rows))
-                row += len(batch)
+            counts = [file.metadata.row_group(number).num_rows for number in range(file.metadata.num_row_groups)]
+            ends = list(accumulate(counts))
+            first = bisect_right(ends, at)
+            row, rows, whole = ends[first - 1] if first else 0, max(file.metadata.num_rows, 1), path.stat().st_size
+            groups = list(range(first, len(counts)))
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=list(self.records.columns)):
+                begin, row = row, row + len(batch)
+                if row > at:
+                    progress = self._progress(before + whole * row // rows)
+                    for chunk in _table_chunks(batch.slice(max(0, at - begin)), str(path), max(at, begin), progress, size):
+                        yield replace(chunk, after={"at": chunk.after["row"]})
 
-    def _text_chunks(self) -> Iterator[Chunk]:
+    def _text_chunks(self, first: int, most: int) -> Iterator[Chunk]:
         """Each file is one document. A chunk holds names only: the files are read where they are tokenised."""
         names: list[str] = []
-        pending = done = 0
-        for path, size in zip(self.paths, self.sizes, strict=True):
+        pending, done = 0, sum(self.sizes[:first])
+        for number, (path, size) in enumerate(zip(self.paths[first:], self.sizes[first:], strict=True), first + 1):
             if size > _MAX_DOCUMENT:
                 raise InputError(
                     f"{path}: a text file is one document, and {size / 2**20:,.0f} MiB is too long for one; "
@@ -233,11 +266,11 @@ class FileSource:
             names.append(str(path))
             pending += size
             done += size
-            if pending >= CHUNK_BYTES:
-                yield Chunk("files", names[0], 0, json.dumps(names).encode(), self._progress(done))
+            if pending >= most:
+                yield Chunk("files", names[0], 0, json.dumps(names).encode(), self._progress(done), {"file": number})
                 names, pending = [], 0
         if names:
-            yield Chunk("files", names[0], 0, json.dumps(names).encode(), 1.0)
+            yield Chunk("files", names[0], 0, json.dumps(names).encode(), 1.0, {"file": len(self.paths)})
 
 
 class DatasetSource:
@@ -259,23 +292,42 @@ class DatasetSource:
     def identity(self) -> dict[str, Any]:
         return self.place | {"fingerprint": None if self.settings.streaming else self._data._fingerprint}
 
-    def chunks(self) -> Iterator[Chunk]:
+    def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
+        """`begin` of a streamed dataset: the dataset's own state before a batch of rows, and how many of these to leave out. One
+        without `state` names the row alone, to which all is read again."""
         import datasets
 
-        data = self._data
+        data, begin = self._data, begin or {}
         if data.features is not None:
             _check_columns(self.name, data.features.arrow_schema, self.records)
             data = data.select_columns(list(self.records.columns))
-        total = len(data) if isinstance(data, datasets.Dataset) else None
-        row = 0
+        streamed, total = isinstance(data, datasets.IterableDataset), None
+        row, skip, state = begin.get("row", 0), begin.get("skip", 0), begin.get("state")
+        if not streamed:
+            total = len(data)
+            if row >= total:
+                return
+            data = data.select(range(row, total)) if row else data
+        elif row - skip and state is None:
+            data = data.skip(row)
+        data = data.with_format("arrow")
+        if state is not None:
+            data.load_state_dict(state)
         try:
-            for table in data.with_format("arrow").iter(_ROWS):
+            for table in data.iter(_ROWS):
                 _check_columns(self.name, table.schema, self.records)
-                rows = table.select(list(self.records.columns))
-                yield from _table_chunks(rows, self.name, row, (row + len(rows)) / total if total else None)
-                row += len(rows)
+                rows, done = table.select(list(self.records.columns)).slice(skip), (row - skip + len(table))
+                for chunk in _table_chunks(rows, self.name, row, done / total if total else None, size or CHUNK_BYTES):
+                    after = {"row": chunk.after["row"]}
+                    if streamed and after["row"] < done:
+                        after |= {"state": state, "skip": after["row"] - (done - len(table))}
+                    elif streamed:
+                        after["state"] = data.state_dict()
+                    yield replace(chunk, after=after)
+                row, skip, state = done, 0, data.state_dict() if streamed else None
         except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-            raise InputError(f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}") from None
+            reason = f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}"
+            raise (SourceUnreachable if streamed else InputError)(reason) from None
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
@@ -287,7 +339,7 @@ class DatasetSource:
             if saved:
                 data = datasets.load_from_disk(self.name)
             else:
-                chosen = {"split": settings.split, "revision": settings.revision, "streaming": settings.streaming}
+                chosen = {"split": settings.split, "revision": settings.revision, "streaming": bool(settings.streaming)}
                 data = datasets.load_dataset(self.name, settings.subset, **chosen)
         # RuntimeError: it has a loading script, whose code is not run.
         except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -309,12 +361,15 @@ def _check_columns(where: str, schema: pa.Schema, records: Records) -> None:
         raise InputError(f"{where}: {problem}")
 
 
-def _table_chunks(table: pa.RecordBatch | pa.Table, origin: str, first: int, progress: float | None) -> Iterator[Chunk]:
-    """`table` in pieces of about CHUNK_BYTES."""
-    rows = max(1, len(table) * CHUNK_BYTES // max(table.nbytes, 1))
+def _table_chunks(
+    table: pa.RecordBatch | pa.Table, origin: str, first: int, progress: float | None, size: int
+) -> Iterator[Chunk]:
+    """`table` in pieces of about `size` bytes; `after` says which row of the whole comes next."""
+    rows = max(1, len(table) * size // max(table.nbytes, 1))
     for start in range(0, len(table), rows):
         piece = table.slice(start, rows)
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, piece.schema) as writer:
             writer.write(piece)
-        yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), progress)
+        after = {"row": first + start + len(piece)}
+        yield Chunk("table", origin, first + start, sink.getvalue().to_pybytes(), progress, after)

@@ -14,8 +14,9 @@ from packing.manifest import MANIFEST, Split, read_manifest
 from packing.mds import INDEX, MDSPacks, read_index
 from packing.mixture import MixedPacks
 from packing.order import splitmix64
-from packing.parts import training_parts, validation_part
+from packing.parts import FIRST, stream_parts, training_parts, validation_part
 from packing.settings import DataSettings
+from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
@@ -28,7 +29,8 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Where the data has no held-out split of its own, the share `settings.held_out` of the training packs is set apart, the same
     packs every time. (A document that was cut between packs may then have a part on either side; `prepare` holds out whole ones.)
 
-    Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out.
+    Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out. Of a
+    stream (`data.streaming`) they are `StreamedPacks`, and what is held out is of its first part, which has to be there.
 
     Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
     """
@@ -36,6 +38,13 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
         if split == "held_out":
             return open_packs(validation_part(settings), "train")
         settings = settings.model_copy(update={"validation": None})
+    if settings.stream:
+        if split == "train":
+            return StreamedPacks(settings)
+        kept = {name: part.packs / FIRST for name, part in stream_parts(settings).items()}
+        found = {name: ArrowPacks(path, split) for name, path in kept.items() if split in read_manifest(path)["splits"]}
+        weights = {name: each.weight for name, each in zip(kept, settings.sources or (), strict=False)}
+        return MixedPacks(settings.packs, found, weights) if settings.sources and found else next(iter(found.values()), None)
     if parts := training_parts(settings):
         opened = {name: open_packs(part, split) for name, part in parts.items()}
         weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))

@@ -49,6 +49,18 @@ class TokenCounts:
     empty: Size = 0
     complete: bool = False  # the source's end is reached
 
+    def with_chunk(self, result: Tokenized, masked: bool) -> TokenCounts:
+        """These and one more chunk."""
+        return TokenCounts(
+            chunks=self.chunks + 1,
+            documents=self.documents + len(result.lengths),
+            tokens=self.tokens + len(result.tokens),
+            trained=self.trained + (int(mask_of(result).sum()) if masked else 0),
+            skipped=self.skipped + result.skipped,
+            first_skipped=self.first_skipped or result.first_skipped,
+            empty=self.empty + result.empty,
+        )
+
 
 class TokenLog:
     """The log in `folder`, for the settings `key`. Append inside `with log.writing():`; read once it is complete. `masked`: some
@@ -100,19 +112,10 @@ class TokenLog:
 
     def append(self, result: Tokenized) -> None:
         """Add the next chunk's documents."""
-        columns = (result.tokens, result.lengths, *([_mask_of(result)] if self.masked else ()))
+        columns = (result.tokens, result.lengths, *([mask_of(result)] if self.masked else ()))
         for file, array in zip(self._files, columns, strict=True):
             _write_all(file, memoryview(array).cast("B"))
-        counts = self.counts
-        self.counts = TokenCounts(
-            chunks=counts.chunks + 1,
-            documents=counts.documents + len(result.lengths),
-            tokens=counts.tokens + len(result.tokens),
-            trained=counts.trained + (int(_mask_of(result).sum()) if self.masked else 0),
-            skipped=counts.skipped + result.skipped,
-            first_skipped=counts.first_skipped or result.first_skipped,
-            empty=counts.empty + result.empty,
-        )
+        self.counts = self.counts.with_chunk(result, self.masked)
         if time.monotonic() - self._committed >= _COMMIT_SECONDS:
             self._commit()
 
@@ -162,7 +165,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return [f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name)]
 
 
-def _mask_of(result: Tokenized) -> np.ndarray:
+def mask_of(result: Tokenized) -> np.ndarray:
     """[tokens] bool; a chunk without documents knows of no mask."""
     return np.ones(len(result.tokens), bool) if result.trained is None else result.trained
 

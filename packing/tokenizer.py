@@ -48,6 +48,11 @@ class TextTokenizer:
         """One more than the largest id, added tokens included: the embeddings a model needs at least."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
+    @property
+    def padding(self) -> int:
+        """The id that fills what a pack has left."""
+        return next((self.special[role] for role in ("eos", "pad") if role in self.special), 0)
+
     def required(self, role: str, setting: str) -> int:
         """The id of the `role` token (bos or eos) that `setting` asks for; InputError if there is none."""
         if role not in self.special:

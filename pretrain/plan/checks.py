@@ -21,6 +21,8 @@ from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
+TOKEN_BYTES = 4  # of a token in packs
+
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
     """Steps of the horizon. Tokens and epochs round up to whole steps: 22,206 packs at 32 a step in 4 epochs are 2,776.
@@ -71,6 +73,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
         steps = steps_of(recipe.train, tokens, 0, length)
         schedule.check(recipe.schedule, steps, tokens)
         last_steps([until for until, _ in phases_of(recipe.precision)], steps)
+    if recipe.data.stream:
+        check_stream(recipe)
     if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
         check_held_out(recipe, 0)
 
@@ -86,6 +90,23 @@ def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
         raise InputError(
             "`loss.kind: cce` adds its gradients up in the order in which blocks finish, and `deterministic: true` needs one "
             "order; set `loss.kind: chunked`"
+        )
+
+
+def check_stream(recipe: Recipe) -> None:
+    """What a stream of packs has to have: a horizon that is known, and a disk that holds what a step reads."""
+    settings = recipe.data.stream
+    if recipe.train.epochs is not None:
+        raise InputError(
+            f"`train.epochs: {recipe.train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
+            "`train.steps` or `train.tokens`"
+        )
+    needed = TOKEN_BYTES * (3 * settings.window + recipe.batch.tokens) / 1e9
+    if needed > settings.disk_gb:
+        raise InputError(
+            f"`data.streaming.disk_gb: {settings.disk_gb:g}` does not hold the packs of a step and three parts of "
+            f"`data.streaming.window: {settings.window}` tokens, of which one is read, one was and one comes; set it to "
+            f"{needed * 1.1:.2g} or more, or a smaller window"
         )
 
 

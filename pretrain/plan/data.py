@@ -11,9 +11,11 @@ import numpy as np
 
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
+from packing.packer import prepare_stream
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import Pack, Packs, check_model, open_packs
+from packing.stream import StreamedPacks
 
 _SAMPLED_PACKS = 1000
 _SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
@@ -53,8 +55,21 @@ class Data:
         return self._mean(_labels_of) / self.train.length
 
     @property
+    def stream(self) -> StreamedPacks | None:
+        """The training packs, where they are made while the run trains."""
+        return self.train if isinstance(self.train, StreamedPacks) else None
+
+    @property
     def _parts(self) -> list[Packs]:
         return parts_of(self.train)
+
+    @property
+    def _looked_at(self) -> Packs:
+        """Training packs that can be read at any time: all, or of a stream those of its beginning that are kept."""
+        if self.stream is None:
+            return self.train
+        samples = self.stream.samples
+        return MixedPacks(self.stream.path, samples, self.stream.weights) if len(samples) > 1 else next(iter(samples.values()))
 
     def _mean(self, figure: Callable[[Packs, int], int]) -> float:
         """Of a figure of a pack, the mean over what is trained on, sampled evenly from each source."""
@@ -62,13 +77,13 @@ class Data:
         for packs in self._parts:
             sampled = range(0, len(packs), max(1, len(packs) // _SAMPLED_PACKS))
             means.append(float(np.mean([figure(packs, index) for index in sampled])))
-        if not isinstance(self.train, MixedPacks):
-            return means[0]
-        return float(np.average(means, weights=self.train.mixture().share_of_packs))
+        packs = self._looked_at
+        return float(np.average(means, weights=packs.mixture().share_of_packs if isinstance(packs, MixedPacks) else None))
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
-        return build_microbatch([read_pack(self.train, index % len(self.train), vocab_size)], mask_boundaries=True)
+        packs = self._looked_at
+        return build_microbatch([read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True)
 
     def trial_batch(self, packs: int) -> Microbatch:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on.
@@ -77,14 +92,17 @@ class Data:
         process on a device, before the batches of training can say in which pack it stands.
         """
         tokens = np.zeros(self.train.length, dtype=np.uint32)
-        chosen = [Pack(tokens, self.train.lengths(index % len(self.train))) for index in range(packs)]
+        known = self._looked_at
+        chosen = [Pack(tokens, known.lengths(index % len(known))) for index in range(packs)]
         return build_microbatch(chosen, mask_boundaries=True)
 
 
 def parts_of(packs: Packs | None) -> list[Packs]:
-    """The packs of each source; of none where there are none."""
+    """The packs of each source, of a stream those that are kept of its beginning; of none where there are none."""
     if packs is None:
         return []
+    if isinstance(packs, StreamedPacks):
+        return list(packs.samples.values())
     return list(packs.parts.values()) if isinstance(packs, MixedPacks) else [packs]
 
 
@@ -94,8 +112,11 @@ def _labels_of(packs: Packs, index: int) -> int:
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """The packs at `data.packs`, prepared first where `data.source` says from what and they are not there yet. Every process may
-    call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake."""
-    if settings.prepares:
+    call it: preparing takes a lock, and who gets it second finds the work done, or the same mistake. Of a stream, the first part
+    is made here, and the others while the run trains."""
+    if settings.stream:
+        prepare_stream(settings, progress=is_main_process)
+    elif settings.prepares:
         prepare(settings, progress=is_main_process)
     return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
 

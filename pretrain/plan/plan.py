@@ -253,14 +253,14 @@ class Plan:
     def warnings(self) -> list[str]:
         """What is allowed, and is perhaps not what the user wants."""
         found, needed, available = [], self.memory.total(self.expected_microbatch), self.devices.memory
-        if self.packs is None:
+        if self.packs is None and self.recipe.data.stream is None:
             nothing = "" if self.recipe.data.source else ", and no `data.source` says from what: a run would refuse that"
             held_out = "; whether there are held-out packs to evaluate on" if self.recipe.evaluate.every and nothing else ""
             found.append(
                 f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps "
                 f"are{held_out}. FLOPs count each pack as one document, which is the most that they can be"
             )
-        elif self.packs < self.packs_per_step:
+        elif self.packs is not None and self.packs < self.packs_per_step:
             found.append(
                 f"some of the {self.packs:,} packs occur twice in a step of {self.packs_per_step:,}; lower `batch.tokens`"
             )
@@ -406,7 +406,14 @@ def _horizon_lines(plan: Plan) -> list[str]:
 
 
 def _source_lines(plan: Plan) -> list[str]:
-    """Of each of several sources its share of the tokens, and how often the run goes through it."""
+    """Of each of several sources its share of the tokens, and how often the run goes through it; of a stream, on what disk."""
+    if stream := plan.recipe.data.stream:
+        window, weights = (
+            f"{units.count(stream.window)} tokens at a time",
+            [f"{each.weight:.0%}" for each in plan.recipe.data.sources or ()],
+        )
+        of = f", {' and '.join(weights)} from {len(weights)} sources" if weights else ""
+        return [f"packed as it comes{of}: {window}, {stream.disk_gb:g} GB on disk at most"]
     if plan.mixture is None:
         return []
     places = plan.steps * plan.packs_per_step

@@ -13,8 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from foundation.errors import InputError
 from packing.batch import BatchStream
-from packing.mixture import MixedPacks, order_of
+from packing.mixture import MixedPacks
 from packing.parts import prepared
+from packing.stream import StreamedPacks, order_of
 from pretrain.metrics.flops import ModelFlops, Shape
 from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import read_metrics, summary
@@ -104,7 +105,7 @@ class Job:
             effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train
         # The fingerprint has them, too; these say what has changed.
-        weights = packs.weights if isinstance(packs, MixedPacks) else {}
+        weights = packs.weights if isinstance(packs, (MixedPacks, StreamedPacks)) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
         return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares
 
@@ -226,7 +227,7 @@ def prepare_job(
         layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
         phases=phases,
         low_linears=None if low is None else (len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())),
-        packs=len(data.train) if data else None,
+        packs=len(data.train) if data and not data.stream else None,
         trained_share=data.trained_share if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
         vocabulary=absent or vocabulary,

@@ -17,7 +17,7 @@ from pretrain.plan.remedies import is_out_of_memory, out_of_memory
 from pretrain.run.assembly import Run
 
 # Beside the numbers of signals, which ranks agree on in one exchange; the largest that any rank knows of counts.
-FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP = 1000, 999, 998, 997
+FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP, PACKS_FAILED = 1000, 999, 998, 997, 996
 
 
 @contextmanager
@@ -34,12 +34,15 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 def vanished(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, else 0. Ranks know it of what they write."""
+    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0. Ranks know it of what they write."""
     if not run.folder.in_place:
         return FOLDER_GONE
     if not run.trackers.in_place:
         return METRICS_GONE
-    return SAVE_FAILED if run.checkpoints.failed else 0
+    if run.checkpoints.failed:
+        return SAVE_FAILED
+    stream = run.job.data.stream
+    return PACKS_FAILED if stream is not None and stream.packing is not None and stream.failure else 0
 
 
 def time_is_up(run: Run) -> int:
@@ -57,6 +60,8 @@ def prepare_rescue(run: Run, what: int) -> InputError:
     the same name may be somebody else's.
     """
     step = run.state.step
+    if what == PACKS_FAILED:
+        return InputError(f"{run.job.data.stream.failure or 'another machine makes no more packs'}. Step {step} is saved")
     if what == METRICS_GONE:
         return InputError(
             f"{run.folder.metrics}: was deleted or replaced while the run was going on, and its lines up to step {step} are gone "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from packing.mixture import order_of
+from packing.stream import order_of
 from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job

@@ -151,6 +151,8 @@ def restore(
     source: ResumePoint | None, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
     """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
+    if job.data.stream is not None:
+        job.data.stream.begin(source.record.get("stream", {}) if source else None)
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)

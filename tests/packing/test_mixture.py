@@ -19,12 +19,13 @@ from packing import sources
 from packing.__main__ import main
 from packing.batch import BatchStream
 from packing.manifest import read_manifest
-from packing.mixture import MixedOrder, MixedPacks, Mixture, order_of
+from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
 from packing.parts import check_parts
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.plan.data import Data, check_tokens
 
 

@@ -19,11 +19,12 @@ from packing import prepare as prepare_module
 from packing import sources, token_log
 from packing.chunks import Chunk, TextTemplate
 from packing.manifest import read_manifest
-from packing.prepare import prepare, split_documents
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
 from packing.workers import TokenizerWorkers
+from packing.writing import split_documents
 
 
 @pytest.fixture

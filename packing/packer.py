@@ -1,0 +1,388 @@
+"""Makes the packs of `packing.stream`, ahead of a run that trains on them: as far ahead as the disk may hold.
+
+What a part holds follows from the place in the source where it begins, never from who makes it, when, or how often. So whatever
+is passed may be deleted: a run that goes back, or on another machine, makes it again from the place that its checkpoint names,
+and its fingerprint says whether the text is still the same. Files are sought to that place, but for archives, which are unpacked
+up to it; a hub's dataset begins with the file that it was in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.files import PROOF, FileLock, is_disk_full, replace_file
+from foundation.progress import Progress, say
+from packing.arrow import DiskFull
+from packing.manifest import MANIFEST
+from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
+from packing.parts import FIRST, check_parts, stream_parts, validation_part
+from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part
+from packing.settings import DataSettings
+from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
+
+_OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
+
+
+def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
+    """Make the first part of each source, unless it was made, and the text to validate on; returns their folder.
+
+    Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
+    """
+    validation, parts = validation_part(settings), stream_parts(settings)
+    missing = [part for part in parts.values() if not (part.packs / FIRST).exists()]
+    if missing and (settings.sources or validation):
+        check_parts(settings)
+        for part in missing:
+            check_first_records(part)
+    if validation is not None and validation.source is not None:
+        prepare_part(validation, progress)
+    for part in parts.values():
+        if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
+            with lock_of(settings.packs, progress):
+                if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
+                    _make_first(part, settings, progress)
+    return settings.packs
+
+
+def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> None:
+    for folder in {settings.packs, part.packs}:
+        _check_ours(folder, {each.packs.name for each in stream_parts(settings).values()} if settings.sources else set())
+    check_disk(settings)
+    limit = settings.stream.disk_gb
+    with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
+        say(f"{part.packs}: packing {maker.source.description} as the run goes on, {limit:g} GB ahead at most", progress)
+        made = maker.make(PartStart())
+        kept = bytes_below(settings.packs) + made.bytes + 4 * settings.length * SAMPLE
+        if kept > limit * 1e9:
+            raise InputError(_too_small(settings, kept, "the first part takes"))
+        _remove(part_folder(part.packs, 0))
+        _, fingerprint = maker.write(made)
+        maker.write_first(made, fingerprint)
+
+
+def _check_ours(folder: Path, more: set[str]) -> None:
+    """InputError where `folder` holds what no stream has made."""
+    names = [name for name in sorted(os.listdir(folder)) if not name.startswith(f".{PROOF}.")] if folder.is_dir() else []
+    ours = (*_OURS, f".{FIRST}.tokenizer.json", *more)
+    if strange := [name for name in names if name not in ours and not PART.fullmatch(name.strip(".").removesuffix(".partial"))]:
+        raise InputError(
+            f"{folder}: holds {strange[0]}, which is of no stream of packs; set data.packs to another folder, or move it away"
+        )
+
+
+def check_disk(settings: DataSettings) -> None:
+    """InputError where the disk has less space than the packs may take, what they take already included."""
+    there, limit = settings.packs.absolute(), settings.stream.disk_gb
+    while not there.exists():
+        there = there.parent
+    free = (shutil.disk_usage(there).free + bytes_below(settings.packs)) / 1e9
+    if limit > free:
+        raise InputError(
+            f"data.streaming.disk_gb: {limit:g}, and the disk of {settings.packs} has {free:.3g} GB for packs; set it to "
+            f"{free * 0.95:.2g} or less, or data.packs to another disk"
+        )
+
+
+def _too_small(settings: DataSettings, needed: float, why: str) -> str:
+    return (
+        f"data.streaming.disk_gb: {settings.stream.disk_gb:g} is too little: {why} {needed / 1e9:.3g} GB; set it to "
+        f"{needed * 1.05 / 1e9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
+    )
+
+
+def processes_of(settings: DataSettings) -> int:
+    """That tokenise while the run trains, for each source: by default half of the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, (settings.processes or cores // 2) // max(1, len(settings.sources or ())))
+
+
+def bytes_below(folder: Path) -> int:
+    """Of all files below `folder`."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):  # it has gone meanwhile
+                total += os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
+    return total
+
+
+def _remove(part: Path) -> None:
+    """Its manifest first: what is half deleted is no part."""
+    (part / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(part, ignore_errors=True)
+
+
+class SourceAhead:
+    """How far the parts of one source are made."""
+
+    def __init__(self, maker: PartMaker, weight: float) -> None:
+        self.maker, self.folder, self.weight = maker, maker.folder, weight
+        self.next, self.known = PartStart(), dict[int, str]()  # what comes next, and fingerprints that are known beforehand
+        self.needed = (0, 1)  # packs that the step at work reads: from, to (exclusive)
+        self.ends: dict[int, int] = {}  # of the parts that are there: the place behind each
+        self.ended = False
+
+    @property
+    def ahead(self) -> float:
+        """Packs that are made and not yet read, by the source's share of the stream."""
+        return (self.next.first - self.needed[0]) / self.weight
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the step at work waits for the next part."""
+        return not self.ended and self.next.first < self.needed[1]
+
+    def there(self) -> list[int]:
+        """The numbers of all part folders."""
+        return sorted(int(path.name.removeprefix("part-")) for path in self.folder.glob("part-*") if PART.fullmatch(path.name))
+
+    def passed(self) -> list[int]:
+        """Parts that no process reads any more. The part of the last pack read is not among them: a checkpoint names it."""
+        lowest = min(self.ends, default=self.next.number)
+        return [n for n in self.there() if n < lowest or self.ends.get(n, self.needed[0]) < self.needed[0]]
+
+    def left_behind(self) -> list[int]:
+        """Parts of an earlier run that lie further ahead than what is made now."""
+        return [number for number in self.there() if number > self.next.number]
+
+
+class StreamPacker:
+    """Makes parts of all sources in the order in which they will be needed, as far ahead as the disk may hold."""
+
+    def __init__(self, settings: DataSettings, makers: Mapping[str, PartMaker]) -> None:
+        self.settings, self.limit = settings, round(settings.stream.disk_gb * 1e9)
+        weights = [each.weight for each in settings.sources or ()] or [1.0]
+        pairs = zip(makers.items(), weights, strict=True)
+        self.sources = {name: SourceAhead(maker, weight) for (name, maker), weight in pairs}
+        self._waiting: tuple[SourceAhead, PackedPart] | None = None  # for room
+
+    def begin(self, positions: Mapping[str, Position]) -> None:
+        """Make the parts from these on, that of each position included."""
+        self._waiting = None
+        for name, position in positions.items():
+            source = self.sources[name]
+            source.next, source.ended, source.ends = position.start, False, {}
+            source.known = {0: source.maker.first_fingerprint, position.start.number: position.fingerprint}
+            source.needed = (position.start.first, position.start.first + 1)
+            for leftover in source.folder.glob(".part-*.partial"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            if source.maker.has_changed:
+                say(
+                    f"{source.maker.source.description}: sizes or dates of its files have changed since the stream began; part "
+                    f"{position.start.number} is packed again, to see whether its text has"
+                )
+                for number in source.there():
+                    _remove(part_folder(source.folder, number))
+
+    def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        """As `packing.stream.Packing` says."""
+        for name, needed in ranges.items():
+            self.sources[name].needed = needed
+
+    def step(self) -> bool:
+        """Do the next thing; False where there is nothing to do before the run has gone on."""
+        going_on = [source for source in self.sources.values() if not source.ended]
+        if not going_on:
+            return False
+        source = min(going_on, key=lambda each: (not each.is_needed, each.ahead))
+        if self._waiting and not source.is_needed:
+            source = self._waiting[0]
+        if self._is_there(source):
+            return True
+        part = self._waiting[1] if self._waiting and self._waiting[0] is source else source.maker.make(source.next)
+        if part is None:
+            self._end(source)
+            return True
+        self._waiting = source, part
+        if not self._make_room(source, part):
+            return False
+        self._waiting = None
+        after, fingerprint = self._write(source, part)
+        known = source.known.get(part.start.number)
+        if known not in (None, fingerprint):
+            _remove(part_folder(source.folder, part.start.number))
+            raise InputError(
+                f"{source.maker.source.description}: its text has changed: packed again, part {part.start.number} of the "
+                f"stream ({source.folder}) is {fingerprint[:12]}, and was {known[:12]} when the run was trained on it. Put the "
+                "text back as it was, of a hub's dataset by data.revision; or set another data.packs and run_dir to begin anew"
+            )
+        self._go_on(source, after)
+        return True
+
+    def _is_there(self, source: SourceAhead) -> bool:
+        """Whether the next part is there from before, with which it goes on; another one in its place is removed."""
+        number = source.next.number
+        path = part_folder(source.folder, number)
+        if not path.exists():
+            return False
+        with suppress(InputError):  # it is damaged
+            part = read_part(source.folder, number)
+            if part and part.start == source.next and source.known.get(number, part.fingerprint) == part.fingerprint:
+                self._go_on(source, part.after)
+                return True
+        _remove(path)
+        return False
+
+    def _go_on(self, source: SourceAhead, after: PartStart) -> None:
+        source.ends[source.next.number] = after.first
+        source.next = after
+
+    def _make_room(self, source: SourceAhead, part: PackedPart) -> bool:
+        """Delete what is passed until the part fits. InputError where the step at work cannot be had."""
+        passed = sorted(((number, each) for each in self.sources.values() for number in each.passed()), key=lambda each: each[0])
+        ahead = sorted(
+            ((-number, each) for each in self.sources.values() for number in each.left_behind()), key=lambda each: each[0]
+        )
+        for number, its in [*passed, *ahead]:
+            if bytes_below(self.settings.packs) + part.bytes <= self.limit:
+                return True
+            _remove(part_folder(its.folder, abs(number)))
+            its.ends.pop(abs(number), None)
+        if (used := bytes_below(self.settings.packs)) + part.bytes <= self.limit:
+            return True
+        if source.is_needed:
+            raise InputError(_too_small(self.settings, used + part.bytes, "a step reads packs of"))
+        return False
+
+    def _write(self, source: SourceAhead, part: PackedPart) -> tuple[PartStart, str]:
+        try:
+            return source.maker.write(part)
+        except DiskFull:
+            fits = bytes_below(self.settings.packs) / 1e9
+            raise InputError(
+                f"{self.settings.packs}: the disk is full with {fits:.3g} GB of packs in it; set data.streaming.disk_gb to "
+                f"{fits:.2g}, which changes nothing in the packs, or free some space"
+            ) from None
+
+    def _end(self, source: SourceAhead) -> None:
+        source.ended, end = True, source.next
+        said = {"parts": end.number, "packs": end.first, "tokens": end.tokens}
+        replace_file(source.folder / ENDED, json.dumps(said).encode())
+
+
+# ── A process of its own, so that training does not wait for it ───────────────────────────────────────────────────────────────
+
+
+class PackerProcess:
+    """Packs in a process of its own, and in those that tokenise for it; they end with the one that made this, however it ends.
+
+    One run a folder: InputError where another one has it. `begin`, `needs` and `check` as `packing.stream.Packing` says.
+    """
+
+    def __init__(self, settings: DataSettings) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        check_disk(settings)
+        try:
+            self._lock = FileLock(settings.packs / ".lock", self._refuse)
+        except OSError as error:
+            raise InputError(
+                f"{settings.packs}: cannot be written to: {error.strerror}; set data.packs to another place"
+            ) from None
+        (settings.packs / FAILED).unlink(missing_ok=True)
+        for part in stream_parts(settings).values():  # the text may have grown, or be repeated from now on
+            (part.packs / ENDED).unlink(missing_ok=True)
+
+    def _refuse(self, holder: str) -> None:
+        raise InputError(
+            f"{self._settings.packs}: another run trains on this stream, {holder}; a stream serves one run at a time: "
+            "wait for it, or set data.packs to another folder"
+        )
+
+    def begin(self, positions: Mapping[str, Position]) -> None:
+        if self._process is None:
+            self._start()
+            # What a source does not say itself, it has of all: that has to stay so.
+            self._tell("settings", self._settings.model_dump(mode="json", exclude_unset=True))
+        self._tell("begin", {name: position.model_dump() for name, position in positions.items()})
+
+    def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        self._tell("needs", dict(ranges))
+
+    def _start(self) -> None:
+        """In a session of its own, as Ctrl-C is for the run, which ends this."""
+        found = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from packing.packer import serve; serve()"],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": found},
+            start_new_session=True,
+        )
+
+    def _tell(self, what: str, content: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # it has ended, which `check` says
+            self._process.stdin.write(json.dumps([what, content]).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def check(self) -> None:
+        """As `Packing.check`; what it says is left for the other processes, too."""
+        status = self._process.poll() if self._process else None
+        if status is None or (self._settings.packs / FAILED).exists():
+            return
+        cause = f"signal {-status}" if status < 0 else f"status {status}"
+        text = (
+            f"{self._settings.packs}: the process that makes the packs of the stream has ended with {cause}; if memory ran out, "
+            "set a smaller data.processes or data.streaming.window, and start the same command again"
+        )
+        _leave_failure(self._settings.packs, text)
+        raise InputError(text)
+
+    def close(self) -> None:
+        """End it, and let others have the folder; closing twice is harmless."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            with suppress(OSError):  # what it has not read
+                self._process.stdin.close()
+        self._lock.release()
+
+
+def _leave_failure(packs: Path, text: str) -> None:
+    with suppress(OSError):
+        replace_file(packs / FAILED, json.dumps({"error": text}).encode())
+
+
+def serve() -> None:
+    """What the process does, until the other end of its stdin is closed."""
+    inbox: queue.SimpleQueue[tuple[str, dict[str, Any]]] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in sys.stdin.buffer:
+            inbox.put(json.loads(line))
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    settings = DataSettings.model_validate(inbox.get()[1])
+    try:
+        with ExitStack() as stack:
+            makers = {name: PartMaker(part, processes_of(settings)) for name, part in stream_parts(settings).items()}
+            for maker in makers.values():
+                stack.enter_context(maker)
+            packer, busy, begun = StreamPacker(settings, makers), False, False
+            while True:
+                while not busy or not inbox.empty():
+                    what, content = inbox.get()
+                    if what == "begin":
+                        packer.begin({name: Position.model_validate(each) for name, each in content.items()})
+                        begun = True
+                    else:
+                        packer.needs(content)
+                    busy = begun
+                busy = packer.step()
+    except InputError as error:
+        _leave_failure(settings.packs, str(error))
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        _leave_failure(settings.packs, f"{settings.packs}: the disk is full; free some space, or lower data.streaming.disk_gb")

@@ -1,0 +1,246 @@
+"""Makes one part of a stream of packs, from the place in its source where it begins: what `packing.packer` does all the time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from foundation.errors import InputError
+from foundation.progress import say
+from packing.arrow import PackWriter
+from packing.chunks import CHUNK_BYTES, Chunk, read_chunk
+from packing.manifest import read_manifest
+from packing.parts import FIRST
+from packing.prepare import around, check_counts, content_settings, prepared_records, save_tokenizer
+from packing.settings import DataSettings
+from packing.sources import SourceUnreachable, open_source
+from packing.stream import PartStart, part_folder
+from packing.token_log import TokenCounts, mask_of
+from packing.tokenizer import load_tokenizer
+from packing.workers import Tokenized, TokenizerWorkers, plain_tokenizer, tokenize
+from packing.writing import Arranged
+
+SAMPLE = 256  # packs that are kept of the first part, to look at
+_LEAST_CHUNK = 2**12  # bytes
+_AT_ONCE = 8  # chunks a process that are read before the next ones
+_AGAIN_AFTER = (5.0, 30.0, 120.0, 300.0)  # seconds, where a dataset cannot be reached
+_BESIDE = 2**16  # bytes of a part beside its packs: its manifest, and what `datasets` wants
+
+
+class PartTokens:
+    """Documents of a part as ids, in memory."""
+
+    def __init__(self, masked: bool) -> None:
+        self.masked, self.counts, self._results = masked, TokenCounts(), list[Tokenized]()
+
+    def append(self, result: Tokenized) -> None:
+        self.counts = self.counts.with_chunk(result, self.masked)
+        self._results.append(result)
+
+    @cached_property
+    def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Once all are there."""
+        trained = np.concatenate([mask_of(each) for each in self._results]) if self.masked else None
+        tokens, lengths = (np.concatenate([getattr(each, name) for each in self._results]) for name in ("tokens", "lengths"))
+        self._results.clear()
+        return tokens, lengths, trained
+
+    def tokens(self) -> np.ndarray:
+        return self._columns[0]
+
+    def lengths(self) -> np.ndarray:
+        return self._columns[1]
+
+    def trained(self) -> np.ndarray | None:
+        return self._columns[2]
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """A part that is not on disk yet."""
+
+    start: PartStart
+    epoch: int  # of the source, which may have begun again before its first document
+    place: dict[str, Any]  # behind it
+    arranged: Arranged
+
+    @property
+    def bytes(self) -> int:
+        """That its files take, and a little more."""
+        return round(1.002 * self.arranged.bytes()) + _BESIDE
+
+
+class PartMaker(ExitStack):
+    """Makes the parts of one source, each from its start alone. Leaving its block ends the processes that tokenise."""
+
+    def __init__(self, settings: DataSettings, processes: int) -> None:
+        super().__init__()
+        self.settings, self.folder = settings, settings.packs
+        self.source = open_source(settings)
+        self.tokenizer = load_tokenizer(str(settings.tokenizer))
+        self.records = prepared_records(settings, self.tokenizer)
+        window = settings.stream.window
+        self._window, self._chunk_bytes = window, min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
+        self._processes, self._workers = processes, None
+        self._opened: tuple[dict[str, Any], Iterator[Chunk]] | None = None  # chunks from a place, where they were looked at
+
+    @cached_property
+    def _first(self) -> dict[str, Any]:
+        return read_manifest(self.folder / FIRST)["statistics"]["stream"]
+
+    @property
+    def first_fingerprint(self) -> str:
+        return str(self._first.get("fingerprint"))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether its files have other sizes or dates than when the first part was made."""
+        return self._first.get("source") != json.loads(json.dumps(self.source.identity))
+
+    def make(self, start: PartStart) -> PackedPart | None:
+        """Tokenise a part; None at the source's end. Tries again for some minutes where a dataset cannot be reached."""
+        for seconds in _AGAIN_AFTER:
+            try:
+                return self._make(start)
+            except SourceUnreachable as error:
+                self._opened = None
+                say(f"{error}; trying again in {seconds:.0f} s")
+                time.sleep(seconds)
+        return self._make(start)
+
+    def _make(self, start: PartStart) -> PackedPart | None:
+        log, place, epoch = PartTokens(self.settings.masks), start.place, start.epoch
+        place, over = self._fill(log, place)
+        while over and not log.counts.documents:  # the part before has taken the last document
+            if not place or not self.settings.stream.repeat:
+                if start.number == 0:
+                    check_counts(self.settings, log.counts, masked=False)
+                return None
+            epoch += 1
+            place, over = self._fill(log, {})
+            if not log.counts.documents:
+                check_counts(self.settings, log.counts, masked=False)
+        if start.number == 0:
+            check_counts(self.settings, log.counts, masked=log.masked)
+        one_file = self.source.identity.get("kind") == "text"
+        settings = self.settings if start.number == 0 else self.settings.model_copy(update={"held_out": 0.0})
+        return PackedPart(start, epoch, place, Arranged.of(log, settings, one_file=one_file))
+
+    def _fill(self, log: PartTokens, place: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Tokenise from `place` on until the part is full; returns the place behind it, and whether the source is over."""
+        chunks, self._opened = self._chunks(place), None
+        while True:
+            left = self._window - log.counts.tokens
+            each = log.counts.tokens / log.counts.chunks if log.counts.tokens else 0.0
+            wanted = min(_AT_ONCE * self._processes, max(1, int(left / each))) if each else self._processes
+            if not (batch := list(itertools.islice(chunks, wanted))):
+                return place, True
+            for number, (chunk, result) in enumerate(zip(batch, self._tokenized(batch), strict=True), 1):
+                log.append(result)
+                place = chunk.after
+                if log.counts.tokens >= self._window:
+                    following = next(itertools.chain(batch[number:], chunks), None)
+                    return (place, True) if following is None else (self._checked(place, following), False)
+
+    def _chunks(self, place: dict[str, Any]) -> Iterator[Chunk]:
+        if self._opened is not None and self._opened[0] == place:
+            return self._opened[1]
+        return self.source.chunks(place, self._chunk_bytes)
+
+    def _checked(self, place: dict[str, Any], following: Chunk) -> dict[str, Any]:
+        """`place`, if what is read from there begins as `following`, which was read behind it; a row's number where it does not,
+        as a dataset's state may come from a library that does not keep it well."""
+        for candidate in (place, {"row": place["row"]} if "state" in place else place):
+            chunks = self.source.chunks(candidate, self._chunk_bytes)
+            found = next(chunks, None)
+            if found is not None and begin_alike(found, following):
+                self._opened = candidate, itertools.chain([found], chunks)
+                return candidate
+        raise InputError(f"{following.origin}: has changed while it was read; leave it as it is while a run trains on it")
+
+    def _tokenized(self, batch: list[Chunk]) -> Iterable[Tokenized]:
+        skip_bad = self.settings.on_bad_line == "skip"
+        ends = around(self.records, self.settings, self.tokenizer)
+        if self._workers is None:
+            file = self.folder / FIRST / "tokenizer.json"
+            file = file if file.is_file() else self._tokenizer_file()
+            self._plain = plain_tokenizer(str(file))
+            if self._processes > 1:
+                pool = TokenizerWorkers(self._processes, file, self.records, skip_bad=skip_bad, **ends)
+                self._workers = self.enter_context(pool)
+        if self._workers is not None:
+            return self._workers.map(batch)
+        return (tokenize(chunk, read_chunk(chunk, self.records, skip_bad), self._plain, **ends) for chunk in batch)
+
+    def _tokenizer_file(self) -> Path:
+        """Before the first part: where processes read the tokenizer."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / f".{FIRST}.tokenizer.json"
+        self.tokenizer.save(file)
+        self.callback(file.unlink, missing_ok=True)
+        return file
+
+    def write(self, part: PackedPart) -> tuple[PartStart, str]:
+        """Write a part to its folder; returns the start of the next, and the fingerprint."""
+        start, arranged, path = part.start, part.arranged, part_folder(self.folder, part.start.number)
+        with PackWriter(path, self.settings.length) as writer:
+            for _ in arranged.write(writer, "train", self.tokenizer.padding):
+                pass
+            statistics, counts = arranged.statistics(), arranged.log.counts
+            after = PartStart(
+                number=start.number + 1,
+                epoch=part.epoch,
+                place=part.place,
+                first=start.first + len(arranged.layouts["train"]),
+                documents=start.documents + counts.documents,
+                tokens=start.tokens + counts.tokens,
+                skipped=start.skipped + counts.skipped,
+                empty=start.empty + counts.empty,
+            )
+            statistics["stream"] = {"start": start.model_dump(), "after": after.model_dump()}
+            return after, self._finish(writer, statistics)
+
+    def write_first(self, part: PackedPart, fingerprint: str) -> None:
+        """Write what is kept of the first part."""
+        arranged = part.arranged
+        with PackWriter(self.folder / FIRST, self.settings.length) as writer:
+            for split, most in (("train", SAMPLE), ("held_out", None)):
+                for _ in arranged.write(writer, split, self.tokenizer.padding, most) if split in arranged.layouts else ():
+                    pass
+            save_tokenizer(writer.folder, self.settings, self.tokenizer)
+            packs = arranged.layouts["train"]
+            rate = float((packs.stop - packs.start).sum()) / len(packs)
+            self._finish(writer, {"stream": {"rate": rate, "fingerprint": fingerprint, "source": self.source.identity}})
+
+    def _finish(self, writer: PackWriter, statistics: dict[str, Any]) -> str:
+        manifest = writer.finish(settings=content_of(self.settings), statistics=statistics, tokenizer=self.tokenizer.describe())
+        return manifest["splits"]["train"]["fingerprint"]
+
+
+def content_of(settings: DataSettings) -> dict[str, Any]:
+    """All settings that the parts of a source depend on."""
+    return content_settings(settings) | {"window": settings.stream.window}
+
+
+def begin_alike(one: Chunk, other: Chunk) -> bool:
+    """Whether two chunks begin with the same record, as far as the shorter goes."""
+    if one.kind != other.kind:
+        return False
+    if one.kind == "table":
+        tables = [pa.ipc.open_stream(chunk.payload).read_all() for chunk in (one, other)]
+        rows = min(map(len, tables))
+        return tables[0].slice(0, rows).equals(tables[1].slice(0, rows))
+    if one.kind == "files":
+        return json.loads(one.payload)[:1] == json.loads(other.payload)[:1]
+    size = min(len(one.payload), len(other.payload))
+    return one.payload[:size] == other.payload[:size]

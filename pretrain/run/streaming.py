@@ -1,0 +1,71 @@
+"""A run on packs that are made meanwhile (`packing.stream`): who makes them, where the run is, and what it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from foundation.errors import InputError
+from packing.batch import Prefetch, StepBatches
+from packing.packer import PackerProcess
+from pretrain.checkpoint.disks import find_disks
+from pretrain.plan.preflight import Job
+from pretrain.run.assembly import Run
+
+
+def pack_stream(job: Job, accelerator: Accelerator) -> None:
+    """Take the folder of the packs, on each disk that holds it: that of all machines, or of each its own. Packs are made from
+    where `restore` begins. Collective. InputError where another run has the folder. Does nothing for packs that were prepared."""
+    stream, packing = job.data.stream, None
+    if stream is None:
+        return
+
+    def take() -> None:
+        nonlocal packing
+        packing = packing or PackerProcess(job.recipe.data)
+
+    if accelerator.num_processes > 1 and len(set(gather_object([stream.fingerprint]))) > 1:
+        raise InputError(
+            f"{stream.path}: not all processes see the same text: their first parts differ; give every machine the same source, "
+            "tokenizer and settings, and remove the folder where it is of another"
+        )
+    if accelerator.is_main_process:
+        take()
+    disks = find_disks(stream.path, take)
+    if disks.leads:
+        stream.packing = packing
+
+
+def tell_stream(run: Run) -> None:
+    """Between steps: which packs the next one reads. This process has read those of the steps before, and so have all others,
+    whose gradients are in the last step; so their parts may go."""
+    stream, state = run.job.data.stream, run.state
+    if stream is not None:
+        first, packs = state.data_steps[0], run.job.plan.packs_per_step
+        stream.reads(range(first * packs, (first + 1) * packs))
+
+
+def next_batches(run: Run, steps: Prefetch[StepBatches]) -> StepBatches:
+    """The next step's batches. What the run waits for packs is a part of the time that the user waits."""
+    if run.job.data.stream is None:
+        return next(steps)
+    with run.watch.busy("waiting for packs"), run.waited.on("packs", "waiting for packs"):
+        return next(steps)
+
+
+def reading_stream(job: Job) -> AbstractContextManager[None]:
+    """Around the steps: no thread goes on waiting for packs when they are over."""
+    return job.data.stream.waiting() if job.data.stream else nullcontext()
+
+
+@contextmanager
+def ending_stream(job: Job) -> Iterator[None]:
+    """A block with whose end no more packs are made. For a process that may end by an error: not collective."""
+    try:
+        yield
+    finally:
+        if job.data.stream is not None and job.data.stream.packing is not None:
+            job.data.stream.packing.close()

@@ -1,0 +1,73 @@
+"""A run on packs that are made while it trains: the same curve when it goes on, on an empty disk and two processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
+STEPS = 70
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("stream")
+    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(330)]
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, show_progress=False, **special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    small = recipe_for(folder / "run")
+    config = {key: value for key, value in small["model"]["config"].items() if key != "vocab_size"}
+    data = {"source": str(folder / "texts.jsonl"), "tokenizer": str(folder / "tokenizer.json"), "packs": str(folder / "packs")}
+    streaming = {"disk_gb": 0.0003, "window": 3000}
+    return small | {
+        "model": {"config": config},
+        "data": data | {"length": 32, "held_out": 0.05, "processes": 1, "streaming": streaming},
+        "train": {"steps": STEPS},
+        "evaluate": {"every": 30},
+        "checkpoint": {"every": 15},
+        "parity": "off",
+    }
+
+
+def losses(run: Any) -> list[float]:
+    return [record["loss"] for record in run.records() if "loss" in record]
+
+
+@pytest.mark.multi
+def test_a_streamed_run_goes_on_with_the_same_curve_on_an_empty_disk_and_two_processes(
+    recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable
+) -> None:
+    planned = start_here(recipe, folder, "--plan")
+    assert planned.status == 0 and "packed as it comes: 3.00k tokens at a time, 0.0003 GB on disk" in planned.out
+    assert not (folder / "packs").exists()
+    alone = start_here(recipe, folder)  # until the text is over
+    assert alone.status == 2 and "text has come to its end, and the run wants more" in alone.err, alone.output
+    unbroken, run_dir = losses(alone), alone.run_dir
+    assert 30 < len(unbroken) < STEPS and f"saved {run_dir / 'checkpoints'}/step-{len(unbroken):08}" in alone.out
+    last = [record for record in alone.records() if "loss" in record][-1]
+    assert last["part"] > 2 and last["packed_tokens"] >= len(unbroken) * 8 * 30
+    assert sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file()) <= 300_000
+
+    for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
+        shutil.rmtree(checkpoint)
+    shutil.rmtree(folder / "packs")
+    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    resumed = start_as_ranks(recipe, folder, "data.streaming.repeat=true", launch=ddp, ACCELERATE_USE_CPU="true")
+    assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
+    assert losses(resumed)[: len(unbroken)] == pytest.approx(unbroken, rel=1e-5) and len(losses(resumed)) == STEPS
+    assert resumed.records()[-2]["epoch"] == 1.0

@@ -1,0 +1,440 @@
+"""Packs that are made while a run trains: the same whoever makes them and how often, on a disk that is bounded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foundation.errors import InputError
+from packing import arrow, stream
+from packing.__main__ import main
+from packing.batch import BatchStream
+from packing.chunks import read_chunk
+from packing.packer import PackerProcess, StreamPacker, bytes_below, prepare_stream
+from packing.part_maker import PartMaker
+from packing.parts import stream_parts
+from packing.records import records_of
+from packing.settings import DataSettings
+from packing.sources import open_source
+from packing.store import open_packs
+from packing.stream import Position, StreamedPacks, StreamEnded, order_of
+
+LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
+
+
+class PackingHere(ExitStack):
+    """Packs in this process, and only what is waited for."""
+
+    def __init__(self, data: DataSettings) -> None:
+        super().__init__()
+        makers = {name: self.enter_context(PartMaker(part, 1)) for name, part in stream_parts(data).items()}
+        self.packer, self.most = StreamPacker(data, makers), 0
+
+    def begin(self, positions: Mapping[str, Position]) -> None:
+        self.packer.begin(positions)
+
+    def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
+        self.packer.needs(ranges)
+
+    def check(self) -> None:
+        assert self.packer.step(), "nobody makes what is waited for"
+        self.measure()
+
+    def run_ahead(self) -> None:
+        while self.packer.step():
+            self.measure()
+
+    def measure(self) -> None:
+        self.most = max(self.most, bytes_below(self.packer.settings.packs))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick() -> Iterator[None]:
+    """Nothing here cuts the power, and who waits for a part makes it himself."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_LOOK", 0)
+        for name in ("fsync", "fsync_tree"):
+            patch.setattr(arrow, name, lambda path: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
+    """Two sources."""
+    folder = tmp_path_factory.mktemp("streams")
+    for name, size, count in (("web", 500, 90), ("code", 260, 60)):
+        texts = [text[begin : begin + size] for text in documents for begin in (0, 3000, 6000) if text[begin:]][:count]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def values(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
+    streaming = {"disk_gb": 0.001, "window": 2000}
+    common = {"tokenizer": str(tokenizer_file), "length": LENGTH, "processes": 1, "held_out": 0.1, "streaming": streaming}
+    return common | {"source": str(folder / "web.jsonl"), "packs": str(folder / "packs")}
+
+
+def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    both = [{"source": str(folder / f"{name}.jsonl"), "weight": weight} for name, weight in (("web", 0.7), ("code", 0.3))]
+    return {key: value for key, value in values.items() if key != "source"} | {"sources": both}
+
+
+def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSettings:
+    data = DataSettings(**values | {"packs": packs, "streaming": values["streaming"] | streaming})
+    prepare_stream(data, progress=False)
+    return data
+
+
+def packed_by(packing: Any, data: DataSettings, record: dict[str, Any] | None = None) -> StreamedPacks:
+    """The packs that a run reads, from where a checkpoint was."""
+    packs = open_packs(data, "train")
+    packs.packing = packing
+    packs.begin(record)
+    return packs
+
+
+def steps(
+    packs: StreamedPacks, first: int, last: int, *, ahead: PackingHere | None = None
+) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
+    """Of each step the packs that it trains on, and what a checkpoint after it says."""
+    order = order_of(packs, STEP, seed=3)
+    for number in range(first, last):
+        packs.reads(order.places_of_step(number))
+        if ahead:
+            ahead.run_ahead()
+        read = [packs[index].input_ids.tobytes() for index in order.packs_of_step(number).tolist()]
+        packs.reads(order.places_of_step(number + 1))
+        yield read, json.loads(json.dumps(packs.record()))
+
+
+def part_folders(packs: Path) -> list[Path]:
+    return sorted(packs.glob("**/part-*"))
+
+
+@settings(max_examples=4)
+@given(st.data())
+def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
+    values: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject
+) -> None:
+    sources = draw.draw(st.sampled_from([values, two_sources(values, folder)]))
+    window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00024, 0.0006))
+    killed, last = draw.draw(st.integers(1, 19)), 20
+    packs = tmp_path_factory.mktemp("drawn")
+    with PackingHere(whole := streamed(sources, packs / "whole", window=window, repeat=True)) as packing:
+        unbounded = packed_by(packing, whole)
+        expected = [read for read, _ in steps(unbounded, 0, last)]
+
+    with PackingHere(data := streamed(sources, packs / "bounded", window=window, repeat=True, disk_gb=disk)) as packing:
+        first = packed_by(packing, data)
+        assert first.fingerprint == unbounded.fingerprint
+        begun = list(steps(first, 0, killed, ahead=packing))
+        with first.waiting():
+            list(steps(first, killed, min(killed + 2, last)))  # which are lost
+        first.begin(begun[-1][1])  # as a rollback does, in the same process
+        again = [read for read, _ in steps(first, killed, min(killed + 2, last))]
+    if draw.draw(st.booleans()):  # another machine, or all of it was passed long ago
+        for part in part_folders(data.packs):
+            shutil.rmtree(part)
+    with PackingHere(data) as resumed:
+        second = packed_by(resumed, data, begun[-1][1])
+        rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
+    assert [read for read, _ in begun] + rest == expected and again == expected[killed : killed + 2]
+    assert 0 < max(packing.most, resumed.most) <= disk * 1e9
+
+
+def test_every_number_of_ranks_shares_out_the_same_packs_of_a_stream(
+    values: dict[str, Any], folder: Path, tmp_path: Path
+) -> None:
+    data = streamed(two_sources(values, folder), tmp_path / "packs", repeat=True)
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        seen = []
+        for world in (1, 2, 3):
+            ranks = [
+                BatchStream(
+                    packs, order_of(packs, STEP, 7), microbatch=1, rank=rank, world_size=world, mask_boundaries=True
+                ).step(4)
+                for rank in range(world)
+            ]
+            tokens = [batch.input_ids.numpy().tobytes() for rank in ranks for batch in rank.microbatches]
+            seen.append((sorted(tokens), ranks[0].valid_tokens, ranks[0].sources))
+        assert seen[0] == seen[1] == seen[2]
+        figures = seen[0][2]
+        assert figures["share/web"] == pytest.approx(0.7, abs=0.05) and figures["packed_tokens/web"] > 2000 * 0.7
+        assert figures["packed_documents/code"] > 0 and figures["left_out_records/code"] == 0
+
+
+def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    data = streamed(values | {"held_out": 0.0}, tmp_path / "packs", window=3000)
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        order, read = order_of(packs, 1, seed=1), []
+        with pytest.raises(StreamEnded, match=r"come to its end.*tokens make ([\d,]+) packs.*repeat: true") as ended:
+            for step in range(10**6):
+                packs.reads(order.places_of_step(step))
+                read.append(packs[int(order.packs_of_step(step)[0])])
+    assert f"{len(read):,} packs" in str(ended.value)
+    assert main(["inspect", str(data.packs), "--verify"]) == 0
+    told = capsys.readouterr().out
+    documents = Path(values["source"]).read_text().count("\n")
+    assert f"{documents:,} documents, {sum(int(pack.lengths.sum()) for pack in read):,} tokens, {len(read):,} packs" in told
+    assert "ended           the text is over after part" in told and "verified" in told
+
+    data = data.model_copy(update={"streaming": data.stream.model_copy(update={"repeat": True})})
+    with PackingHere(data) as packing:
+        PackerProcess(data).close()  # as a run begins: it looks anew whether the text is over
+        packs = packed_by(packing, data)
+        order = order_of(packs, 1, seed=1)
+        twice = [packs[int(order.packs_of_step(step)[0])].input_ids.tobytes() for step in range(2 * len(read))]
+        assert (order.epoch_of(len(read)), order.epoch_of(len(read) + 1)) == (0.0, 1.0)
+    once, again = twice[: len(read)], twice[len(read) :]
+    assert once == [pack.input_ids.tobytes() for pack in read] != again and sorted(once) == sorted(again)
+
+
+def test_text_that_has_changed_is_refused_and_a_mere_copy_of_it_is_not(values: dict[str, Any], tmp_path: Path) -> None:
+    source = Path(shutil.copy(values["source"], tmp_path / "web.jsonl"))
+    data = streamed(values | {"source": str(source)}, tmp_path / "packs")
+
+    def resumed() -> list[bytes]:
+        with PackingHere(data) as packing:
+            packs = packed_by(packing, data, record)
+            return next(steps(packs, 30, 31))[0]
+
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        *_, (_, record), (after, _) = steps(packs, 0, 31)
+    os.utime(source, ns=(1, 1))
+    assert resumed() == after
+    number = record[""]["start"]["number"]
+    assert number > 0
+    at = record[""]["start"]["place"]["at"]
+    text = source.read_bytes()
+    changed = text[:at] + text[at:].replace(b"in", b"on", 1)
+    source.write_bytes(changed)
+    with pytest.raises(InputError, match=rf"text has changed: packed again, part {number} of the stream.*begin anew"):
+        resumed()
+    source.write_bytes(text)
+    assert resumed() == after
+
+
+def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
+    data = streamed(values, tmp_path / "packs", disk_gb=0.00015)
+
+    def first_steps(data: DataSettings) -> int:
+        with PackingHere(data) as packing:
+            packs = packed_by(packing, data)
+            order = order_of(packs, 250, seed=1)  # a step of several parts
+            packs.reads(order.places_of_step(0))
+            return len(order.packs_of_step(0))
+
+    with pytest.raises(InputError, match=r"disk_gb: 0.00015 is too little: a step reads packs of") as refused:
+        first_steps(data)
+    for _ in range(6):  # each time as much as that part needs
+        wanted = float(re.search(r"set it to (\S+) or more", str(refused.value))[1])
+        try:
+            assert first_steps(data.model_copy(update={"streaming": data.stream.model_copy(update={"disk_gb": wanted})})) == 250
+            break
+        except InputError as error:
+            refused = type("", (), {"value": error})
+    else:
+        pytest.fail(str(refused.value))
+
+
+def test_what_the_disk_does_not_have_is_refused_with_what_it_has(values: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"disk_gb: 1e\+09, and the disk of .* has \S+ GB for packs; set it to \S+ or less"):
+        streamed(values, tmp_path / "packs", disk_gb=1e9)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("x")
+    with pytest.raises(InputError, match=r"holds thesis\.txt, which is of no stream"):
+        streamed(values, tmp_path / "mine")
+    data = streamed(values, tmp_path / "packs")
+    with pytest.raises(InputError, match="window: 2000 -> 3000"):
+        streamed(values, tmp_path / "packs", window=3000)
+    with pytest.raises(InputError, match="has no place in this stream"):
+        StreamedPacks(data).begin({})
+
+
+def write_sources(folder: Path, texts: list[str]) -> dict[str, dict[str, Any]]:
+    """The same documents in every kind of source."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (folder / "a.jsonl").write_text("\ufeff" + lines)
+    with gzip.open(folder / "b.jsonl.gz", "wt") as file:
+        file.write(lines)
+    (folder / "c.json").write_text(json.dumps([{"text": text} for text in texts]))
+    rows = datasets.Dataset.from_dict({"text": texts})
+    rows.to_parquet(folder / "d.parquet", batch_size=40)
+    rows.save_to_disk(folder / "saved")
+    for kind in ("several", "hub"):
+        (folder / kind).mkdir()
+        for number in range(3):
+            part = rows.shard(3, number, contiguous=True)
+            part.to_parquet(folder / kind / f"{number}.parquet", batch_size=30)
+    (folder / "files").mkdir()
+    for number, text in enumerate(texts):
+        (folder / "files" / f"{number:04}.txt").write_text(text)
+    hub = {"source": str(folder / "hub"), "format": "dataset", "streaming": {}}
+    plain = [folder / name for name in ("a.jsonl", "b.jsonl.gz", "c.json", "d.parquet", "several", "saved", "files")]
+    return {path.name: {"source": str(path)} for path in plain} | {"hub": hub}
+
+
+def joined(chunks: list[tuple[list[str], Any]]) -> list[str]:
+    return [text for texts, _ in chunks for text in texts]
+
+
+def test_every_source_goes_on_from_the_place_behind_any_of_its_chunks(
+    tmp_path: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [f"{number} {text[: 17 * number % 900 + 1]}" for number, text in enumerate(documents * 2)]
+    monkeypatch.setattr("packing.sources._ROWS", 32)
+    for name, values in write_sources(tmp_path, texts).items():
+        data = DataSettings(packs=tmp_path / "packs", tokenizer="t", **values)
+        source, records = open_source(data), records_of(data)
+
+        def read(begin: dict[str, Any] | None, source: Any = source, records: Any = records) -> list[tuple[list[str], Any]]:
+            return [(read_chunk(each, records, False).documents, each.after) for each in source.chunks(begin, 4000)]
+
+        chunks = read(None)
+        assert joined(chunks) == texts and len(chunks) > 3, name
+        done = 0
+        for number, (own, after) in enumerate(chunks):
+            done += len(own)
+            if number % 4 == 0 or number >= len(chunks) - 2:
+                assert joined(read(json.loads(json.dumps(after)))) == texts[done:], (name, after)
+                if "state" in (after or {}):
+                    assert joined(read({"row": after["row"]})) == texts[done:]
+
+
+def test_a_library_that_loses_its_place_costs_time_and_no_document(
+    tmp_path: Path, values: dict[str, Any], documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = write_sources(tmp_path, [text[:700] for text in documents])["hub"] | {"streaming": values["streaming"]}
+    monkeypatch.setattr("packing.sources._ROWS", 8)
+    frozen = next(iter(open_source(DataSettings(packs=tmp_path / "none", tokenizer="t", **hub)).chunks(None, 10**6))).after[
+        "state"
+    ]
+    places = []
+    for kept in (True, False):
+        if not kept:  # as after a first resume in some versions of `datasets`
+            monkeypatch.setattr(datasets.IterableDataset, "state_dict", lambda self: frozen)
+        data = streamed(values | hub, tmp_path / f"packs-{kept}")
+        with PackingHere(data) as packing:
+            packs = packed_by(packing, data)
+            read = [each for each, _ in steps(packs, 0, 30)]
+            places.append((read, packs.record()[""]["start"]["place"]))
+    assert places[0][0] == places[1][0]
+    assert "state" in places[0][1] and places[1][1].keys() == {"row"}
+
+
+def test_a_dataset_that_stops_to_come_is_tried_again_from_where_the_part_began(
+    tmp_path: Path, values: dict[str, Any], documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = write_sources(tmp_path, [text[:700] for text in documents])["hub"] | {"streaming": values["streaming"]}
+    monkeypatch.setattr("packing.sources._ROWS", 8)
+    whole, broken = (streamed(values | hub, tmp_path / name, repeat=True) for name in ("whole", "broken"))
+    with PackingHere(whole) as packing:
+        expected = [each for each, _ in steps(packed_by(packing, whole), 0, 90)]
+    last, away, waits = tmp_path / "hub" / "2.parquet", tmp_path / "away.parquet", []
+
+    def come_back(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 2:
+            away.rename(last)
+
+    monkeypatch.setattr("packing.part_maker.time.sleep", come_back)
+    shutil.rmtree(part_folders(broken.packs)[0])  # so that the list of files is read before one of them goes away
+    with PackingHere(broken) as packing:
+        packs = packed_by(packing, broken)
+        begun = [each for each, _ in steps(packs, 0, 10)]
+        last.rename(away)
+        assert begun + [each for each, _ in steps(packs, 10, 90)] == expected
+    assert waits == [5.0, 30.0]
+
+
+def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    sources = [{"source": str(folder / "web.jsonl"), "weight": 0.5}, {"source": str(folder / "code.jsonl"), "weight": 0.5}]
+    data = streamed(two_sources(values, folder) | {"sources": sources, "text": "{text}."}, tmp_path / "packs")
+    for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
+        shutil.rmtree(part)
+    packing = PackerProcess(data)
+    try:
+        with pytest.raises(InputError, match="another run trains on this stream, process"):
+            PackerProcess(data)
+        packs = packed_by(packing, data)
+        order = order_of(packs, STEP, 3)
+        with packs.waiting():
+            packs.reads(order.places_of_step(0))
+            assert len(order.packs_of_step(30)) == STEP  # of a part that was not there
+            packing._process.kill()
+            packing._process.wait()
+            with pytest.raises(InputError, match="the process that makes the packs of the stream has ended with signal 9"):
+                order.packs_of_step(10**4)
+    finally:
+        packing.close()
+    again = PackerProcess(data)  # what was left of it is no hindrance
+    assert not (data.packs / stream.FAILED).exists()
+    again.close()
+    bad = Path(shutil.copy(values["source"], tmp_path / "bad.jsonl"))
+    text = bad.read_bytes().replace(b'"text"', b'"tixt"')
+    bad.write_bytes(bad.read_bytes()[:20_000].rpartition(b"\n")[0] + b"\n" + text)
+    data = streamed(values | {"source": str(bad)}, tmp_path / "of bad")
+    packing = PackerProcess(data)
+    try:
+        packs = packed_by(packing, data)
+        began = time.monotonic()
+        with pytest.raises(InputError, match=r"bad\.jsonl:\d+: no column `text`"):
+            order_of(packs, STEP, 3).packs_of_step(10**4)
+        assert time.monotonic() - began < 60
+    finally:
+        packing.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"source": None, "tokenizer": None}, "for preparing packs, but no `source` is set"),
+        ({"streaming": {"disk": 3}}, "disk"),
+        ({"streaming": {"disk_gb": 0}}, "greater than 0"),
+        ({"source": None, "sources": [{"name": "a", "weight": 0.5}, {"source": "b", "weight": 0.5}]}, "a names no `source`"),
+    ],
+)
+def test_settings_of_a_stream_that_cannot_be(values: dict[str, Any], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataSettings(**values | changes)
+
+
+def test_held_out_packs_stay_when_all_parts_have_gone(values: dict[str, Any], tmp_path: Path) -> None:
+    data = streamed(values, tmp_path / "packs")
+    for part in part_folders(data.packs):
+        shutil.rmtree(part)
+    held_out = open_packs(data, "held_out")
+    kept = {held_out[index].input_ids.tobytes() for index in range(len(held_out))}
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        trained = {each for read, _ in steps(packs, 0, 20) for each in read}
+    assert kept and not kept & trained
+    validating = DataSettings(
+        **values
+        | {
+            "packs": tmp_path / "other",
+            "held_out": 0.0,
+            "validation": {"source": str(Path(values["source"]).with_name("code.jsonl"))},
+        }
+    )
+    prepare_stream(validating, progress=False)
+    assert open_packs(validating, "held_out").path == (tmp_path / "other-validation").absolute()
+    assert np.isfinite(len(open_packs(validating, "held_out")))
