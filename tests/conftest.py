@@ -191,7 +191,7 @@ def start_in_processes(caches: str) -> Callable[..., Finished]:
     def run(
         recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str] | None = None, **environment: str
     ) -> Finished:
-        accelerate = [] if launch is None else ["-m", "accelerate.commands.accelerate_cli", "launch", *launch]
+        accelerate = [] if launch is None else ["-m", "accelerate.commands.launch", *launch]
         command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
         clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
         environment = clean | {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": caches} | environment
