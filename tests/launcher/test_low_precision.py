@@ -33,7 +33,7 @@ def json_of(path: Path) -> Any:
 
 @pytest.mark.parametrize("precision", QUANTIZED)
 def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
-    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact"}
+    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact", "train": {"steps": 10}}
     finished = train_here("fp8_config.scope=linear+head+norm", recipe=recipe)
     assert finished.status == 0, finished.output
     summary = json_of(finished.run_dir / "summary.json")
@@ -55,16 +55,16 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callab
 def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights}
+    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights, "train": {"steps": 8}}
     whole = train_here(recipe=recipe)
     assert whole.status == 0, whole.output
     losses, checkpoints = whole.losses(), whole.run_dir / "checkpoints"
-    end = (checkpoints / "step-00000012").rename(tmp_path / "whole")
+    end = (checkpoints / "step-00000008").rename(tmp_path / "whole")
     again = train_here("--resume", str(checkpoints / "step-00000004"), recipe=recipe)
     assert again.status == 0, again.output
     assert "resumed from" in again.output
     assert again.losses() == losses
-    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000012")]
+    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000008")]
     assert len(last[0]) > 0
     for ours, theirs in zip(*last, strict=True):
         one, other = load_file(ours), load_file(theirs)
