@@ -252,10 +252,10 @@ class _SplitWriter:
         self.buffered, self.buffered_rows = [], 0
         offsets = np.concatenate([[0], counts.cumsum()]).astype(np.int32)
         columns = [
-            pa.FixedSizeListArray.from_arrays(pa.array(ids.reshape(-1)), self.length),
-            pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
-            pa.array(first_positions),
-            *(pa.FixedSizeListArray.from_arrays(pa.array(bits.reshape(-1)), bits.shape[1]) for bits in masks),
+            pa.FixedSizeListArray.from_arrays(_column(ids.reshape(-1)), self.length),
+            pa.ListArray.from_arrays(_column(offsets), _column(lengths)),
+            _column(first_positions),
+            *(pa.FixedSizeListArray.from_arrays(_column(bits.reshape(-1)), bits.shape[1]) for bits in masks),
         ]
         if self.stream is None:
             self.file = pa.OSFile(str(self._shard_path(len(self.shard_packs))), "wb")
@@ -366,6 +366,12 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
     return [FileRecord(folder + file["name"], file["bytes"], {"sha256": file["sha256"]}) for file in files]
+
+
+def _column(values: np.ndarray) -> pa.Array:
+    """These values, 1-dimensional, where they are. (`pa.array` gives the same, and imports pandas where it is installed.)"""
+    values = np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:

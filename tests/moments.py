@@ -1,7 +1,8 @@
 """The launcher in processes of its own that stop, or are signalled, at moments a test names, however fast the machine is.
 
 A moment is named by what the process does there: it is about to open, rename or import something, or it has logged a step. The
-processes are forked from one that has imported the launcher, because of a small run nine tenths of the time are that import.
+processes are forked from one that has imported the launcher (tests/forked.py): of a small run nine tenths of the time are that
+import.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 fork_context = multiprocessing.get_context("forkserver")
-fork_context.set_forkserver_preload(["train_accelerate", "pretrain.metrics.trackers"])
+fork_context.set_forkserver_preload(["tests.forked"])
 
 
 @dataclass(frozen=True)

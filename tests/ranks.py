@@ -24,13 +24,14 @@ def start_ranks(
     *,
     machines: Sequence[Path] | None = None,
     before: Callable[[int], None] | None = None,
+    main: Callable[[], int | None] | None = None,
     **variables: str,
 ) -> tuple[int, str, str]:
     """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
 
     Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment. With
     `machines` each process is the only one of a machine, and starts in the folder named there. `before`: what each does first, a
-    function of a module that is given the rank.
+    function of a module that is given the rank. `main`: what they run in place of the launcher.
     """
     import torch.distributed as dist  # not above: tests of packing do without
 
@@ -49,7 +50,7 @@ def start_ranks(
     for rank in range(processes):
         local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if machines else {"LOCAL_RANK": str(rank)}
         environment = shared | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(processes)} | local
-        what = (list(arguments), environment, logs, machines[rank] if machines else None, before)
+        what = (list(arguments), environment, logs, machines[rank] if machines else None, before, main)
         started.append(fork_context.Process(target=_launch, args=what, daemon=True))
         started[-1].start()
     for process in started:
@@ -74,6 +75,7 @@ def _launch(
     logs: Sequence[Path],
     machine: Path | None,
     before: Callable[[int], None] | None,
+    main: Callable[[], int | None] | None,
 ) -> None:
     if machine is not None:
         os.chdir(machine)
@@ -90,4 +92,4 @@ def _launch(
     sys.argv = ["train_accelerate.py", *arguments]
     if before:
         before(int(environment["RANK"]))
-    sys.exit(train_accelerate.main())
+    sys.exit((main or train_accelerate.main)())

@@ -136,8 +136,13 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
 
 
 @pytest.mark.parametrize("fp8", GRIDS)
-@pytest.mark.parametrize("shape", [(48, 80), (64, 128)])
-@pytest.mark.parametrize(("scale", "power_of_two"), [(None, False), (None, True), (1e3, False), (1e6, False)])
+@pytest.mark.parametrize(
+    ("shape", "scale", "power_of_two"),
+    [
+        ((64, 128), None, False),  # whole tiles; the scales do not meet their edges
+        *(((48, 80), scale, power_of_two) for scale, power_of_two in ((None, False), (None, True), (1e3, False), (1e6, False))),
+    ],
+)
 def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     fp8: torch.dtype, shape: tuple[int, int], scale: float | None, power_of_two: bool
 ) -> None:

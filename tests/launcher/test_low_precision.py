@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
+import benchmarks.parity
 import train_accelerate
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.emulation import EmulatedProduct, Operand
 from pretrain.precision.registry import PRECISIONS
 
-ROOT = Path(__file__).resolve().parents[2]
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
@@ -33,7 +33,7 @@ def json_of(path: Path) -> Any:
 
 @pytest.mark.parametrize("precision", QUANTIZED)
 def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
-    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact"}
+    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact", "train": {"steps": 10}}
     finished = train_here("fp8_config.scope=linear+head+norm", recipe=recipe)
     assert finished.status == 0, finished.output
     summary = json_of(finished.run_dir / "summary.json")
@@ -55,16 +55,16 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callab
 def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights}
+    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights, "train": {"steps": 8}}
     whole = train_here(recipe=recipe)
     assert whole.status == 0, whole.output
     losses, checkpoints = whole.losses(), whole.run_dir / "checkpoints"
-    end = (checkpoints / "step-00000012").rename(tmp_path / "whole")
+    end = (checkpoints / "step-00000008").rename(tmp_path / "whole")
     again = train_here("--resume", str(checkpoints / "step-00000004"), recipe=recipe)
     assert again.status == 0, again.output
     assert "resumed from" in again.output
     assert again.losses() == losses
-    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000012")]
+    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000008")]
     assert len(last[0]) > 0
     for ours, theirs in zip(*last, strict=True):
         one, other = load_file(ours), load_file(theirs)
@@ -75,22 +75,20 @@ def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     assert history.shape == (1024, 3) and history[-1, 0] > 0 and history[-1, 1] > 0
 
 
-def test_delayed_scaling_knows_all_gradients_before_the_first_step(low_precision_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_delayed_scaling_knows_all_gradients_before_the_first_step(
+    low_precision_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a step of a million tokens gradients are so small that they round to zero at the scale that a history begins with."""
     recipe = low_precision_recipe | {"precision": "delayed", "batch": {"tokens": 2**20, "microbatch": 8}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [
-        "-m",
-        "benchmarks.parity",
-        "--recipe",
-        str(tmp_path / "recipe.yaml"),
-        "--repeats",
-        "1",
-        "--out",
-        str(tmp_path / "out.json"),
-    ]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    arguments = ["--recipe", str(tmp_path / "recipe.yaml"), "--repeats", "1", "--out", str(tmp_path / "out.json")]
+    monkeypatch.setattr(sys, "argv", ["parity.py", *arguments])
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
+    try:
+        benchmarks.parity.main()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
     parity = json_of(tmp_path / "out.json")["parity"]
     assert not parity["failures"] and parity["quantized"]["least_cosine"] > 0.9
     assert abs(parity["quantized"]["gradient_norm"] / parity["quantized"]["reference_norm"] - 1) < 0.05

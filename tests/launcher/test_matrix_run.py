@@ -88,31 +88,10 @@ def last_step(run_dir: Path) -> int:
         return 0
 
 
-def test_a_failed_cell_does_not_stop_the_others_and_alone_is_run_again(matrix_file, tmp_path):
-    path, folder = matrix_file(), tmp_path / "precisions"
-    with RunFolder(folder / "fp32"):  # somebody else is training there
-        status, output = run(path)
-    assert status == 1, output
-    assert "fp32: failed" in output and "exit status 2" in output and f"the last of {folder / 'fp32.log'}" in output
-    assert f"the run folder is in use by process {os.getpid()}" in output
-    assert "bf16: finished" in output and "1 of 2 cells are not finished" in output
-    assert last_step(folder / "bf16") == 12 and not (folder / "fp32" / "metrics.jsonl").exists()
-
-    trained = (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns
-    status, output = run(path)
-    assert status == 0, output
-    assert "1 of 2 cells are finished already" in output and last_step(folder / "fp32") == 12
-    assert output.index("Best first:") < output.index("| 1 |") < output.index("| 2 |")
-    assert (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns == trained, "left alone"
-    page = (folder / "precisions.md").read_text()
-    assert "| run  | minus fp32, all |" in page and page.partition("\n\n![curves](precisions.png)")[0] in output
-    assert (folder / "precisions.png").exists()
-    assert json.loads((folder / "bf16" / "matrix.json").read_text())["side_by_side"] is False
-
-
-def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file, tmp_path):
-    path = matrix_file(at_once=2, overrides={"evaluate.every": None})
-    cells = [tmp_path / "precisions" / cell for cell in ("fp32", "bf16")]
+def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matrix_file, tmp_path):
+    """One matrix from its first start to its report, because each start of a cell takes seconds."""
+    path, folder = matrix_file(at_once=2, overrides={"evaluate.every": None}), tmp_path / "precisions"
+    cells = [folder / cell for cell in ("fp32", "bf16")]
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
@@ -123,6 +102,7 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file
             assert process.poll() is None, process.communicate()[0]
             time.sleep(0.02)
 
+    # Stopped: both save.
     wait_until(lambda: len(list(hook.glob("waits-*"))) == 2)
     process.send_signal(signal.SIGINT)
     wait_until(lambda: all("SIGINT: finishing this step" in Path(f"{cell}.log").read_text() for cell in cells))
@@ -135,12 +115,29 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_from_there(matrix_file
         assert step_of(saved) == last_step(cell) < 12
         RunFolder(cell).close()  # would raise if anything were still running there
 
+    # One fails: the other goes on from there, and finishes.
+    stopped_at = last_step(folder / "fp32")
+    with RunFolder(folder / "fp32"):  # somebody else is training there
+        status, output = run(path)
+    assert status == 1, output
+    assert "fp32: failed" in output and "exit status 2" in output and f"the last of {folder / 'fp32.log'}" in output
+    assert f"the run folder is in use by process {os.getpid()}" in output
+    assert "bf16: finished" in output and "1 of 2 cells are not finished" in output
+    assert last_step(folder / "bf16") == 12 and last_step(folder / "fp32") == stopped_at
+
+    # What failed is run again, alone.
+    trained = (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns
     status, output = run(path)
     assert status == 0, output
+    assert "1 of 2 cells are finished already" in output
+    assert (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns == trained, "left alone"
     for cell in cells:
         assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(range(1, 13))
-    page = (tmp_path / "precisions" / "precisions.md").read_text()
+    assert output.index("Best first:") < output.index("| 1 |") < output.index("| 2 |")
+    page = (folder / "precisions.md").read_text()
+    assert "| run  | minus fp32, all |" in page and page.partition("\n\n![curves](precisions.png)")[0] in output
     assert "the run shared its machine with others" in page, "what ran side by side has no speed of its own"
+    assert (folder / "precisions.png").exists()
 
 
 def test_a_dry_run_prints_commands_that_check_out_and_starts_nothing(matrix_file, tmp_path, launcher_here, run_here):
@@ -167,6 +164,7 @@ def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(ma
     assert status == 138 and "bf16: stopped" in output and "hours are over" in output, output
     assert last_step(folder / "bf16") == 1 and not (folder / "fp32").exists() and not (folder / "precisions.md").exists()
     assert [entry.name for entry in folder.glob("*.status")] == []
+    assert json.loads((folder / "bf16" / "matrix.json").read_text())["side_by_side"] is False
     assert run_here(path, "--count") == (0, "2\n")
     status, output = run_here(path, "--cell", "2")
     assert status == 2 and "--cell 2: no such cell; they are counted from 0 to 1" in output

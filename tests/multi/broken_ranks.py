@@ -1,24 +1,18 @@
-"""Faults that need several processes, in each of them: started by `accelerate launch`, prints who found what as JSON.
-
-ACCELERATE_USE_CPU=true accelerate launch --config_file accelerate_configs/ddp.yaml -m tests.multi.broken_ranks fp32 current
-"""
+"""Faults that need several processes, in each of them, started as tests/ranks.py does: who found what."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from pretrain.model.distributed import make_accelerator
 from tests.pretrain.verify.small_runs import SmallRun, build_run
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ranks import start_ranks
 
 
 def nothing(run: SmallRun) -> None:
@@ -48,18 +42,16 @@ FAULTS = {
 
 def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
     """What two processes found: by fault and precision, the failures that parity names."""
-    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", f"accelerate_configs/{topology}.yaml"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    environment = clean | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *launch, "-m", "tests.multi.broken_ranks", *precisions]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")] or [done.stdout + done.stderr]
-    assert done.returncode == 0, line
+    launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
+    with tempfile.TemporaryDirectory() as folder:
+        status, out, err = start_ranks(precisions, launch, Path(folder), main=find_faults)
+    assert status == 0, out + err
+    (line,) = [line for line in out.splitlines() if line.startswith("FOUND ")]
     return json.loads(line.removeprefix("FOUND "))
 
 
-def main() -> None:
-    torch.set_num_threads(1)
+def find_faults() -> None:
+    """What each process does; the first prints what was found."""
     accelerator = make_accelerator()
     found: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
@@ -70,7 +62,3 @@ def main() -> None:
     if accelerator.is_main_process:
         print("FOUND " + json.dumps(found))
     accelerator.end_training()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,21 @@
+"""What the processes of tests/moments.py and tests/ranks.py have in common: imported once, by the one that they are forked from.
+
+Runs import some of it late, and each process would do so anew. Nothing of it is garbage, nor will be: a collection in a forked
+process neither looks through it nor copies its pages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+
+IMPORTED_LATE = ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.distributed.fsdp", "pretrain.metrics.trackers")
+MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
+
+gc.disable()
+for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
+    importlib.import_module(module)
+gc.freeze()
+gc.enable()
+atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without
