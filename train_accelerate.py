@@ -86,8 +86,8 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
-from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.run.streaming import ending_stream, next_batches, pack_stream, reading_stream, tell_stream
+from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
