@@ -43,6 +43,7 @@ FACTORS = {
     torch.ops.aten.mm: slice(0, 2),
     torch.ops.aten.bmm: slice(0, 2),
     torch.ops.aten.linear: slice(0, 2),
+    torch.ops.pretrain.linear: slice(0, 2),
     torch.ops.aten.addmm: slice(1, 3),
     torch.ops.aten.addmm_: slice(1, 3),
     torch.ops.aten.baddbmm: slice(1, 3),
@@ -146,7 +147,8 @@ class ProductObserver:
     def installed(self, te: ModuleType) -> Iterator[None]:
         """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
         extension = importlib.import_module("transformer_engine_torch")
-        with _interposed(extension, "generic_gemm", self._seeing(te)), _interposed(products, "multiply", self._seeing(te)):
+        see = self._seeing(te)
+        with _interposed(extension, "generic_gemm", see), _interposed(products, "generic_multiply", see):
             yield
 
     # ── What is found ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundation.files import cache_folder, replace_file
@@ -78,20 +79,28 @@ class _Chosen(NamedTuple):
 
 
 def multiply(
+    left: Any, right: Any, *, layout: str = "TN", fast_accumulation: bool = False, residual: Tensor | None = None
+) -> Tensor | None:
+    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where Transformer Engine has to.
+
+    As its general_gemm: `left` lies as [m, k] if `layout` begins with T, else as [k, m]; `right` as [n, k] if it ends with N,
+    else as [k, n]. Tensors in BF16, or Transformer Engine's with one scale and TN. `residual` [n, m] BF16 stays as it was.
+    `fast_accumulation`: of FP8 products, in the tensor cores alone.
+    """
+    options = {"fast_accumulation": fast_accumulation, "residual": residual}
+    return generic_multiply(left, layout[0] == "T", right, layout[1] == "T", **options)
+
+
+def generic_multiply(
     left: Any,
     transposes_left: bool,
     right: Any,
     transposes_right: bool,
     *,
-    fast_accumulation: bool = False,
-    residual: Tensor | None = None,
+    fast_accumulation: bool,
+    residual: Tensor | None,
 ) -> Tensor | None:
-    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where Transformer Engine has to.
-
-    As its generic_gemm: `left` lies as [m, k] if it is transposed, else as [k, m]; `right` as [n, k] if it is not. Tensors in
-    BF16, or Transformer Engine's with one scale, and then [m, k] and [n, k]. `residual` [n, m] BF16 stays as it was.
-    `fast_accumulation`: of FP8 products, in the tensor cores alone.
-    """
+    """`multiply`, where an observer looks on; looked up at each call."""
     if not enabled():
         return None
     a, b = _factor(left), _factor(right)
@@ -102,12 +111,21 @@ def multiply(
     return products.multiply(problem, a, b, residual) if products and problem else None
 
 
+@torch.library.custom_op("pretrain::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; an operation of torch's, so that the audit sees it.
+    Not differentiable."""
+    y = multiply(weight, x)
+    return F.linear(x, weight) if y is None else y
+
+
 def takes(operand: Any) -> bool:
     """Whether `multiply` is for such operands, on this GPU and in this run; a single product may still be none for it."""
     if not enabled():
         return False
     factor = _factor(operand)
-    return matrix is not None and (products := _of_device(matrix.values.device)) is not None and products.multiplies(matrix.dtype)
+    products = None if factor is None else _of_device(factor.values.device)
+    return products is not None and products.multiplies(factor.dtype)
 
 
 def enabled() -> bool:
@@ -130,10 +148,13 @@ def _factor(operand: Any) -> Factor | None:
     """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
-    te = sys.modules.get("transformer_engine.pytorch")  # without which there are no tensors of its
-    if te is None or not isinstance(operand, te.Float8TensorStorage) or operand._data is None:
+    data = getattr(operand, "_data", None)
+    if not isinstance(data, Tensor) or not data.is_cuda:
         return None
-    return Factor(operand._data, _FP8[te.DType.cast(operand._fp8_dtype).name], operand._scale_inv)
+    te = sys.modules["transformer_engine.pytorch"]
+    if not isinstance(operand, te.Float8TensorStorage):
+        return None
+    return Factor(data, _FP8[te.DType.cast(operand._fp8_dtype).name], operand._scale_inv)
 
 
 def problem_of(
@@ -154,7 +175,7 @@ def problem_of(
     if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
         return None
     tensors = [tensor for tensor in (a.values, b.values, residual) if tensor is not None]
-    scales = [matrix.scale for matrix in (a, b) if matrix.dtype != _BF16]
+    scales = [factor.scale for factor in (a, b) if is_fp8]
     if any(scale is None or scale.numel() != 1 or scale.dtype != torch.float32 for scale in scales):
         return None
     fits = all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
@@ -212,6 +233,8 @@ class Products:
         """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once."""
         sizes, types = (problem.m, problem.n, problem.k), (*problem.types, _BF16)
         matmul = self._library.matmul(sizes, types, problem.transposed, fast_accumulation=problem.fast_accumulation)
+        if a.scale is not None:  # not all algorithms can scale
+            matmul.set_scales(a.scale, b.scale)
         kept = self._choices.get(problem)
         if kept and (algorithm := matmul.restored(kept, self._bytes)):
             self.read += 1

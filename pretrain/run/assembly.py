@@ -45,6 +45,7 @@ from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradient
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.products import describe as describe_algorithms
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
@@ -266,6 +267,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         "kernels": [verdict.record() for verdict in kernels.verdicts],
         "products": products,
     }
+    if (algorithms := describe_algorithms()) is not None:
+        found["algorithms"] = algorithms
     return Assembly(hf, packed, adamw, job.active, context, found)
 
 

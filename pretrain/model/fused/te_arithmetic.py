@@ -73,7 +73,7 @@ class TEStackedProduct(StackedProduct):
         y = None
         if bias is None:
             fast = self.low_precision and not split_accumulator(self._arithmetic.context.backend.te_recipe, "fprop")
-            y = products.multiply(weight, True, x, False, fast_accumulation=fast, residual=inside)
+            y = products.multiply(weight, x, fast_accumulation=fast, residual=inside)
         if y is None:
             y, inside = self._multiply("fprop", weight, x, layout="TN", bias=bias), None
         self.show_result("forward", y, bias)
@@ -99,7 +99,7 @@ class TEStackedProduct(StackedProduct):
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
         # In FP8 the first algorithm is the fastest here, and everywhere for the weight's gradient.
-        dx = None if self.low_precision else products.multiply(weight, False, dy, False)
+        dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
         self.show_result("dgrad", dx)

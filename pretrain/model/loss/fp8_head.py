@@ -102,7 +102,7 @@ class Fp8ChunkLoss:
         quantizer.set_usage(rowwise=True, columnwise=gradients.weight is not None)
         x = quantizer(x)
         fast = not split_accumulator(self.backend.te_recipe, "fprop")
-        logits = products.multiply(self.weight, True, x, False, fast_accumulation=fast)
+        logits = products.multiply(self.weight, x, fast_accumulation=fast)
         if logits is None:
             logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
         watched = self.show_result if first else None
