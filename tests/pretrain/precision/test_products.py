@@ -53,7 +53,9 @@ def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
 ):
     a, b = factor(64, 16, dtype=types[0]), factor(32, 16, dtype=types[1])
     residual = aligned(32, 64) if adds else None
-    assert problem_of(a, b, (True, False), residual, fast_accumulation=fast) == Problem(64, 32, 16, types, (True, False), fast, adds)
+    assert problem_of(a, b, (True, False), residual, fast_accumulation=fast) == Problem(
+        64, 32, 16, types, (True, False), fast, adds
+    )
     for transposed in ((False, False), (False, True), (True, True)):
         assert problem_of(a, b, transposed, residual, fast_accumulation=fast) is None
 
