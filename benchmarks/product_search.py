@@ -4,8 +4,8 @@
         --out benchmarks/results/h200_product_search.json
 
 Transformer Engine asks cublasLt's heuristic for one algorithm and takes it. Here every algorithm that the heuristic names is run,
-in the workspace that Transformer Engine has and in a larger one; with --neighbours also those that differ from the two fastest in
-one setting. A second question is the residual: whether a product that adds it (d = a b + c) spares more than it costs.
+in the workspace that Transformer Engine has and in a larger one. A second question is the residual: whether a product that adds
+it (d = a b + c) spares more than it costs.
 
 Each time is of several launches over more tensors than fit in the cache, taken in turns with what it is compared with: clocks
 move with power, and so are alike in what is compared. The fastest is chosen by one set of times and measured by another. A result
@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from benchmarks import step_products
-from benchmarks.cublaslt import Algorithm, CublasLt, CublasLtError
 from benchmarks.gpu_log import gpu_log
 from benchmarks.step_products import HEAD_CHUNKS, PRECISIONS, Launch, Operands, StepProduct, head_name
 from pretrain.metrics.run_folder import describe_environment
+from pretrain.precision.cublaslt import Algorithm, CublasLt, CublasLtError
 from pretrain.settings.config import load_recipe
 
 WORKSPACE = 32 * 2**20 + 1024  # of Transformer Engine's products on Hopper
@@ -73,7 +73,7 @@ def main() -> None:
             if time.monotonic() - began > arguments.seconds:
                 break
             started = datetime.now()
-            rows.append(row_of(Search(product, library, has_transformer_engine, arguments.neighbours)))
+            rows.append(row_of(Search(product, library, has_transformer_engine)))
             spans.append((started, datetime.now()))
             print(line(rows[-1]), flush=True)
             write(report, arguments.out)
@@ -91,7 +91,6 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, action="append", required=True, help="model and microbatch; may be repeated")
     parser.add_argument("--precision", action="append", choices=PRECISIONS, help="of the products, all by default")
-    parser.add_argument("--neighbours", action="store_true", help="also algorithms that the heuristic does not name")
     parser.add_argument("--seconds", type=float, default=80, help="begin no further product after this time")
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
@@ -163,7 +162,6 @@ class Search:
     product: StepProduct
     library: CublasLt
     has_transformer_engine: bool
-    neighbours: bool
     tried: set[bytes] = field(default_factory=set)
     refused: set[bytes] = field(default_factory=set)
     errors: dict[bytes, float] = field(default_factory=dict)  # of those looked at twice
@@ -178,35 +176,33 @@ class Search:
         """Microseconds by Transformer Engine, by cublasLt's first choice and by the fastest of its algorithms."""
         self._make_tensors()
         p = self.product
-        options = {"scales": self.scales, "fast_accumulation": p.fast_accumulation}
-        with self.library.matmul((p.m, p.n, p.k), p.types, p.transposed, **options) as self.matmul:
-            first = self.matmul.named_by_heuristic(1, WORKSPACE)[0]
-            named = distinct(a for space in (WORKSPACE, LARGE_WORKSPACE) for a in self.matmul.named_by_heuristic(ASKED, space))
-            ranked = self.screened([first, *named])
-            if self.neighbours:
-                around = [near for algorithm in ranked[:2] for near in self.matmul.neighbours(algorithm, LARGE_WORKSPACE)]
-                ranked = self.screened([*ranked[:KEPT], *around])
-            kept = [algorithm for algorithm in distinct([first, *ranked[:KEPT]]) if self.agrees(algorithm)]
-            if first not in kept:
-                error = self.errors.get(first.key)
-                raise CublasLtError(f"cublasLt's first choice is {error} off FP32 arithmetic: operands are not what it was told")
-            best = self.fastest(kept, {algorithm.key: self.launch(algorithm) for algorithm in kept})
-            launches = {"first": self.launch(first), "best": self.launch(best)}
-            row = {
-                "named": len(named),
-                "tried": len(self.tried),
-                "refused": len(self.refused),
-                "wrong": sum(not right(error) for error in self.errors.values()),
-                "first": self.described(first),
-                "best": self.described(best),
-                "largest_difference": self.difference(first, best),
-                **self.add_transformer_engine(launches),
-            }
-            row["microseconds"] = times = self.compared(launches)
-            row["gain"] = usual(times) / times["best"] - 1
-            row["tflops"] = p.flops / times["best"] / 1e6
-            if p.adds_residual:
-                row["residual"] = self.residual(kept, launches)
+        self.matmul = self.library.matmul((p.m, p.n, p.k), p.types, p.transposed, fast_accumulation=p.fast_accumulation)
+        if self.scales is not None:
+            self.matmul.set_scales(*self.scales)
+        first = self.matmul.named_by_heuristic(1, WORKSPACE)[0]
+        named = distinct(a for space in (WORKSPACE, LARGE_WORKSPACE) for a in self.matmul.named_by_heuristic(ASKED, space))
+        ranked = self.screened([first, *named])
+        kept = [algorithm for algorithm in distinct([first, *ranked[:KEPT]]) if self.agrees(algorithm)]
+        if first not in kept:
+            error = self.errors.get(first.key)
+            raise CublasLtError(f"cublasLt's first choice is {error} off FP32 arithmetic: operands are not what it was told")
+        best = self.fastest(kept, {algorithm.key: self.launch(algorithm) for algorithm in kept})
+        launches = {"first": self.launch(first), "best": self.launch(best)}
+        row = {
+            "named": len(named),
+            "tried": len(self.tried),
+            "refused": len(self.refused),
+            "wrong": sum(not right(error) for error in self.errors.values()),
+            "first": self.described(first),
+            "best": self.described(best),
+            "largest_difference": self.difference(first, best),
+            **self.add_transformer_engine(launches),
+        }
+        row["microseconds"] = times = self.compared(launches)
+        row["gain"] = usual(times) / times["best"] - 1
+        row["tflops"] = p.flops / times["best"] / 1e6
+        if p.adds_residual:
+            row["residual"] = self.residual(kept, launches)
         return row
 
     def launch(self, algorithm: Algorithm, *, residual: bool = False) -> Launch:
@@ -215,7 +211,8 @@ class Search:
         def launch(number: int) -> None:
             s = self.sets[number]
             added, beta = (s.c, 1.0) if residual else (s.d, self.product.beta)
-            if status := self.matmul.run(s.a, s.b, added, s.d, beta, algorithm, self.workspace):
+            stream = torch.cuda.current_stream().cuda_stream
+            if status := self.matmul.run(s.a, s.b, added, s.d, beta, algorithm, self.workspace, stream):
                 raise CublasLtError(f"cublasLtMatmul returned status {status} for {algorithm.source}")
 
         return launch

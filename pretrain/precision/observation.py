@@ -5,15 +5,15 @@ around a call which product it is (`ProductObserver.during`); what is multiplied
 
 * torch's products underneath autograd, with the tensors that they get. Those of the emulation are held, block by block, against
   the format that they should be of, by the scales that the emulated product gives beside them.
-* Transformer Engine's at the one function of its extension that multiplies, whatever called it: by the class and format of what
-  arrives there, and by its codes and scales.
+* Transformer Engine's at the one function of its extension that multiplies, whatever called it, and those that cublasLt computes
+  in its place: by the class and format of what arrives there, and by its codes and scales.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretrain.precision import products
 from pretrain.precision.formats.definition import Role, Scaling
 from pretrain.precision.operand_check import LARGEST_CODE, Sample, describe, examine, examine_tensor_scale, sample
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
@@ -42,6 +43,7 @@ FACTORS = {
     torch.ops.aten.mm: slice(0, 2),
     torch.ops.aten.bmm: slice(0, 2),
     torch.ops.aten.linear: slice(0, 2),
+    torch.ops.pretrain.linear: slice(0, 2),
     torch.ops.aten.addmm: slice(1, 3),
     torch.ops.aten.addmm_: slice(1, 3),
     torch.ops.aten.baddbmm: slice(1, 3),
@@ -141,9 +143,13 @@ class ProductObserver:
             # None, as what a hook returns would replace the gradients.
             output.grad_fn.register_hook(lambda *_: self._calls.pop() and None)
 
-    def installed(self, te: ModuleType) -> AbstractContextManager[None]:
-        """While entered, every GEMM of Transformer Engine is seen."""
-        return _interposed(importlib.import_module("transformer_engine_torch"), "generic_gemm", self._seeing(te))
+    @contextmanager
+    def installed(self, te: ModuleType) -> Iterator[None]:
+        """While entered, every GEMM of Transformer Engine is seen, and those that are computed in its place."""
+        extension = importlib.import_module("transformer_engine_torch")
+        see = self._seeing(te)
+        with _interposed(extension, "generic_gemm", see), _interposed(products, "generic_multiply", see):
+            yield
 
     # ── What is found ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,10 +203,11 @@ class ProductObserver:
     def _seeing(self, te: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def around(multiply: Callable[..., Any]) -> Callable[..., Any]:
             def observed(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *args: Any, **kwargs: Any) -> Any:
-                if self._calls:
+                result = multiply(left, transposes_left, right, transposes_right, *args, **kwargs)
+                if self._calls and result is not None:  # None: not computed here
                     with torch.no_grad():
                         self._te_product(te, (left, transposes_left), (right, not transposes_right))
-                return multiply(left, transposes_left, right, transposes_right, *args, **kwargs)
+                return result
 
             return observed
 

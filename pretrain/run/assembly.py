@@ -45,6 +45,7 @@ from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradient
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import Backend, PrecisionContext, holding
+from pretrain.precision.products import describe as describe_algorithms
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backend
@@ -350,6 +351,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         "deterministic": determinism.describe(device.type, os.environ),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
     }
+    if (algorithms := describe_algorithms()) is not None:
+        around["algorithms"] = algorithms
     if job.plan.phases:
         begins = {begin + 1: active.precision.name for begin, active in job.plan.timetable.items()}
         around |= {"schedule": job.plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}

@@ -228,7 +228,7 @@ def rows(found: Mapping[str, Any]) -> dict[str, str]:
         what = "FP32 inside" if module == LowPrecisionNorm.__name__ else f"products {effective}"
         kinds.setdefault(kind, []).append(f"{count} x {module}, weights {stored}, {what}{on}{why}")
     backends = {name: ", ".join(f"{key} {value}" for key, value in found[name].items()) for name in ("attention", "loss")}
-    whole = {key: found[key] for key in ("gradients", "fused", "compiled", "deterministic")}
+    whole = {key: found[key] for key in ("gradients", "fused", "compiled", "deterministic", "algorithms") if key in found}
     return {kind: "; ".join(lines) for kind, lines in kinds.items()} | backends | whole
 
 
@@ -250,6 +250,8 @@ def in_short(found: Mapping[str, Any]) -> dict[str, str]:
         products.append(f"{number} in {effective}{on}, weights {stored}{named}")
     if norms:
         products.append(f"{norms} norms on {found['backend'].replace('_', ' ')}")
+    if "algorithms" in found:
+        products.append(f"cublasLt's algorithms: {found['algorithms']}")
     fused = "not fused" if found["fused"].startswith("nothing") else f"fused: {found['fused']}"
     around = [f"attention {found['attention']['kind'].removeprefix('packed_')}", f"loss {found['loss']['kind']}"]
     around += [f"gradients {found['gradients']}", fused, f"compiled: {found['compiled']}"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.cublaslt import HeuristicResult
 from benchmarks.gpu_log import GpuLog
 from benchmarks.product_search import line, steps
 from benchmarks.step_products import (
@@ -26,6 +25,7 @@ from benchmarks.step_products import (
 )
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.precision.cublaslt import HeuristicResult
 from pretrain.settings.config import load_recipe
 
 QWEN = load_recipe(Path(__file__).resolve().parents[2] / "benchmarks/qwen3_1_7b.yaml")

@@ -274,9 +274,10 @@ def test_a_cpu_fuses_nothing_by_itself(launch: Callable) -> None:
     assert audit_of(run)["fused"] == "nothing: it gains nothing on a CPU; model.fused: on does it all the same"
 
 
-def in_fp32(product: StackedProduct, x: Tensor) -> Tensor:
+def in_fp32(product: StackedProduct, x: Tensor, residual: Tensor | None = None) -> Tensor:
     weight = product.weights.matrix(torch.float32)
-    return (x.float() @ weight.t()).to(x.dtype)
+    y = (x.float() @ weight.t()).to(x.dtype)
+    return y if residual is None else y + residual
 
 
 def test_a_product_that_multiplies_in_another_dtype_is_refused(

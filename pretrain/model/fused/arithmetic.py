@@ -164,10 +164,15 @@ class StackedProduct:
         """x [tokens, in] as the product's input, for forward and for the weight's gradient."""
         return x
 
-    def forward(self, x: Operand) -> Tensor:
-        """-> [tokens, out]."""
+    def adds(self, x: Operand) -> bool:
+        """Whether `forward` of x adds a residual in the product itself, for less than a kernel or the next norm would."""
+        return False
+
+    def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
+        """-> [tokens, out], with `residual` added, which stays as it was."""
         weight = self._matrix(refresh=self._arithmetic.context.first_microbatch)
-        return F.linear(x, weight, self.weights.bias(x.dtype))
+        y = F.linear(x, weight, self.weights.bias(x.dtype))
+        return y if residual is None else y.add_(residual)
 
     def gradient_operand(self, dy: Tensor) -> Operand:
         """dy [tokens, out] as the product's output gradient."""

@@ -278,9 +278,10 @@ class FusedLayer:
         x, parts, arithmetic = hidden_states.squeeze(0), self.parts, self._arithmetic
         arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
         attended, x = self._attend(x, **kwargs)
-        added = OutputProduct.apply(arithmetic, self.output, attended, *self.output.weights.parameters)
+        attended, added = OutputProduct.apply(arithmetic, self.output, attended, x, *self.output.weights.parameters)
+        pieces = (arithmetic, parts.mlp_norm, self.below, parts.activation, self.above)
         parameters = (*parts.mlp_norm.parameters, *self.below.weights.parameters, *self.above.weights.parameters)
-        return NormMLPAdd.apply(arithmetic, parts.mlp_norm, self.below, parts.activation, self.above, added, x, *parameters)[None]
+        return NormMLPAdd.apply(*pieces, attended, None if added else x, *parameters)[None]
 
     def _attend(
         self,
@@ -418,30 +419,36 @@ class NormAttention(torch.autograd.Function):
 
 
 class OutputProduct(torch.autograd.Function):
-    """x [tokens, in] -> x w^T + b."""
+    """x [tokens, in], residual [tokens, out] -> x w^T + b + residual, and True; or, where the product does not add by itself,
+    x w^T + b and False: then the norm that comes next adds the residual."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, arithmetic: Arithmetic, product: StackedProduct, x: Tensor, residual: Tensor, *parameters: Tensor
+    ) -> tuple[Tensor, bool]:
         product.begin(x)
         operand = product.operand(x)
-        y = product.forward(operand)
+        ctx.adds = product.adds(operand)
+        y = product.forward(operand, residual if ctx.adds else None)
         ctx.pieces = (arithmetic, product)
         arithmetic.save(ctx, operand)
-        return y
+        return y, ctx.adds
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
+    def backward(ctx: FunctionCtx, dy: Tensor, _: None) -> Gradients:
         arithmetic, product = ctx.pieces
         (operand,) = arithmetic.saved(ctx)
+        residual = dy if ctx.adds else None
         bias_gradients = product.weights.bias_gradients(dy)
         dy = product.gradient_operand(dy)
         dx = product.input_gradient(dy)
-        return None, None, dx, *product.weight_gradients(dy, operand), *bias_gradients
+        return None, None, dx, residual, *product.weight_gradients(dy, operand), *bias_gradients
 
 
 class NormMLPAdd(torch.autograd.Function):
-    """x, residual [tokens, hidden] -> s + activation(norm(s) below^T + b) above^T + c, with s = x + residual.
+    """x, residual [tokens, hidden] -> s + activation(norm(s) below^T + b) above^T + c, with s = x + residual; without a residual
+    s is x.
 
     The sum is written over x: `OutputProduct` saves what it multiplies and not what it gives, which nobody else reads."""
 
@@ -454,7 +461,7 @@ class NormMLPAdd(torch.autograd.Function):
         activation: Activation,
         above: StackedProduct,
         x: Tensor,
-        residual: Tensor,
+        residual: Tensor | None,
         *parameters: Tensor,
     ) -> Tensor:
         below.begin(x)
@@ -462,10 +469,11 @@ class NormMLPAdd(torch.autograd.Function):
         hidden = below.forward(normed)
         above.begin(hidden)
         activated, kept = arithmetic.activate(hidden, activation, above)
-        y = above.forward(activated)
+        y = above.forward(activated, x)
         ctx.pieces = (arithmetic, norm, below, activation, above)
+        ctx.adds = residual is not None
         arithmetic.save(ctx, x, normed, hidden, kept, *statistics)
-        return y.add_(x)
+        return y
 
     @staticmethod
     @once_differentiable
@@ -482,7 +490,15 @@ class NormMLPAdd(torch.autograd.Function):
         d_normed = below.input_gradient(d_hidden)
         below_weights = below.weight_gradients(d_hidden, normed)
         dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        return (None,) * 5 + (dx, dx, *norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+        return (None,) * 5 + (
+            dx,
+            dx if ctx.adds else None,
+            *norm_gradients,
+            *below_weights,
+            *below_bias,
+            *above_weights,
+            *above_bias,
+        )
 
 
 class Rotation(torch.autograd.Function):

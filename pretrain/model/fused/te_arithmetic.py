@@ -27,6 +27,7 @@ from pretrain.model.fused.activation import allocate, scaling_of, swiglu, swiglu
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.model.fused.norm import rms_norm
 from pretrain.model.fused.rotary import has_kernel, rotate_backward
+from pretrain.precision import products
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import Backend
 from pretrain.precision.observation import ProductObserver
@@ -74,14 +75,23 @@ class TEStackedProduct(StackedProduct):
         quantizer = self.input_quantizer(columnwise=True)
         return x if quantizer is None else quantizer(x)
 
-    def forward(self, x: Operand) -> Tensor:
+    def adds(self, x: Operand) -> bool:
+        # Whoever looks at results is to see the product alone.
+        return not self.results_watched and not self.weights.biases and products.takes(x)
+
+    def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
         weight = self._weight(refresh=self._arithmetic.context.first_microbatch or not self._arithmetic.differentiable)
-        bias = self.weights.bias(torch.bfloat16)
-        y = self._multiply("fprop", weight, x, layout="TN", bias=bias)
+        bias, inside = self.weights.bias(torch.bfloat16), None if self.results_watched else residual
+        y = None
+        if bias is None:
+            fast = self.low_precision and not split_accumulator(self._arithmetic.context.backend.te_recipe, "fprop")
+            y = products.multiply(weight, x, fast_accumulation=fast, residual=inside)
+        if y is None:
+            y, inside = self._multiply("fprop", weight, x, layout="TN", bias=bias), None
         self.show_result("forward", y, bias)
         if self.low_precision:
             self.holder.end_forward()
-        return y
+        return y if residual is inside else y.add_(residual)
 
     def gradient_quantizer(self) -> Any | None:
         """Of this product's output gradient, None in BF16."""
@@ -100,7 +110,10 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
+        # In FP8 the first algorithm is the fastest here, and everywhere for the weight's gradient.
+        dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
+        if dx is None:
+            dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
         self.show_result("dgrad", dx)
         return dx
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_
 from pretrain.model.loss.softmax_kernel import QuantizedGradient, quantized_softmax_gradient
+from pretrain.precision import products
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.transformer_engine import TransformerEngineBackend, TransformerEngineProduct, split_accumulator
 
@@ -100,7 +101,10 @@ class Fp8ChunkLoss:
         quantizer.internal = True  # no tensor that autograd would have to know
         quantizer.set_usage(rowwise=True, columnwise=gradients.weight is not None)
         x = quantizer(x)
-        logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
+        fast = not split_accumulator(self.backend.te_recipe, "fprop")
+        logits = products.multiply(self.weight, x, fast_accumulation=fast)
+        if logits is None:
+            logits, *_ = self._multiply(self.weight, x, "fprop", out_dtype=_BF16)
         watched = self.show_result if first else None
         if watched:
             watched("forward", logits)

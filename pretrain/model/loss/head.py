@@ -38,6 +38,7 @@ from foundation.errors import InputError
 from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
+from pretrain.precision import products
 from pretrain.precision.linear import LinearProduct, PrecisionContext, summing_where
 from pretrain.settings.recipe import LossSettings
 
@@ -325,7 +326,7 @@ def _torch_chunk(
     *,
     first: bool,
 ) -> Tensor:
-    logits = F.linear(hidden, weight, bias)
+    logits = products.linear(hidden, weight) if hidden.is_cuda and bias is None else F.linear(hidden, weight, bias)
     losses = gradient_(logits, labels)
     if gradients.hidden is not None:
         torch.mm(logits, weight, out=gradients.hidden)

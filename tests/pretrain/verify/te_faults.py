@@ -16,6 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from pretrain.model.fused import te_arithmetic
+from pretrain.precision import products
 from pretrain.precision.linear import holding
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Patch, fault
@@ -56,8 +57,9 @@ def held_otherwise(operand: Any, names: tuple[str, ...], change: Change | None) 
 def changing_gemms(patch: Patch, gemm: str, side: int, codes: Change | None = None, scales: Change | None = None) -> None:
     """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
     layout, *read = GEMMS[gemm]
-    for module in (te_arithmetic, importlib.import_module("transformer_engine.pytorch.module.linear")):
-        patch.setattr(module, "general_gemm", _changed(module.general_gemm, layout, side, read[side], codes, scales))
+    linear = importlib.import_module("transformer_engine.pytorch.module.linear")
+    for module, name in ((te_arithmetic, "general_gemm"), (linear, "general_gemm"), (products, "multiply")):
+        patch.setattr(module, name, _changed(getattr(module, name), layout, side, read[side], codes, scales))
 
 
 def _changed(

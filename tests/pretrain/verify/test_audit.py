@@ -208,14 +208,14 @@ def test_a_fused_product_that_multiplies_in_fp32_is_found_whatever_else_it_multi
     honest = getattr(StackedProduct, gemm)
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
-    def in_fp32(product: StackedProduct, *operands: torch.Tensor) -> Any:
+    def in_fp32(product: StackedProduct, *operands: torch.Tensor | None) -> Any:
         if honest_too:
             honest(product, *operands)
         weight = product.weights.matrix(torch.float32)
-        wide = [operand.float() for operand in operands]
+        wide = [operand.float() for operand in operands if operand is not None]  # a residual, for one
         if gemm == "weight_gradients":
             return product.weights.weight_gradients((wide[0].t() @ wide[1]).bfloat16())
-        return (F.linear(*wide, weight) if gemm == "forward" else wide[0] @ weight).bfloat16()
+        return (F.linear(wide[0], weight) if gemm == "forward" else wide[0] @ weight).bfloat16()
 
     monkeypatch.setattr(StackedProduct, gemm, in_fp32)
     message = refusal(packed, inputs, BF16)

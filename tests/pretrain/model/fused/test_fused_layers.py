@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import Arithmetic
+from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
@@ -44,6 +44,15 @@ def test_loss_and_every_gradient_are_the_unfused_models(config: dict[str, Any]) 
     largest = max(gradient.norm() for gradient in plain.values())
     for name, gradient in plain.items():
         assert (gradients[name] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), name
+
+
+def test_residuals_added_by_products_change_nothing(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch both ways are one addition of the same two numbers."""
+    (loss, gradients) = loss_and_gradients(packed(build(config), fused=True))
+    monkeypatch.setattr(StackedProduct, "adds", lambda *_: True)
+    (by_products, found) = loss_and_gradients(packed(build(config), fused=True))
+    assert by_products == loss and found.keys() == gradients.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.usefixtures("cudnn_on_a_cpu")

@@ -10,8 +10,6 @@ Source of the signatures and numbers: cublasLt.h, cublas_api.h and library_types
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from ctypes import (
     POINTER,
     byref,
@@ -27,7 +25,7 @@ from ctypes import (
     c_void_p,
     sizeof,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ import torch
 from torch import Tensor
 
 SUCCESS = 0
+ALIGNMENT = 256  # bytes, what the heuristic supposes of a tensor where it is not told
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
 _TRANSPOSE = {False: 0, True: 1}  # cublasOperation_t
@@ -43,7 +42,6 @@ _TRANSPOSE = {False: 0, True: 1}  # cublasOperation_t
 # cublasLtMatmulDescAttributes_t
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-_CAPABILITY_TILES, _CAPABILITY_CUSTOM_OPTION_MAX, _CAPABILITY_STAGES = 6, 7, 13  # cublasLtMatmulAlgoCapAttributes_t
 # cublasLtMatmulAlgoConfigAttributes_t, with the type of each.
 _SETTINGS: dict[str, tuple[int, Any]] = {
     "id": (0, c_int32),
@@ -56,7 +54,7 @@ _SETTINGS: dict[str, tuple[int, Any]] = {
     "inner_shape": (7, c_uint16),
     "cluster": (8, c_uint16),
 }
-_CLUSTERS = range(52)  # cublasLtClusterShape_t
+_FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
 
 
 class OpaqueAlgorithm(ctypes.Structure):
@@ -84,17 +82,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
     "cublasLtMatmulDescSetAttribute": [c_void_p, c_int, *_VALUE],
-    "cublasLtMatmulDescDestroy": [c_void_p],
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
-    "cublasLtMatrixLayoutDestroy": [c_void_p],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, *_VALUE],
-    "cublasLtMatmulPreferenceDestroy": [c_void_p],
     "cublasLtMatmulAlgoGetHeuristic": [c_void_p, c_void_p, *_LAYOUTS, c_void_p, c_int, POINTER(HeuristicResult), POINTER(c_int)],
     "cublasLtMatmulAlgoCheck": [c_void_p, c_void_p, *_LAYOUTS, POINTER(OpaqueAlgorithm), POINTER(HeuristicResult)],
-    "cublasLtMatmulAlgoCapGetAttribute": [POINTER(OpaqueAlgorithm), c_int, *_VALUE, POINTER(c_size_t)],
     "cublasLtMatmulAlgoConfigGetAttribute": [POINTER(OpaqueAlgorithm), c_int, *_VALUE, POINTER(c_size_t)],
-    "cublasLtMatmulAlgoConfigSetAttribute": [POINTER(OpaqueAlgorithm), c_int, *_VALUE],
     "cublasLtMatmul": [
         *(c_void_p, c_void_p),  # handle, operation
         *(c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),  # alpha, A and its layout, B and its layout
@@ -102,6 +95,9 @@ _SIGNATURES: dict[str, list[Any]] = {
         *(POINTER(OpaqueAlgorithm), c_void_p, c_size_t, c_void_p),  # algorithm, workspace and its bytes, stream
     ],
 }
+
+
+KEY_BYTES = sizeof(OpaqueAlgorithm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +110,7 @@ class Algorithm:
 
     @property
     def key(self) -> bytes:
+        """All of it, for the same version of the library on a GPU of the same kind."""
         return bytes(self.opaque)
 
 
@@ -132,6 +129,7 @@ class CublasLt:
         for name, arguments in _SIGNATURES.items():
             function = getattr(self._library, name)
             function.restype, function.argtypes = c_int, arguments
+        self.multiply = self._library.cublasLtMatmul
 
     @property
     def version(self) -> int:
@@ -162,76 +160,41 @@ class CublasLt:
                 found[name] = int(value.value)
         return found
 
-    def with_setting(self, algorithm: Algorithm, name: str, number: int) -> OpaqueAlgorithm | None:
-        """A copy that differs in one setting; None where the setting takes no such number."""
-        attribute, kind = _SETTINGS[name]
-        changed, value = OpaqueAlgorithm.from_buffer_copy(algorithm.opaque), kind(number)
-        status = self.status("cublasLtMatmulAlgoConfigSetAttribute", changed, attribute, byref(value), sizeof(value))
-        return changed if status == SUCCESS else None
-
-    def numbers(self, algorithm: Algorithm) -> dict[str, list[int]]:
-        """The numbers that some settings may take, as the algorithm states them."""
-        most = self._capability(algorithm, _CAPABILITY_CUSTOM_OPTION_MAX, c_int32)
-        return {
-            "tile": self._capability(algorithm, _CAPABILITY_TILES, c_uint32),
-            "stages": self._capability(algorithm, _CAPABILITY_STAGES, c_uint32),
-            "custom": list(range(min(most[0], 31) + 1)) if most else [],
-            "swizzle": [0, 1],
-            "cluster": list(_CLUSTERS),
-        }
-
-    def _capability(self, algorithm: Algorithm, attribute: int, kind: Any) -> list[int]:
-        written = c_size_t()
-        get = "cublasLtMatmulAlgoCapGetAttribute"
-        if self.status(get, algorithm.opaque, attribute, None, 0, byref(written)) != SUCCESS or not written.value:
-            return []
-        values = (kind * (written.value // sizeof(kind)))()
-        status = self.status(get, algorithm.opaque, attribute, byref(values), sizeof(values), byref(written))
-        return [int(value) for value in values] if status == SUCCESS else []
-
-    @contextmanager
     def matmul(
         self,
         sizes: tuple[int, int, int],
         types: tuple[torch.dtype, torch.dtype, torch.dtype],
         transposed: tuple[bool, bool],
-        scales: tuple[Tensor, Tensor] | None = None,
         *,
         fast_accumulation: bool = False,
-    ) -> Iterator[Matmul]:
+    ) -> Matmul:
         """The product of `sizes` (m, n, k), of a and b into d with these `types`, c like d; accumulated and scaled in FP32.
 
-        `scales`: for FP8, one FP32 number on the device for each of a and b, which their codes are multiplied by.
+        What describes it to cublasLt is some hundred bytes, which stay until the process ends.
         """
         m, n, k = sizes
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
-        with ExitStack() as stack:
+        operation = self._make("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
+        self.set_value("MatmulDesc", operation, _DESC_TRANSPOSE_A, c_int32(_TRANSPOSE[transposed[0]]))
+        self.set_value("MatmulDesc", operation, _DESC_TRANSPOSE_B, c_int32(_TRANSPOSE[transposed[1]]))
+        if fast_accumulation:
+            self.set_value("MatmulDesc", operation, _DESC_FAST_ACCUMULATION, c_int8(1))
+        layouts = [
+            self._make("MatrixLayout", _TYPES[dtype], rows, columns, rows)
+            for (rows, columns), dtype in zip(shapes, types, strict=True)
+        ]
+        return Matmul(self, operation, (*layouts, layouts[-1]), self._make("MatmulPreference"))
 
-            def make(kind: str, *arguments: Any) -> c_void_p:
-                made = c_void_p()
-                self.require(f"cublasLt{kind}Create", byref(made), *arguments)
-                stack.callback(self.require, f"cublasLt{kind}Destroy", made)
-                return made
+    def _make(self, kind: str, *arguments: Any) -> c_void_p:
+        made = c_void_p()
+        self.require(f"cublasLt{kind}Create", byref(made), *arguments)
+        return made
 
-            def set_value(kind: str, where: c_void_p, attribute: int, value: Any) -> None:
-                self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
-
-            operation = make("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
-            set_value("MatmulDesc", operation, _DESC_TRANSPOSE_A, c_int32(_TRANSPOSE[transposed[0]]))
-            set_value("MatmulDesc", operation, _DESC_TRANSPOSE_B, c_int32(_TRANSPOSE[transposed[1]]))
-            if scales is not None:
-                set_value("MatmulDesc", operation, _DESC_FAST_ACCUMULATION, c_int8(fast_accumulation))
-                for attribute, scale in zip((_DESC_SCALE_A, _DESC_SCALE_B), scales, strict=True):
-                    set_value("MatmulDesc", operation, attribute, c_void_p(scale.data_ptr()))
-            layouts = [
-                make("MatrixLayout", _TYPES[dtype], rows, columns, rows)
-                for (rows, columns), dtype in zip(shapes, types, strict=True)
-            ]
-            preference = make("MatmulPreference")
-            yield Matmul(self, operation, (*layouts, layouts[-1]), preference)
+    def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
+        self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Matmul:
     """A product as cublasLt describes it. Its tensors are the caller's: contiguous, of these sizes and types, on one device."""
 
@@ -239,12 +202,22 @@ class Matmul:
     operation: c_void_p
     layouts: tuple[c_void_p, ...]  # of A, B, C and D
     preference: c_void_p
+    _scales: tuple[int, ...] = field(default=(), init=False)  # where they are, as cublasLt was last told
+
+    def set_scales(self, *scales: Tensor) -> None:
+        """For FP8, one FP32 number on the device for each of a and b, which their codes are multiplied by. They must be where
+        they are until the products of these scales are done."""
+        places = tuple(scale.data_ptr() for scale in scales)
+        if places == self._scales:
+            return
+        for attribute, place in zip((_DESC_SCALE_A, _DESC_SCALE_B), places, strict=True):
+            self.library.set_value("MatmulDesc", self.operation, attribute, c_void_p(place))
+        self._scales = places
 
     def named_by_heuristic(self, count: int, workspace: int) -> list[Algorithm]:
-        """Up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first."""
-        value = c_uint64(workspace)
-        place = (self.preference, _PREFERENCE_WORKSPACE_BYTES, byref(value), sizeof(value))
-        self.library.require("cublasLtMatmulPreferenceSetAttribute", *place)
+        """Up to `count` algorithms that need no more than `workspace` bytes, the fastest by cublasLt's estimate first. They take
+        tensors that begin at a multiple of ALIGNMENT bytes."""
+        self.library.set_value("MatmulPreference", self.preference, _PREFERENCE_WORKSPACE_BYTES, c_uint64(workspace))
         results, found = (HeuristicResult * count)(), c_int()
         problem = (self.library.handle, self.operation, *self.layouts, self.preference)
         self.library.require("cublasLtMatmulAlgoGetHeuristic", *problem, count, results, byref(found))
@@ -254,30 +227,26 @@ class Matmul:
             if result.state == SUCCESS
         ]
 
-    def neighbours(self, algorithm: Algorithm, workspace: int) -> list[Algorithm]:
-        """Algorithms that differ from this one in one setting, and that cublasLt says it can run in `workspace` bytes."""
-        found = []
-        for name, numbers in self.library.numbers(algorithm).items():
-            for number in numbers:
-                changed, result = self.library.with_setting(algorithm, name, number), HeuristicResult()
-                if changed is None or bytes(changed) == algorithm.key:
-                    continue
-                problem = (self.library.handle, self.operation, *self.layouts)
-                status = self.library.status("cublasLtMatmulAlgoCheck", *problem, changed, byref(result))
-                if status == SUCCESS and result.workspace <= workspace:
-                    found.append(Algorithm(changed, result.workspace, f"{algorithm.source}, {name} {number}"))
-        return found
+    def restored(self, key: bytes, workspace: int) -> Algorithm | None:
+        """The algorithm that had this `key` in another process; None where cublasLt refuses it, or it needs more than `workspace`
+        bytes."""
+        opaque, result = OpaqueAlgorithm.from_buffer_copy(key), HeuristicResult()
+        problem = (self.library.handle, self.operation, *self.layouts)
+        status = self.library.status("cublasLtMatmulAlgoCheck", *problem, opaque, byref(result))
+        if status != SUCCESS or result.state != SUCCESS or result.workspace > workspace:
+            return None
+        return Algorithm(opaque, result.workspace, "restored")
 
-    def run(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: Algorithm, workspace: Tensor) -> int:
-        """d = a b + beta c on torch's current stream; a cublasStatus_t, other than 0 where nothing was started."""
-        one, factor = c_float(1.0), c_float(beta)
+    def run(
+        self, a: Tensor, b: Tensor, c: Tensor, d: Tensor, beta: float, algorithm: Algorithm, workspace: Tensor, stream: int
+    ) -> int:
+        """d = a b + beta c on `stream`, beta being 0 or 1; a cublasStatus_t, other than 0 where nothing was started."""
         layout_a, layout_b, layout_c, layout_d = self.layouts
-        return self.library.status(
-            "cublasLtMatmul",
+        return self.library.multiply(
             *(self.library.handle, self.operation),
-            *(byref(one), a.data_ptr(), layout_a, b.data_ptr(), layout_b),
-            *(byref(factor), c.data_ptr(), layout_c, d.data_ptr(), layout_d),
-            *(algorithm.opaque, workspace.data_ptr(), workspace.numel(), torch.cuda.current_stream().cuda_stream),
+            *(_FACTORS[1.0], a.data_ptr(), layout_a, b.data_ptr(), layout_b),
+            *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
+            *(algorithm.opaque, workspace.data_ptr(), workspace.numel(), stream),
         )
 
 

@@ -1,0 +1,347 @@
+"""Factor products by the fastest of cublasLt's algorithms, found by trying them, where Transformer Engine takes the first named.
+
+The heuristic of cublasLt names some eight algorithms for a product. Which is the fastest depends on shape, clock and power, and
+it is often not the first: `docs/performance.md` has the figures. So the first product of a kind is computed by each of them, in
+turns and in place. What is found is kept in a file for this GPU and this version of the library, and the next start reads it.
+
+A product may also add a residual, d = a b + c with c apart from d, which spares the kernel that would add it.
+
+Whatever does not fit here is left to Transformer Engine: `multiply` returns None and has done nothing. So it is where runs are to
+repeat their bits (`deterministic: true`), as times would choose them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from foundation.files import cache_folder, replace_file
+from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES, SUCCESS, Algorithm, CublasLt, CublasLtError, Matmul
+
+_BF16 = torch.bfloat16
+_FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # by Transformer Engine's names
+_ASKED = 16  # algorithms, of which the heuristic names half
+_ROUNDS = 5
+_LEAST_GAIN = 0.01  # below it the first named stays
+_LARGEST_ERROR = 0.01  # of the norm, between two algorithms; BF16 outputs and FP8's accumulators stay under a third of it
+_COMPARED_ROWS = 64
+_HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
+_MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
+_BF16_SINCE, _FP8_ON = (8, 0), (9, 0)  # compute capabilities; Blackwell's FP8 products read operands in other ways
+
+
+class Factor(NamedTuple):
+    """An operand as it lies in memory, [rows, inner] or [inner, rows]."""
+
+    values: Tensor  # BF16, or bytes
+    dtype: torch.dtype
+    scale: Tensor | None  # of FP8 codes, FP32 [1]
+
+
+class Problem(NamedTuple):
+    """What two products that take one algorithm have in common; the letters are those of pretrain.precision.cublaslt."""
+
+    m: int
+    n: int
+    k: int
+    types: tuple[torch.dtype, torch.dtype]  # of a and b; c and d are BF16
+    transposed: tuple[bool, bool]
+    fast_accumulation: bool
+    adds: bool  # c
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        types = " x ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
+        layout = "".join("NT"[transposed] for transposed in self.transposed)
+        options = " fast" * self.fast_accumulation + " + residual" * self.adds
+        return f"{self.m} x {self.n} x {self.k} {layout} {types}{options}"
+
+
+class _Chosen(NamedTuple):
+    matmul: Matmul
+    algorithm: Algorithm
+
+
+# ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def multiply(
+    left: Any, right: Any, *, layout: str = "TN", fast_accumulation: bool = False, residual: Tensor | None = None
+) -> Tensor | None:
+    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where Transformer Engine has to.
+
+    As its general_gemm: `left` lies as [m, k] if `layout` begins with T, else as [k, m]; `right` as [n, k] if it ends with N,
+    else as [k, n]. Tensors in BF16, or Transformer Engine's with one scale and TN. `residual` [n, m] BF16 stays as it was.
+    `fast_accumulation`: of FP8 products, in the tensor cores alone.
+    """
+    options = {"fast_accumulation": fast_accumulation, "residual": residual}
+    return generic_multiply(left, layout[0] == "T", right, layout[1] == "T", **options)
+
+
+def generic_multiply(
+    left: Any,
+    transposes_left: bool,
+    right: Any,
+    transposes_right: bool,
+    *,
+    fast_accumulation: bool,
+    residual: Tensor | None,
+) -> Tensor | None:
+    """`multiply`, where an observer looks on; looked up at each call."""
+    if not enabled():
+        return None
+    a, b = _factor(left), _factor(right)
+    if a is None or b is None:
+        return None
+    problem = problem_of(a, b, (transposes_left, transposes_right), residual, fast_accumulation=fast_accumulation)
+    products = _of_device(a.values.device)
+    return products.multiply(problem, a, b, residual) if products and problem else None
+
+
+@torch.library.custom_op("pretrain::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; an operation of torch's, so that the audit sees it.
+    Not differentiable."""
+    y = multiply(weight, x)
+    return F.linear(x, weight) if y is None else y
+
+
+def takes(operand: Any) -> bool:
+    """Whether `multiply` is for such operands, on this GPU and in this run; a single product may still be none for it."""
+    if not enabled():
+        return False
+    factor = _factor(operand)
+    products = None if factor is None else _of_device(factor.values.device)
+    return products is not None and products.multiplies(factor.dtype)
+
+
+def enabled() -> bool:
+    """Whether times may choose how this run computes."""
+    return not torch.are_deterministic_algorithms_enabled()
+
+
+def describe() -> str | None:
+    """For the audit: how many algorithms were found in which way so far. None: none."""
+    made = [products for products in _by_device.values() if products]
+    searched, read = (sum(getattr(products, name) for products in made) for name in ("searched", "read"))
+    parts = [f"{searched} searched"] * bool(searched) + [f"{read} from the file of an earlier search"] * bool(read)
+    return " and ".join(parts) or None
+
+
+# ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _factor(operand: Any) -> Factor | None:
+    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor."""
+    if type(operand) in (Tensor, nn.Parameter):
+        return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
+    data = getattr(operand, "_data", None)
+    if not isinstance(data, Tensor) or not data.is_cuda:
+        return None
+    te = sys.modules["transformer_engine.pytorch"]
+    if not isinstance(operand, te.Float8TensorStorage):
+        return None
+    return Factor(data, _FP8[te.DType.cast(operand._fp8_dtype).name], operand._scale_inv)
+
+
+def problem_of(
+    a: Factor, b: Factor, transposed: tuple[bool, bool], residual: Tensor | None, *, fast_accumulation: bool
+) -> Problem | None:
+    """What the product of `a` and `b` is; None where cublasLt would not take it as they lie."""
+    if a.values.dim() != 2 or b.values.dim() != 2:
+        return None
+    is_fp8 = a.dtype != _BF16
+    if is_fp8 != (b.dtype != _BF16) or (is_fp8 and transposed != (True, False)):
+        return None
+    (m, k), (n, inner) = (
+        shape if along else shape[::-1] for shape, along in ((a.values.shape, transposed[0]), (b.values.shape, not transposed[1]))
+    )
+    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, is_fp8 and fast_accumulation, residual is not None)
+    if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
+        return None
+    if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
+        return None
+    tensors = [tensor for tensor in (a.values, b.values, residual) if tensor is not None]
+    scales = [factor.scale for factor in (a, b) if is_fp8]
+    if any(scale is None or scale.numel() != 1 or scale.dtype != torch.float32 for scale in scales):
+        return None
+    fits = all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
+    return problem if fits and len({tensor.device for tensor in (*tensors, *scales)}) == 1 else None
+
+
+# ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Products:
+    """The products of one GPU, on the stream on which the first of them is computed: they share a workspace."""
+
+    def __init__(self, device: torch.device, folder: Path) -> None:
+        """`device` is the current one. CublasLtError or OSError where its library cannot be used."""
+        self.searched = self.read = 0
+        self._device, self._library = device, CublasLt()
+        self._capability = torch.cuda.get_device_capability(device)
+        self._stream = torch.cuda.current_stream(device).cuda_stream
+        self._bytes = 32 * 2**20 + 1024 if self._capability >= _FP8_ON else 4 * 2**20  # as Transformer Engine's
+        self._workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
+        self._choices = KeptChoices(folder, torch.cuda.get_device_name(device), self._library.version)
+        self._chosen: dict[Problem, _Chosen | None] = {}
+
+    def multiplies(self, dtype: torch.dtype) -> bool:
+        return self._capability >= _BF16_SINCE if dtype == _BF16 else self._capability == _FP8_ON
+
+    def multiply(self, problem: Problem, a: Factor, b: Factor, residual: Tensor | None) -> Tensor | None:
+        """As the function; None where cublasLt refuses, in which case nothing was started."""
+        if problem in self._chosen and self._chosen[problem] is None:
+            return None
+        device = self._device.index
+        stream = torch.cuda.current_stream().cuda_stream
+        if torch.cuda.current_device() != device or stream != self._stream or not self.multiplies(a.dtype):
+            return None
+        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device)
+        if problem not in self._chosen:
+            try:
+                self._chosen[problem] = self._choose(problem, a, b, residual, d)
+            except CublasLtError:
+                self._chosen[problem] = None
+        chosen = self._chosen[problem]
+        if chosen is None or self._run(chosen, a, b, residual, d) != SUCCESS:
+            self._chosen[problem] = None
+            return None
+        return d
+
+    def _run(self, chosen: _Chosen, a: Factor, b: Factor, residual: Tensor | None, d: Tensor) -> int:
+        matmul, algorithm = chosen
+        if a.scale is not None:
+            matmul.set_scales(a.scale, b.scale)
+        c, beta = (d, 0.0) if residual is None else (residual, 1.0)
+        return matmul.run(a.values, b.values, c, d, beta, algorithm, self._workspace, self._stream)
+
+    def _choose(self, problem: Problem, a: Factor, b: Factor, residual: Tensor | None, d: Tensor) -> _Chosen | None:
+        """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once."""
+        sizes, types = (problem.m, problem.n, problem.k), (*problem.types, _BF16)
+        matmul = self._library.matmul(sizes, types, problem.transposed, fast_accumulation=problem.fast_accumulation)
+        if a.scale is not None:  # not all algorithms can scale
+            matmul.set_scales(a.scale, b.scale)
+        kept = self._choices.get(problem)
+        if kept and (algorithm := matmul.restored(kept, self._bytes)):
+            self.read += 1
+            return _Chosen(matmul, algorithm)
+        named = [_Chosen(matmul, algorithm) for algorithm in matmul.named_by_heuristic(_ASKED, self._bytes)]
+        runs = [(chosen, functools.partial(self._run, chosen, a, b, residual, d)) for chosen in named]
+        usable, finite = _agreeing(runs, d)
+        if not usable:
+            return None
+        best, _ = usable[fastest(_times([run for _, run in usable])) if len(usable) > 1 else 0]
+        self.searched += 1
+        if finite:  # else no other was compared
+            self._choices.keep(problem, best.algorithm.key)
+        return best
+
+
+_Run = tuple[_Chosen, Callable[[], int]]
+
+
+def _agreeing(runs: Sequence[_Run], d: Tensor) -> tuple[list[_Run], bool]:
+    """Those that run and write into d what the first of them does, but for rounding; and whether that is finite."""
+    rows = slice(0, None, max(1, len(d) // _COMPARED_ROWS))  # from all over it
+    ran, excesses, expected = [], [], None
+    for chosen, run in runs:
+        if run() != SUCCESS:
+            continue
+        found = d[rows].float()
+        expected = found if expected is None else expected
+        ran.append((chosen, run))
+        excesses.append((found - expected).norm() - _LARGEST_ERROR * expected.norm())
+    if not ran:
+        return [], False
+    found = torch.stack(excesses).tolist()
+    return [ran[0], *(each for each, excess in zip(ran[1:], found[1:], strict=True) if excess <= 0)], math.isfinite(found[0])
+
+
+def fastest(times: Sequence[Sequence[float]]) -> int:
+    """The number of the algorithm with the least median, if that is worth a change from number 0."""
+    medians = [statistics.median(each) for each in times]
+    best = medians.index(min(medians))
+    return best if medians[best] < (1 - _LEAST_GAIN) * medians[0] else 0
+
+
+def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
+    """Milliseconds by launch and round; rounds go through them forth and back, as clocks move with power."""
+    marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
+    torch.cuda._sleep(_HEAD_START)
+    for turn in range(_ROUNDS):
+        for index in range(len(launches)) if turn % 2 == 0 else reversed(range(len(launches))):
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            launches[index]()
+            ended.record()
+            marks[index].append((begun, ended))
+    torch.cuda.synchronize()
+    return [[begun.elapsed_time(ended) for begun, ended in pairs] for pairs in marks]
+
+
+def _of_device(device: torch.device) -> Products | None:
+    """Those of the current device; None for another one, and where cublasLt cannot be called."""
+    return _products(device.index) if device.index == torch.cuda.current_device() else None
+
+
+def _products(index: int) -> Products | None:
+    if index not in _by_device:
+        try:
+            _by_device[index] = Products(torch.device("cuda", index), cache_folder("products"))
+        except (CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
+            _by_device[index] = None
+    return _by_device[index]
+
+
+_by_device: dict[int, Products | None] = {}
+
+
+# ── The file ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class KeptChoices:
+    """The algorithms that were found for one GPU and one version of the library, in a file of `folder`.
+
+    Several processes may write it: each adds its own to what is there, and whoever reads sees a whole file. What one of them
+    writes at the moment in which another does may be lost, and is searched again. A file that is damaged, or of another format,
+    counts as none, and so does a folder that cannot be written to."""
+
+    def __init__(self, folder: Path, gpu: str, version: int) -> None:
+        self.path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '_', gpu)}-cublaslt-{version}.json"
+        self._header = {"gpu": gpu, "cublaslt": version}
+        self._keys = self._read()
+
+    def get(self, problem: Problem) -> bytes | None:
+        """The `Algorithm.key` that was kept for `problem`."""
+        return self._keys.get(problem.key)
+
+    def keep(self, problem: Problem, key: bytes) -> None:
+        self._keys = self._read() | self._keys | {problem.key: key}
+        algorithms = {name: key.hex() for name, key in sorted(self._keys.items())}
+        with suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, (json.dumps(self._header | {"algorithms": algorithms}, indent=1) + "\n").encode())
+
+    def _read(self) -> dict[str, bytes]:
+        try:
+            found = json.loads(self.path.read_bytes())
+            algorithms = found.pop("algorithms")
+            keys = {name: bytes.fromhex(key) for name, key in algorithms.items()}
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
+            return {}
+        fits = found == self._header and all(len(key) == KEY_BYTES for key in keys.values())
+        return keys if fits else {}

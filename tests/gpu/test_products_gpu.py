@@ -1,0 +1,251 @@
+"""Products by searched algorithms on a GPU: their values, what a second start reads, and when others compute."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.model.fused import layers
+from pretrain.precision import products
+from pretrain.precision.cublaslt import CublasLt, CublasLtError
+from pretrain.precision.products import Products
+from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
+from tests.pretrain.model.fused.fused_models import inputs
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+N, M, K = 1024, 768, 512
+SHAPES = {"TN": ((M, K), (N, K)), "NN": ((K, M), (N, K)), "NT": ((K, M), (K, N))}
+ROUNDING = 0.01  # of the norm: BF16 outputs, and FP8's fast accumulators
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing searched yet, and a cache folder of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(products, "_by_device", {})
+    torch.ones(16, 16, device="cuda", dtype=BF16) @ torch.ones(16, 16, device="cuda", dtype=BF16)  # torch loads cublasLt
+    return tmp_path / "pretrain/products"
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", dtype=BF16, generator=generator)
+
+
+def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
+    """Transformer Engine's tensor of these values, and what its codes stand for in FP32."""
+    te = pytest.importorskip("transformer_engine.pytorch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FP8 products of Hopper")
+    scale_inv = values.abs().amax().float().reshape(1) / torch.finfo(dtype).max
+    codes = (values.float() / scale_inv).to(dtype)
+    name = te.DType.kFloat8E4M3 if dtype == E4M3 else te.DType.kFloat8E5M2
+    parts = {"data": codes.view(torch.uint8), "data_transpose": None, "fp8_scale_inv": scale_inv}
+    return te.Float8TensorStorage(**parts, fp8_dtype=name, fake_dtype=BF16), codes.float() * scale_inv
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.float() - expected).norm() / expected.norm()).item()
+
+
+def only() -> Products:
+    """Those of this GPU."""
+    (made,) = products._by_device.values()
+    assert made is not None
+    return made
+
+
+# ── Values ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("layout", SHAPES)
+def test_in_bf16_it_is_the_product_in_fp32(layout: str, adds: bool):
+    left, right = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES[layout]))
+    residual = draw(N, M, seed=2) if adds else None
+    before = None if residual is None else residual.clone()
+    matrix = left.t() if layout[0] == "T" else left
+    expected = (right.t() if layout[1] == "T" else right).float() @ matrix.float() + (residual.float() if adds else 0)
+    for _ in range(2):  # searched, and then known
+        y = products.multiply(left, right, layout=layout, residual=residual)
+        assert y is not None and y.shape == (N, M) and relative(y, expected) < ROUNDING
+    assert before is None or torch.equal(residual, before)
+    assert (only().searched, only().read) == (1, 0)
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("types", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)])
+def test_in_fp8_it_is_the_product_of_the_decoded_operands(types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool):
+    (left, a), (right, b) = (in_codes(draw(*shape), dtype) for shape, dtype in zip(SHAPES["TN"], types, strict=True))
+    residual = 10 * draw(N, M, seed=2) if adds else None
+    expected = b @ a.t() + (residual.float() if adds else 0)
+    y = products.multiply(left, right, fast_accumulation=fast, residual=residual)
+    assert y is not None and relative(y, expected) < ROUNDING
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    theirs = general_gemm(left, right, out_dtype=BF16, layout="TN", use_split_accumulator=not fast)[0]
+    theirs = theirs if residual is None else theirs + residual
+    assert relative(y, theirs.float()) < ROUNDING
+
+
+def test_scales_that_change_between_calls_are_honoured():
+    (left, a), (right, b) = (in_codes(draw(*shape), E4M3) for shape in SHAPES["TN"])
+    expected = b @ a.t()
+    for factor in (1.0, 4.0, 0.5):
+        left._scale_inv = left._scale_inv * factor  # another place
+        expected = expected * factor
+        assert relative(products.multiply(left, right), expected) < ROUNDING
+        right._scale_inv.mul_(2)  # another number in the same place
+        expected = expected * 2
+        assert relative(products.multiply(left, right), expected) < ROUNDING
+    assert only().searched == 1
+
+
+def test_a_linear_of_torch_is_the_same_but_for_rounding():
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    assert relative(products.linear(x, weight), F.linear(x, weight).float()) < ROUNDING
+    assert only().searched == 1
+
+
+# ── What is kept ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_start_reads_what_the_first_has_found(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    first = products.multiply(weight, x)
+    products.multiply(weight, x, residual=draw(N, M))
+    assert (only().searched, only().read) == (2, 0) and len([*folder.iterdir()]) == 1
+    assert products.describe() == "2 searched"
+    products._by_device.clear()
+    monkeypatch.setattr(products, "_times", lambda runs: pytest.fail("it was searched again"))
+    assert torch.equal(products.multiply(weight, x), first)
+    products.multiply(weight, x, residual=draw(N, M))
+    assert (only().searched, only().read) == (0, 2)
+    assert products.describe() == "2 from the file of an earlier search"
+
+
+def test_an_algorithm_that_the_library_refuses_is_searched_again(folder: Path):
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    products.multiply(weight, x)
+    (path,) = folder.iterdir()
+    key = only()._choices.get(next(iter(only()._chosen)))
+    path.write_text(path.read_text().replace(key.hex(), "ff" * len(key)))
+    products._by_device.clear()
+    assert relative(products.multiply(weight, x), x.float() @ weight.float().t()) < ROUNDING
+    assert (only().searched, only().read) == (1, 0)
+
+
+def test_overflown_operands_are_computed_and_not_kept(folder: Path):
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    x[0, 0] = torch.inf
+    assert not products.multiply(weight, x).isfinite().all()
+    assert only().searched == 1 and not folder.exists()
+
+
+# ── When others compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_where_bits_are_to_repeat_nothing_is_searched():
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    assert products.multiply(weight, x) is None and not products.takes(x)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    assert products._by_device == {} and products.describe() is None
+
+
+def test_another_stream_is_left_to_others():
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    assert products.multiply(weight, x) is not None
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert products.multiply(weight, x) is None
+    assert products.multiply(weight, x) is not None
+
+
+def test_another_device_is_left_to_others():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x, weight = (draw(*shape).to("cuda:1") for shape in ((N, K), (M, K)))
+    assert products.multiply(weight, x) is None
+    with torch.cuda.device(1):
+        assert products.multiply(weight, x) is not None
+
+
+def test_a_call_that_fails_leaves_the_product_to_others(monkeypatch: pytest.MonkeyPatch):
+    x, weight = draw(N, K), draw(M, K, seed=1)
+    assert products.multiply(weight, x) is not None
+    monkeypatch.setattr(only()._library, "multiply", lambda *_: 14)  # CUBLAS_STATUS_INTERNAL_ERROR
+    assert products.multiply(weight, x) is None
+    products._by_device.clear()
+
+    def refuse(*_: Any) -> None:
+        raise CublasLtError("no library")
+
+    monkeypatch.setattr(CublasLt, "__init__", refuse)
+    assert products.multiply(weight, x) is None and not products.takes(x)
+
+
+# ── In fused layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "delayed", "current", "block"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "gpt2"])
+def test_fused_layers_give_what_they_give_by_transformer_engines_products(
+    name: str, recipe: str, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("transformer_engine.pytorch")
+    searched = train(assemble(larger(name), recipe, fused=True), steps=3)
+    used = products.describe() is not None
+    monkeypatch.setattr(products, "enabled", lambda: False)
+    plain = train(assemble(larger(name), recipe, fused=True), steps=3)
+    assert searched[0] == pytest.approx(plain[0], rel=2e-3)
+    assert min(cosines(searched[1], plain[1]).values()) > (0.995 if recipe == "bf16" else 0.97)
+    direct = name != "gpt2" and (recipe == "bf16" or (recipe != "block" and torch.cuda.get_device_capability() == (9, 0)))
+    assert used >= direct  # the head in BF16 is always computed so
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_residuals_are_added_by_the_products_unless_results_are_watched(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("transformer_engine.pytorch")
+    if recipe == "current" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FP8 products of Hopper")
+    packed = assemble(larger("llama"), recipe, fused=True)
+    residuals: list[bool] = []
+    direct = products.multiply
+
+    def counted(*operands: Any, residual: Tensor | None = None, **options: Any) -> Tensor | None:
+        residuals.append(residual is not None)
+        return direct(*operands, residual=residual, **options)
+
+    monkeypatch.setattr(products, "multiply", counted)
+    batch = inputs(packs=4, seed=0, device="cuda", length=256)
+    loss = packed(**batch)
+    assert sum(residuals) == 2 * len(packed.fused.layers)
+    if recipe == "bf16":
+        return
+    seen: dict[str, Tensor] = {}
+    packed.context.result_observers.append(lambda name, gemm, result, bias: seen.setdefault(f"{name} {gemm}", result.clone()))
+    residuals.clear()
+    again = packed(**batch)
+    assert not any(residuals) and len(seen) == len(packed.fused.products)
+    assert again.item() == pytest.approx(loss.item(), rel=2e-3)
+    output = packed.fused.layers[next(iter(packed.fused.layers))].output
+    assert isinstance(output, layers.StackedProduct) and seen[f"{output.name} forward"].norm() > 0

@@ -1,0 +1,164 @@
+"""Products by searched algorithms: what is taken, what is kept in the file, and what is left to others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pretrain.precision import products
+from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES
+from pretrain.precision.products import Factor, KeptChoices, Problem, fastest, problem_of
+
+BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+PROBLEM = Problem(64, 32, 16, (E4M3, E4M3), (True, False), True, False)
+KEY = bytes(range(KEY_BYTES))
+
+
+def aligned(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
+    """A tensor that begins `offset` elements after a multiple of ALIGNMENT bytes."""
+    size = torch.Size(shape).numel()
+    storage = torch.zeros(size + 2 * ALIGNMENT, dtype=dtype)
+    begin = -storage.data_ptr() % ALIGNMENT // dtype.itemsize + offset
+    return storage[begin : begin + size].view(shape)
+
+
+def factor(*shape: int, dtype: torch.dtype = BF16) -> Factor:
+    if dtype == BF16:
+        return Factor(aligned(*shape), BF16, None)
+    return Factor(aligned(*shape, dtype=torch.uint8), dtype, torch.ones(1))
+
+
+# ── What is taken ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(sizes=st.tuples(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3), transposed=st.tuples(st.booleans(), st.booleans()))
+def test_a_product_of_whole_sixteens_is_taken_as_it_lies(sizes: tuple[int, int, int], transposed: tuple[bool, bool]):
+    m, n, k = sizes
+    a, b = factor(*((m, k) if transposed[0] else (k, m))), factor(*((k, n) if transposed[1] else (n, k)))
+    found = problem_of(a, b, transposed, None, fast_accumulation=True)
+    expected = Problem(m, n, k, (BF16, BF16), transposed, False, False)
+    assert found == (expected if all(size % 16 == 0 for size in sizes) else None)
+
+
+@given(types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2), fast=st.booleans(), adds=st.booleans())
+def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
+    types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool
+):
+    a, b = factor(64, 16, dtype=types[0]), factor(32, 16, dtype=types[1])
+    residual = aligned(32, 64) if adds else None
+    assert problem_of(a, b, (True, False), residual, fast_accumulation=fast) == Problem(
+        64, 32, 16, types, (True, False), fast, adds
+    )
+    for transposed in ((False, False), (False, True), (True, True)):
+        assert problem_of(a, b, transposed, residual, fast_accumulation=fast) is None
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "residual"),
+    [
+        (factor(64, 16), factor(32, 48), None),  # another inner size
+        (factor(64, 16), factor(0, 16), None),
+        (factor(64, 16), factor(32, 16, dtype=E4M3), None),
+        (factor(64, 16), Factor(aligned(2, 16, 16), BF16, None), None),
+        (factor(64, 16), Factor(aligned(32, 16, offset=8), BF16, None), None),  # where the heuristic supposes more
+        (factor(64, 16), Factor(aligned(16, 32).t(), BF16, None), None),
+        (factor(64, 16), factor(32, 16), aligned(64, 32)),
+        (factor(64, 16), factor(32, 16), aligned(32, 64, dtype=torch.float32)),
+        (factor(64, 16), factor(32, 16), aligned(32, 64, offset=8)),
+        (factor(64, 16, dtype=E4M3), factor(32, 16, dtype=E4M3)._replace(scale=torch.ones(2)), None),
+        (factor(64, 16, dtype=E4M3), factor(32, 16, dtype=E4M3)._replace(scale=None), None),
+    ],
+)
+def test_what_cublaslt_would_not_take_as_it_lies_is_left(left: Factor, right: Factor, residual: Tensor | None):
+    assert problem_of(left, right, (True, False), residual, fast_accumulation=False) is None
+
+
+def test_tensors_that_are_on_no_gpu_are_left_to_torch():
+    x, weight = aligned(32, 16).normal_(), aligned(64, 16).normal_()
+    assert products.multiply(weight, x) is None and not products.takes(x)
+    assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+
+
+@given(
+    one=st.builds(
+        Problem,
+        *[st.integers(1, 3).map(lambda n: 16 * n)] * 3,
+        st.tuples(*[st.sampled_from([BF16, E4M3, E5M2])] * 2),
+        st.tuples(st.booleans(), st.booleans()),
+        st.booleans(),
+        st.booleans(),
+    ),
+    field=st.sampled_from(Problem._fields),
+)
+def test_products_that_differ_have_different_names(one: Problem, field: str):
+    value = getattr(one, field)
+    if field == "types":
+        other = one._replace(types=(E5M2 if value[0] != E5M2 else BF16, value[1]))
+    elif field == "transposed":
+        other = one._replace(transposed=(value[0], not value[1]))
+    else:
+        other = one._replace(**{field: not value if isinstance(value, bool) else value + 16})
+    assert one.key != other.key and one.key == Problem(*one).key
+
+
+# ── Which is taken ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_least_median_wins_where_it_is_worth_a_change():
+    assert fastest([[10.0, 10.0, 10.0], [9.0, 30.0, 9.5], [9.6, 9.6, 9.6]]) == 1
+    assert fastest([[10.0], [9.95], [10.5]]) == 0
+    assert fastest([[10.0]]) == 0
+
+
+# ── The file ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_one_process_found_another_reads(tmp_path: Path):
+    first, second = (KeptChoices(tmp_path / "products", "NVIDIA H200 (80%)", 130100) for _ in range(2))
+    assert first.get(PROBLEM) is None
+    first.keep(PROBLEM, KEY)
+    other = PROBLEM._replace(adds=True)
+    second.keep(other, KEY[::-1])  # which began before the first had written
+    third = KeptChoices(tmp_path / "products", "NVIDIA H200 (80%)", 130100)
+    assert (third.get(PROBLEM), third.get(other)) == (KEY, KEY[::-1])
+    assert third.path.name == "NVIDIA_H200_80_-cublaslt-130100.json" and [*third.path.parent.iterdir()] == [third.path]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: text.replace("130100", "130200"),
+        lambda text: text.replace("NVIDIA H200", "NVIDIA H100"),
+        lambda text: text.replace(KEY.hex(), KEY.hex()[2:]),
+        lambda text: text.replace(KEY.hex(), "no number"),
+        lambda text: json.dumps({**json.loads(text), "algorithms": [1]}),
+        lambda text: json.dumps({**json.loads(text), "algorithms": {"a": 1}}),
+        lambda text: json.dumps([text]),
+        lambda text: "",
+        lambda text: "[" * 100_000,
+        lambda text: "\x00\xff",
+    ],
+)
+def test_a_damaged_file_and_that_of_another_gpu_or_library_count_as_none_and_are_replaced(damage: object, tmp_path: Path):
+    kept = KeptChoices(tmp_path, "NVIDIA H200", 130100)
+    kept.keep(PROBLEM, KEY)
+    kept.path.write_text(damage(kept.path.read_text()))
+    again = KeptChoices(tmp_path, "NVIDIA H200", 130100)
+    assert again.get(PROBLEM) is None
+    again.keep(PROBLEM, KEY)
+    assert KeptChoices(tmp_path, "NVIDIA H200", 130100).get(PROBLEM) == KEY
+
+
+def test_a_folder_that_cannot_be_written_to_costs_the_file_alone(tmp_path: Path):
+    (tmp_path / "file").touch()
+    kept = KeptChoices(tmp_path / "file", "NVIDIA H200", 130100)
+    kept.keep(PROBLEM, KEY)
+    assert kept.get(PROBLEM) == KEY
