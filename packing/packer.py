@@ -311,7 +311,7 @@ class PackerProcess:
         self._tell("needs", dict(ranges))
 
     def _start(self) -> None:
-        """In a session of its own, as Ctrl-C is for the run, which ends this."""
+        """In a process group of its own, as Ctrl-C is for the run, which ends this."""
         found = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from packing.packer import serve; serve()"],

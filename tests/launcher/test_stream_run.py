@@ -1,4 +1,4 @@
-"""A run on packs that are made while it trains: the same curve when it goes on, on an empty disk and two processes."""
+"""A run on packs that are made while it trains: the same curve when it goes on, on empty disks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def losses(run: Any) -> list[float]:
 
 
 @pytest.mark.multi
-def test_a_streamed_run_goes_on_with_the_same_curve_on_an_empty_disk_and_two_processes(
+def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_disks(
     recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable
 ) -> None:
     planned = start_here(recipe, folder, "--plan")
@@ -66,8 +66,13 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_an_empty_disk_and_two_pro
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
         shutil.rmtree(checkpoint)
     shutil.rmtree(folder / "packs")
+    machines = [folder / "one", folder / "other"]
+    for machine in machines:
+        machine.mkdir()
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    resumed = start_as_ranks(recipe, folder, "data.streaming.repeat=true", launch=ddp, ACCELERATE_USE_CPU="true")
+    changes = ["data.streaming.repeat=true", "data.packs=packs"]
+    resumed = start_as_ranks(recipe, folder, *changes, launch=ddp, machines=machines, ACCELERATE_USE_CPU="true")
     assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
     assert losses(resumed)[: len(unbroken)] == pytest.approx(unbroken, rel=1e-5) and len(losses(resumed)) == STEPS
     assert resumed.records()[-2]["epoch"] == 1.0
+    assert all(sorted((machine / "packs").glob("part-*")) for machine in machines)

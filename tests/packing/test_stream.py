@@ -370,6 +370,7 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(values: dict[s
     data = streamed(two_sources(values, folder) | {"sources": sources, "text": "{text}."}, tmp_path / "packs")
     for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
         shutil.rmtree(part)
+    data = data.model_copy(update={"processes": 4})  # two for each source
     packing = PackerProcess(data)
     try:
         with pytest.raises(InputError, match="another run trains on this stream, process"):
