@@ -261,7 +261,7 @@ def _same_as_first(runs: Sequence[_Run], d: Tensor) -> tuple[list[_Run], bool]:
             ran.append(each)
             sums.append(d.view(torch.int64).sum())
     found = torch.stack(sums).tolist() if sums else []
-    return [each for each, of_bits in zip(ran, found, strict=True) if of_bits == found[0]], any(found)
+    return [each for each, bits in zip(ran, found, strict=True) if bits == found[0]], any(found[:1])
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
