@@ -401,7 +401,7 @@ class Norms:
         """Where the norm's codes go, in both layouts."""
         from pretrain.model.fused.activation import allocate
 
-        return allocate(SwiGLU.quantizer(recipe), self.x.shape, self.x.device)[1]
+        return allocate(quantizer_of(recipe), self.x.shape, self.x.device)[1]
 
 
 def norm() -> Iterator[Case]:
@@ -416,7 +416,7 @@ def norm() -> Iterator[Case]:
     for model, shape in HIDDEN.items():
         n = Norms(*shape)
         for recipe in (*ACTIVATION_RECIPES, None):
-            quantizer = SwiGLU.quantizer(recipe) if recipe else None
+            quantizer = quantizer_of(recipe) if recipe else None
             for residual, moved in ((n.residual, 8), (None, 4)):
                 if quantizer is None and residual is None:
                     continue  # nothing is fused, and nothing of ours is called
