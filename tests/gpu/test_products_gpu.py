@@ -154,11 +154,23 @@ def test_an_algorithm_that_the_library_refuses_is_searched_again(folder: Path):
     assert (only().searched, only().read) == (1, 0)
 
 
-def test_overflown_operands_are_computed_and_not_kept(folder: Path):
+def test_zeros_are_computed_and_tell_nothing(folder: Path):
     x, weight = draw(N, K), draw(M, K, seed=1)
-    x[0, 0] = torch.inf
-    assert not products.multiply(weight, x).isfinite().all()
-    assert only().searched == 1 and not folder.exists()
+    assert not products.multiply(weight, torch.zeros_like(x)).any()
+    assert only().searched == 0 and not folder.exists()
+    assert products.multiply(weight, x).any() and only().searched == 1 and folder.exists()
+
+
+@pytest.mark.parametrize("best", [1, 2, 3])
+def test_whichever_algorithm_is_the_fastest_the_bits_are_those_of_the_first(best: int, monkeypatch: pytest.MonkeyPatch):
+    x, weight, residual = draw(8192, 2048), draw(4096, 2048, seed=1), draw(8192, 4096, seed=2)
+    found = []
+    for number in (0, best):
+        monkeypatch.setattr(products, "fastest", lambda times, number=number: min(number, len(times) - 1))
+        monkeypatch.setattr(products.KeptChoices, "get", lambda *_: None)
+        products._by_device.clear()
+        found.append([products.multiply(weight, x), products.multiply(weight, x, residual=residual)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 # ── When others compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -490,15 +490,8 @@ class NormMLPAdd(torch.autograd.Function):
         d_normed = below.input_gradient(d_hidden)
         below_weights = below.weight_gradients(d_hidden, normed)
         dx, norm_gradients = arithmetic.norm_backward(d_normed, x, statistics, norm, residual=dy)
-        return (None,) * 5 + (
-            dx,
-            dx if ctx.adds else None,
-            *norm_gradients,
-            *below_weights,
-            *below_bias,
-            *above_weights,
-            *above_bias,
-        )
+        of_parameters = (*norm_gradients, *below_weights, *below_bias, *above_weights, *above_bias)
+        return *(None,) * 5, dx, dx if ctx.adds else None, *of_parameters
 
 
 class Rotation(torch.autograd.Function):

@@ -91,7 +91,7 @@ class TEStackedProduct(StackedProduct):
         self.show_result("forward", y, bias)
         if self.low_precision:
             self.holder.end_forward()
-        return y if residual is inside else y.add_(residual)
+        return y if residual is inside else y.add_(residual)  # where the product has not
 
     def gradient_quantizer(self) -> Any | None:
         """Of this product's output gradient, None in BF16."""
@@ -110,7 +110,7 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # In FP8 the first algorithm is the fastest here, and everywhere for the weight's gradient.
+        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients it nearly is.
         dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pretrain.precision import products
 from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES
+from pretrain.precision.observation import ProductObserver
 from pretrain.precision.products import Factor, KeptChoices, Problem, fastest, problem_of
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
@@ -84,6 +85,13 @@ def test_tensors_that_are_on_no_gpu_are_left_to_torch():
     x, weight = aligned(32, 16).normal_(), aligned(64, 16).normal_()
     assert products.multiply(weight, x) is None and not products.takes(x)
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+
+
+def test_a_linear_of_torch_is_seen_by_the_audit_once():
+    observer = ProductObserver(None)
+    with observer.during(("head",), "forward"):
+        products.linear(aligned(32, 16), aligned(64, 16))
+    assert observer.products == {"head": [("forward", "bfloat16", "bfloat16")]}
 
 
 @given(

@@ -186,6 +186,9 @@ def test_in_short_an_audit_names_what_stays_out_of_low_precision_and_why() -> No
         "leaves it out); 1 norms on transformer engine",
         "around them": "attention cudnn, loss chunked, gradients fp32, fused: 28 of 28 layers, compiled: nothing, deterministic",
     }
+    searched = found | {"algorithms": "8 searched"}
+    assert audit.in_short(searched)["products"].endswith("1 norms on transformer engine; cublasLt's algorithms: 8 searched")
+    assert audit.rows(searched)["algorithms"] == "8 searched"
 
 
 # ── Fused products, which the audit watches from outside ───────────────────────────────────────────────────────────────────────
