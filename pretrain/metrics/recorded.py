@@ -33,7 +33,7 @@ class RecordedConfig(BaseModel):
     """What is read by name of config.yaml, whatever version wrote it."""
 
     model_config = ConfigDict(strict=True)
-    precision: str | None = None
+    precision: str | list[dict[str, Any]] | None = None  # a list: a schedule
     weights: str | None = None
     model: RecordedModel | None = None
     data: dict[str, Any] | None = None
@@ -76,6 +76,8 @@ class RecordedAudit(BaseModel):
     model_config = ConfigDict(strict=True)
     precision: str | None = None
     effective: str | None = None
+    schedule: str | None = None
+    precisions: dict[str, dict[str, Any]] | None = None
     backend: str | None = None
     products: list[RecordedProduct] | None = None
     kernels: list[Any] | None = None

@@ -39,8 +39,11 @@ def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) ->
     `made_again`: whether backward quantizes the gradient of `hidden` where this quantizes; else what is quantized here is kept,
     since no kernel writes a gradient in BF16 and quantized values together.
     """
+    if quantizer is not None and not made_again:
+        activated = quantizer(tex.swiglu(hidden, None))
+        return activated, activated
     scaled = scaling_of(quantizer)
-    if not _takes(hidden, quantizer) or (quantizer is not None and not made_again):
+    if not _takes(hidden, quantizer):
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
     if quantizer is None:
@@ -68,7 +71,7 @@ def swiglu_backward(
         return tex.dswiglu(d_activated.contiguous(), hidden, None), kept
     if activated_quantizer is None and gradient_quantizer is not None:
         if kept is not None:
-            return tex.dswiglu(d_activated.contiguous(), hidden, gradient_quantizer), kept
+            return gradient_quantizer(tex.dswiglu(d_activated.contiguous(), hidden, None)), kept
         d_hidden, activated = kernel.backward_bf16(d_activated.contiguous(), hidden)
         return gradient_quantizer(d_hidden), activated
     scaled = scaling_of(activated_quantizer)
