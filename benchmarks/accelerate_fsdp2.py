@@ -31,8 +31,8 @@ from torch import nn
 from benchmarks.training_speed import RECIPE, measure, run_to_its_end
 from benchmarks.ways.task import Task
 from packing.batch import BatchStream
-from packing.mixture import order_of
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.metrics.recorder import memory_gib
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe

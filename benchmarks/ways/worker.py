@@ -19,8 +19,8 @@ from torch import nn
 
 from benchmarks.ways.task import Builder, Task, Way
 from packing.batch import BatchStream, StepBatches
-from packing.mixture import order_of
 from packing.store import open_packs
+from packing.stream import order_of
 from pretrain.metrics.recorder import memory_gib
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_learning_rate
