@@ -200,13 +200,8 @@ def build(
         state, notes = restore(source, checkpoints, job, assembly, health)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
-    with assembly.precision.preserving_state(), waited.on("checks", "finding the microbatch"):
-        fitting = []
-        for active in job.plan.actives:  # what is chosen fits in each
-            with assembly.using(active):
-                of_active, saved = job.in_precision(active), source.record if source else None
-                fitting.append(choose_microbatch(of_active, assembly.model, saved, accelerator))
-        job = job.with_microbatch(min(fitting))
+    with waited.on("checks", "finding the microbatch"):
+        job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     plan, main_process = job.plan, accelerator.is_main_process
     recorder = Recorder(
         flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong

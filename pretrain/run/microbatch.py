@@ -22,17 +22,27 @@ from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import inputs_of
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import listed
-from pretrain.run.assembly import beginning_of
+from pretrain.run.assembly import Assembly, beginning_of
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
 
 
-def choose_microbatch(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
-    """Packs a microbatch: the recipe's number, or that of the `resumed` state, or the largest that fits now.
+def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
+    """Packs a microbatch: the recipe's number, or that of the `resumed` state, or the largest that fits now, in each of the run's
+    precisions.
 
     To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
     """
+    fitting = []
+    with assembly.precision.preserving_state():
+        for active in job.plan.actives:
+            with assembly.using(active):
+                fitting.append(_of_one_precision(job.in_precision(active), assembly.model, resumed, accelerator))
+    return min(fitting)
+
+
+def _of_one_precision(job: Job, model: nn.Module, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
     if job.plan.microbatch:
         return job.plan.microbatch
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
