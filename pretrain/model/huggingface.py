@@ -9,7 +9,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -191,15 +192,16 @@ def build(
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            settings.source,
-            config=config,
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
-            dtype=weights,
-            attn_implementation=backend,
-            output_loading_info=True,
-        )
+        with _without_bars():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                settings.source,
+                config=config,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+                dtype=weights,
+                attn_implementation=backend,
+                output_loading_info=True,
+            )
     except _OF_WRONG_VALUES as error:
         raise InputError(f"`model.source`: {settings.source}: weights cannot be loaded: {_reason(error)}") from None
     if missing := sorted(found["missing_keys"]):  # transformers draws them at random, and each process its own
@@ -208,6 +210,18 @@ def build(
             "them; fetch it again, or take out what `model.config` changes about its shape"
         )
     return model.to(device)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Nothing within draws transformers' own bars, which are drawn into log files too."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()
 
 
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -247,10 +261,9 @@ def export(
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)
-    bar_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # it would be the only line of a run's output that is drawn over
     try:
-        hf.save_pretrained(writing, state_dict={})  # all but the weights
+        with _without_bars():
+            hf.save_pretrained(writing, state_dict={})  # all but the weights
         _write_weights(hf, read, writing)
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
@@ -265,9 +278,6 @@ def export(
         raise InputError(
             f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; mend this and run again"
         ) from None
-    finally:
-        if bar_enabled:
-            transformers_logging.enable_progress_bar()
     previous, kept = folder.with_name(f".{folder.name}.previous"), False
     shutil.rmtree(previous, ignore_errors=True)
     exported = {file.name for file in writing.iterdir()}

@@ -254,7 +254,7 @@ class Plan:
         """What is allowed, and is perhaps not what the user wants."""
         found, needed, available = [], self.memory.total(self.expected_microbatch), self.devices.memory
         if self.packs is None and self.recipe.data.stream is None:
-            nothing = "" if self.recipe.data.source else ", and no `data.source` says from what: a run would refuse that"
+            nothing = "" if self.recipe.data.prepares else ", and no `data.source` says from what: a run would refuse that"
             held_out = "; whether there are held-out packs to evaluate on" if self.recipe.evaluate.every and nothing else ""
             found.append(
                 f"`data.packs`: {self.recipe.data.packs} is not prepared yet{nothing}. Not known: how many epochs the steps "

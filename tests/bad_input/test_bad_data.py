@@ -211,6 +211,9 @@ def test_a_plan_comes_before_packs_and_tokenizer_and_says_what_is_unknown(launch
     assert "/no/such is not prepared yet, and no `data.source` says from what: a run would refuse that" in said
     assert "Not known: how many epochs the steps are; whether there are held-out packs to evaluate on" in said
     assert launch("--plan", "data.packs=/no/such", "evaluate.samples=[one]").status == 0, "the packs may bring a tokenizer"
+    sources = "data.sources=[{source: a.jsonl, weight: 0.5}, {source: b.jsonl, weight: 0.5}]"
+    said = " ".join(launch("--plan", sources, "data.packs=/no/such", "data.tokenizer=/no/such", "data.held_out=0.1").out.split())
+    assert "/no/such is not prepared yet. Not known: how many epochs the steps are." in said
     tokenizer = ("data.packs=/no/such", "data.tokenizer=/no/such/tokenizer", "evaluate.samples=[one]")
     said = " ".join(launch("--plan", *tokenizer).out.split())
     assert "vocabulary set by the recipe, not checked: `data.tokenizer: /no/such/tokenizer` is not there yet" in said

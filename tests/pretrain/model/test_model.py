@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from packing.arrow import Pack
@@ -101,6 +102,20 @@ def plain_loss(hf: torch.nn.Module, documents: list[np.ndarray]) -> torch.Tensor
             logits = hf(input_ids=ids).logits[0, :-1].float()
             total = total + torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum")
     return total
+
+
+def test_gpt2_does_not_warn_of_padding_where_a_pack_begins_or_ends_with_its_eos(caplog: pytest.LogCaptureFixture) -> None:
+    ids = np.array([0, 1, 2, 0], dtype=np.uint32)
+    batch = inputs_of(build_microbatch([Pack(ids, np.array([4], dtype=np.int32))], mask_boundaries=True), CPU)
+    packed = packed_model(settings("gpt2"))
+    packed.hf.config.pad_token_id = packed.hf.config.eos_token_id = 0
+    plain = type(packed.hf.base_model)(packed.hf.config)
+    transformers_logging.warning_once.cache_clear()
+    caplog.clear()
+    packed(**batch)
+    assert caplog.messages == []
+    plain.warn_if_padding_and_no_attention_mask(batch["input_ids"], None)
+    assert "recommend passing in an `attention_mask`" in caplog.text
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -202,6 +217,13 @@ def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
     packed.hf.save_pretrained(tmp_path)
     config = model.load_config(ModelSettings(source=str(tmp_path), config={"resid_pdrop": 0.25}))
     assert (config.resid_pdrop, config.n_embd) == (0.25, 32)
+
+
+def test_reading_a_source_draws_no_bar_into_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    packed_model(settings("llama")).hf.save_pretrained(tmp_path)
+    capfd.readouterr()
+    packed_model(ModelSettings(source=str(tmp_path)))
+    assert "Loading weights" not in capfd.readouterr().err
 
 
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(tmp_path: Path) -> None:
