@@ -95,7 +95,7 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
-    message = message.partition(", unable to parse")[0]
+    message = message.partition(", unable to parse")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
     got = "a mapping" if isinstance(item["input"], dict) else shown(item["input"], repr)
     return key, f"`{key}` is {got}; it should be ", message
 

@@ -24,11 +24,12 @@ from foundation.errors import InputError
 from foundation.files import PROOF, FileLock, is_disk_full, replace_file
 from foundation.progress import Progress, say
 from packing.arrow import DiskFull
-from packing.manifest import MANIFEST
+from packing.manifest import MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
 from packing.parts import FIRST, check_parts, stream_parts, validation_part
 from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part
 from packing.settings import DataSettings
+from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
 from packing.stream import ENDED, FAILED, PART, PartStart, Position, part_folder, read_part
 
 _OURS = {FIRST, f".{FIRST}.partial", ENDED, FAILED, ".lock"}
@@ -123,6 +124,24 @@ def _remove(part: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
 
 
+def remove_outdated(folder: Path, source: FileSource | DatasetSource) -> None:
+    """Remove the parts in `folder` that were made while the files of `source` had other sizes or dates. A run must not read them:
+    it would go on in a text that is no more, and wait for a part behind it that nobody makes."""
+    identity, removed = json.loads(json.dumps(source.identity)), False
+    for path in (path for path in folder.glob("part-*") if PART.fullmatch(path.name)):
+        made_of = None
+        with suppress(InputError, KeyError, TypeError):
+            made_of = read_manifest(path)["statistics"]["stream"]["source"]
+        if made_of != identity:
+            _remove(path)
+            removed = True
+    if removed:
+        say(
+            f"{source.description}: sizes or dates of its files have changed since parts of {folder} were made; they are packed "
+            "again, that of the checkpoint too, to see whether its text has changed"
+        )
+
+
 class SourceAhead:
     """How far the parts of one source are made."""
 
@@ -157,6 +176,13 @@ class SourceAhead:
         return [number for number in self.there() if number > self.next.number]
 
 
+def _changed(source: SourceAhead, how: str) -> str:
+    return (
+        f"{source.maker.source.description}: its text has changed: {how}. Put the text back as it was, of a hub's dataset by "
+        "data.revision; or set another data.packs and run_dir to begin anew"
+    )
+
+
 class StreamPacker:
     """Makes parts of all sources in the order in which they will be needed, as far ahead as the disk may hold."""
 
@@ -177,13 +203,7 @@ class StreamPacker:
             source.needed = (position.start.first, position.start.first + 1)
             for leftover in source.folder.glob(".part-*.partial"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            if source.maker.has_changed:
-                say(
-                    f"{source.maker.source.description}: sizes or dates of its files have changed since the stream began; part "
-                    f"{position.start.number} is packed again, to see whether its text has"
-                )
-                for number in source.there():
-                    _remove(part_folder(source.folder, number))
+            remove_outdated(source.folder, source.maker.source)
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
         """As `packing.stream.Packing` says."""
@@ -200,7 +220,9 @@ class StreamPacker:
             source = self._waiting[0]
         if self._is_there(source):
             return True
-        part = self._waiting[1] if self._waiting and self._waiting[0] is source else source.maker.make(source.next)
+        part = self._waiting[1] if self._waiting and self._waiting[0] is source else self._make(source)
+        if part is None and source.next.number in source.known:
+            raise InputError(_changed(source, f"part {source.next.number} of the stream ({source.folder}) is no longer in it"))
         if part is None:
             self._end(source)
             return True
@@ -212,13 +234,21 @@ class StreamPacker:
         known = source.known.get(part.start.number)
         if known not in (None, fingerprint):
             _remove(part_folder(source.folder, part.start.number))
-            raise InputError(
-                f"{source.maker.source.description}: its text has changed: packed again, part {part.start.number} of the "
-                f"stream ({source.folder}) is {fingerprint[:12]}, and was {known[:12]} when the run was trained on it. Put the "
-                "text back as it was, of a hub's dataset by data.revision; or set another data.packs and run_dir to begin anew"
-            )
+            found = f"packed again, part {part.start.number} of the stream ({source.folder}) is {fingerprint[:12]}, and was"
+            raise InputError(_changed(source, f"{found} {known[:12]} when the run was trained on it"))
         self._go_on(source, after)
         return True
+
+    def _make(self, source: SourceAhead) -> PackedPart | None:
+        try:
+            return source.maker.make(source.next)
+        except SourceUnreachable:
+            raise
+        except InputError as error:
+            if source.next.number not in source.known:
+                raise
+            # What it was made of once can be read: a place in other text may be in the middle of a record.
+            raise InputError(_changed(source, f"of part {source.next.number} of the stream, {error}")) from None
 
     def _is_there(self, source: SourceAhead) -> bool:
         """Whether the next part is there from before, with which it goes on; another one in its place is removed."""
@@ -293,6 +323,7 @@ class PackerProcess:
         (settings.packs / FAILED).unlink(missing_ok=True)
         for part in stream_parts(settings).values():  # the text may have grown, or be repeated from now on
             (part.packs / ENDED).unlink(missing_ok=True)
+            remove_outdated(part.packs, open_source(part))  # here, as other processes read what is there once this is made
 
     def _refuse(self, holder: str) -> None:
         raise InputError(

@@ -102,11 +102,6 @@ class PartMaker(ExitStack):
     def first_fingerprint(self) -> str:
         return str(self._first.get("fingerprint"))
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether its files have other sizes or dates than when the first part was made."""
-        return self._first.get("source") != json.loads(json.dumps(self.source.identity))
-
     def make(self, start: PartStart) -> PackedPart | None:
         """Tokenise a part; None at the source's end. Tries again for some minutes where a dataset cannot be reached."""
         for seconds in _AGAIN_AFTER:
@@ -207,7 +202,7 @@ class PartMaker(ExitStack):
                 skipped=start.skipped + counts.skipped,
                 empty=start.empty + counts.empty,
             )
-            statistics["stream"] = {"start": start.model_dump(), "after": after.model_dump()}
+            statistics["stream"] = {"start": start.model_dump(), "after": after.model_dump(), "source": self.source.identity}
             return after, self._finish(writer, statistics)
 
     def write_first(self, part: PackedPart, fingerprint: str) -> None:
@@ -220,7 +215,7 @@ class PartMaker(ExitStack):
             save_tokenizer(writer.folder, self.settings, self.tokenizer)
             packs = arranged.layouts["train"]
             rate = float((packs.stop - packs.start).sum()) / len(packs)
-            self._finish(writer, {"stream": {"rate": rate, "fingerprint": fingerprint, "source": self.source.identity}})
+            self._finish(writer, {"stream": {"rate": rate, "fingerprint": fingerprint}})
 
     def _finish(self, writer: PackWriter, statistics: dict[str, Any]) -> str:
         manifest = writer.finish(settings=content_of(self.settings), statistics=statistics, tokenizer=self.tokenizer.describe())

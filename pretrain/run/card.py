@@ -71,6 +71,14 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _computes(audit: dict[str, Any]) -> str:
+    """What the products compute in; of a schedule, in each precision of it."""
+    phases = audit.get("precisions") or {}
+    if len(phases) < 2:
+        return str(audit.get("computes", ""))
+    return ", ".join(f"{each.get('computes', '')} ({name})" for name, each in phases.items())
+
+
 def _sources(data: Mapping[str, Any]) -> list[str]:
     listed = [each.get("source") for each in data.get("sources") or ()]
     return [str(each) for each in (data.get("source"), *listed) if each]
@@ -115,7 +123,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "data fingerprint": (run.data_fingerprint or "")[:16],
         "packs": f"{data['length']:,} tokens; documents do not see each other",
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs, {recipe['batch']['tokens']:,} a step",
-        "precision": f"{run.precision}: {audit.get('computes', '')}" + ("; emulated in software" if run.emulated else ""),
+        "precision": f"{run.precision}: {_computes(audit)}" + ("; emulated in software" if run.emulated else ""),
         "weights": f"{recipe['weights']} in training",
         "loss": last,
         "penalty": f"{penalty}, added to the loss" if penalty else "",

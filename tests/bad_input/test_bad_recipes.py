@@ -27,6 +27,7 @@ SETTINGS = {
     "--plan optimizer.learning_rate=1e39": r"`optimizer.learning_rate` is '1e39'; it should be less than or equal to 100",
     "--plan batch.tokens=9223372036854775776": r"`batch.tokens` is 9223372036854775776; it should be less than or equal to 1099",
     "weights": r"command line: 'weights' is not of the form key=value",
+    "fp8_config.keep_bf16=down_proj": r"`fp8_config.keep_bf16` is 'down_proj'; it should be a valid list$",
     "train.steps=many": r"`train.steps` is 'many'; it should be a valid integer$",
     "optimizer.learning_rate=-1": r"`optimizer.learning_rate` is -1; it should be greater than 0",
     "train={steps: 3, tokens: 5}": r"`train`: set exactly one of `steps`, `tokens` and `epochs`",

@@ -78,6 +78,8 @@ def test_a_run_with_a_schedule_is_named_and_read_by_it(started: Callable[..., Fi
         "runs/{name}-{precision}", "precision=[{until:4,use:nvfp4},{use:bf16}]", "fp8_config.keep_bf16=[layers.0.*, down_proj]"
     )
     record = read_run(tmp_path / "runs" / "small-nvfp4-to-4-then-bf16")
+    card = (tmp_path / "runs" / "small-nvfp4-to-4-then-bf16" / "final" / "README.md").read_text()
+    assert "(nvfp4), BF16 products with FP32 accumulation (bf16); emulated" in card
     assert record.precision == "nvfp4 to step 4, then bf16" and record.emulated
     products = record.audit["precisions"]["nvfp4"]["products"]
     kept = [each for each in products if (each["reason"] or "").startswith("keep_bf16: ")]

@@ -228,8 +228,27 @@ def test_text_that_has_changed_is_refused_and_a_mere_copy_of_it_is_not(values: d
     source.write_bytes(changed)
     with pytest.raises(InputError, match=rf"text has changed: packed again, part {number} of the stream.*begin anew"):
         resumed()
+    source.write_bytes(text[10:])
+    with pytest.raises(InputError, match=rf"text has changed: of part {number} of the stream.*not valid JSON.*begin anew"):
+        resumed()
+    source.write_bytes(text[: at // 2])
+    with pytest.raises(InputError, match=rf"text has changed: part {number} of the stream.*is no longer in it.*begin anew"):
+        resumed()
     source.write_bytes(text)
     assert resumed() == after
+
+
+def test_parts_of_files_that_have_changed_are_gone_before_a_run_reads_them(values: dict[str, Any], tmp_path: Path) -> None:
+    source = Path(shutil.copy(values["source"], tmp_path / "web.jsonl"))
+    data = streamed(values | {"source": str(source)}, tmp_path / "packs")
+    with PackingHere(data) as packing:
+        steps(packed_by(packing, data), 0, 9)
+    made = part_folders(data.packs)
+    PackerProcess(data).close()
+    assert made == part_folders(data.packs) != []
+    os.utime(source, ns=(1, 1))
+    PackerProcess(data).close()
+    assert not part_folders(data.packs)
 
 
 def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
