@@ -243,7 +243,23 @@ class PrecisionContext:
         return [tensor for backend in self.backends for tensor in backend.state_storage()]
 
 
-class LowPrecisionLinear(nn.Module):
+class TakesTurns:
+    """What has products of its own in some of the run's precisions, by the backend that computes them, and none in the others."""
+
+    context: PrecisionContext
+    products: dict[Backend | None, LinearProduct]
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the backend whose turn it is has a product here."""
+        return self.context.backend in self.products
+
+    @property
+    def product(self) -> LinearProduct:
+        return self.products[self.context.backend]
+
+
+class LowPrecisionLinear(TakesTurns, nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
     def __init__(self, linear: nn.Linear | Conv1D, name: str, product: LinearProduct, context: PrecisionContext) -> None:
@@ -252,17 +268,8 @@ class LowPrecisionLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         self.transposed = isinstance(linear, Conv1D)
         self.name = name
-        self.products: dict[Backend | None, LinearProduct] = {context.backend: product}  # by what computes them
+        self.products = {context.backend: product}
         self.context = context
-
-    @property
-    def is_low(self) -> bool:
-        """Whether the backend whose turn it is computes this linear."""
-        return self.context.backend in self.products
-
-    @property
-    def product(self) -> LinearProduct:
-        return self.products[self.context.backend]
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:

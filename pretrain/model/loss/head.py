@@ -39,7 +39,7 @@ from packing.batch import IGNORE
 from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient_, token_losses
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import products
-from pretrain.precision.linear import LinearProduct, PrecisionContext, summing_where
+from pretrain.precision.linear import LinearProduct, PrecisionContext, TakesTurns, summing_where
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`
@@ -198,22 +198,13 @@ def cut_cross_entropy_options() -> dict[str, bool]:
 # ── The head in low precision ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LowPrecisionHead:
+class LowPrecisionHead(TakesTurns):
     """The head's product in low precision: the head stays where it is, and tied, and only its products change."""
 
     def __init__(self, name: str, product: LinearProduct, context: PrecisionContext) -> None:
         """`product`: of the context's present backend."""
         self.name, self.context = name, context
         self.products = {context.backend: product}
-
-    @property
-    def is_low(self) -> bool:
-        """Whether the backend whose turn it is computes the head."""
-        return self.context.backend in self.products
-
-    @property
-    def product(self) -> LinearProduct:
-        return self.products[self.context.backend]
 
     @property
     def supports_fused_loss(self) -> bool:
