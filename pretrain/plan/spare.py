@@ -1,8 +1,8 @@
 """What memory that is left over is spent on: longer chunks of the loss, and queries and keys that backward need not make again.
 
-Measured on one H200 with Qwen3-1.7B in FP8: chunks of 8,192 tokens in place of 4,096 gain 0.7 % of a step, kept queries and keys
-0.9 % (an estimate), microbatches of 65,536 tokens in place of 32,768 gain 0.5 %. So chunks come first, what is kept second, and
-`batch.microbatch: auto` takes the rest: up to 32,768 tokens a microbatch goes before both.
+On one H200 with Qwen3-1.7B in FP8 both together make steps 1.5 % shorter (benchmarks/results/h200_fused_steps.json); chunks of
+8,192 tokens in place of 4,096 alone gained nothing (h200_attention_in_steps.json). Microbatches of up to 32,768 tokens go before
+both, and what both leave goes to larger ones with `batch.microbatch: auto`.
 
 The choices follow from settings and the device's memory alone. Chunks change the order of sums, so a checkpoint says which ones
 its run took (pretrain.run.resume); what is kept changes no number.
