@@ -349,7 +349,8 @@ def activation() -> Iterator[Case]:
 def activation_tilings() -> Iterator[Case]:
     """By replacing the kernels' own tiles."""
     from pretrain.model.fused import activation_kernel as kernel
-    from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled, Tile
+    from pretrain.model.fused.activation_kernel import Tile
+    from pretrain.precision.fp8_tile import BlockScaled, TensorScaled
 
     s = SwiGLU()
     hidden, d_activated = s.hidden, s.d_activated

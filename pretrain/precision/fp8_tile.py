@@ -9,14 +9,50 @@ count for an amax. Everything here is for tiles that lie wholly inside the tenso
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 BLOCK = tl.constexpr(128)  # values that share a scale in TE's `block` recipe, along a row or along a column
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _INFINITY = tl.constexpr(float("inf"))
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+
+
+@dataclass(frozen=True)
+class TensorScaled:
+    """Where a tensor [M, K] is written, and with which scale: `scale`, or where that is None, current scaling's, from `amax`.
+
+    All on one device. What is None is not written.
+    """
+
+    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
+    rows: Tensor | None  # uint8 [M, K]
+    columns: Tensor | None  # uint8 [K, M]
+    scale_inv: Tensor  # FP32 [1], written: 1 / scale
+    scale: Tensor | None = None  # FP32 [1]
+    amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
+    used: Tensor | None = None  # FP32 [1], written: the scale
+    epsilon: float = 0.0  # current scaling: the least amax
+    power_of_two: bool = False  # current scaling
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """Where a tensor [M, K], with M and K multiples of 128, is written with a scale for every 128 values."""
+
+    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
+    rows: Tensor | None  # uint8 [M, K]
+    rows_scale_inv: Tensor | None  # FP32 [K / 128, M]
+    columns: Tensor | None  # uint8 [K, M]
+    columns_scale_inv: Tensor | None  # FP32 [M / 128, K]
+    epsilon: float = 0.0
+    power_of_two: bool = True
 
 
 @triton.jit

@@ -18,7 +18,7 @@ def _bytes(*shape: int, device: torch.device) -> Tensor:
 
 def in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
     """Where a tensor goes in codes under one scale, and what reads it again, by its rows and by its columns."""
-    from pretrain.model.fused.activation_kernel import TensorScaled
+    from pretrain.precision.fp8_tile import TensorScaled
 
     amax, used, scale_inv = torch.zeros(1, device=device), torch.empty(1, device=device), torch.empty(1, device=device)
     rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)
@@ -28,7 +28,7 @@ def in_tensors(dtype: torch.dtype, height: int, width: int, device: torch.device
 
 def in_blocks(dtype: torch.dtype, height: int, width: int, device: torch.device) -> tuple[Any, Read]:
     """The same with a scale for every 128 values."""
-    from pretrain.model.fused.activation_kernel import BLOCK, BlockScaled
+    from pretrain.precision.fp8_tile import BLOCK, BlockScaled
 
     block = BLOCK.value
     rows, columns = _bytes(height, width, device=device), _bytes(width, height, device=device)

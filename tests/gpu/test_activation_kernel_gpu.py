@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled
 from pretrain.precision.fp8_tile import (
     FP32_MAX,
+    BlockScaled,
+    TensorScaled,
     reciprocal,
     record_amax,
     scale_from_amax,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.model.fused import norm_kernel as kernel
-from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled
+from pretrain.precision.fp8_tile import BlockScaled, TensorScaled
 from pretrain.precision.quantizers import block, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 

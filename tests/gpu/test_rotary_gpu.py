@@ -173,7 +173,7 @@ def check_norm_gradients(ours: tuple[Tensor | None, ...], problem: Problem) -> N
 def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
     tokens: int, heads: Heads, programs: int, normed: bool, grid: Grid, scale: float | None, power_of_two: bool
 ) -> None:
-    from pretrain.model.fused.activation_kernel import TensorScaled
+    from pretrain.precision.fp8_tile import TensorScaled
 
     problem = Problem(tokens, heads, BF16, normed)
     expected = kernel_backward(problem)[0]
@@ -196,7 +196,7 @@ def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
 @pytest.mark.usefixtures("conversions_that_round")
 @pytest.mark.parametrize(("normed", "power_of_two"), [(True, True), (False, False)])
 def test_codes_in_blocks_are_those_of_the_bf16_gradient(normed: bool, power_of_two: bool) -> None:
-    from pretrain.model.fused.activation_kernel import BlockScaled
+    from pretrain.precision.fp8_tile import BlockScaled
 
     tokens, heads, fp32 = 256, Heads(2, 1, 128), torch.float32
     problem = Problem(tokens, heads, BF16, normed)

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Floa
 from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
 from pretrain.model.fused import activation_kernel as kernel
-from pretrain.model.fused.activation_kernel import BlockScaled, TensorScaled
+from pretrain.precision.fp8_tile import BlockScaled, TensorScaled
 
 Activated = Any  # a Tensor, or what a quantizer of Transformer Engine makes
 Scaled = type[TensorScaled] | type[BlockScaled]

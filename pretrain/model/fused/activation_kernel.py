@@ -7,7 +7,6 @@ costs no memory from forward to backward. Multiplications and additions are not 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,9 @@ from triton.language.extra import libdevice
 
 from pretrain.precision.fp8_tile import (
     BLOCK,
+    TYPES,
+    BlockScaled,
+    TensorScaled,
     record_amax,
     store_block_scaled,
     store_rows,
@@ -41,39 +43,6 @@ class Tile(NamedTuple):
 TILE = Tile(64, 64, 4)
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
 BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
-
-TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-
-
-@dataclass(frozen=True)
-class TensorScaled:
-    """Where a tensor [M, K] is written, and with which scale: `scale`, or where that is None, current scaling's, from `amax`.
-
-    All on one device. What is None is not written.
-    """
-
-    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
-    rows: Tensor | None  # uint8 [M, K]
-    columns: Tensor | None  # uint8 [K, M]
-    scale_inv: Tensor  # FP32 [1], written: 1 / scale
-    scale: Tensor | None = None  # FP32 [1]
-    amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
-    used: Tensor | None = None  # FP32 [1], written: the scale
-    epsilon: float = 0.0  # current scaling: the least amax
-    power_of_two: bool = False  # current scaling
-
-
-@dataclass(frozen=True)
-class BlockScaled:
-    """Where a tensor [M, K], with M and K multiples of 128, is written with a scale for every 128 values."""
-
-    dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
-    rows: Tensor | None  # uint8 [M, K]
-    rows_scale_inv: Tensor | None  # FP32 [K / 128, M]
-    columns: Tensor | None  # uint8 [K, M]
-    columns_scale_inv: Tensor | None  # FP32 [M / 128, K]
-    epsilon: float = 0.0
-    power_of_two: bool = True
 
 
 @triton.jit

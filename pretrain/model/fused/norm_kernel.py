@@ -24,9 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.model.fused.activation_kernel import TYPES, BlockScaled, TensorScaled
 from pretrain.precision.fp8_tile import (
     BLOCK,
+    TYPES,
+    BlockScaled,
+    TensorScaled,
     record_amax,
     store_block_scaled,
     store_rows,

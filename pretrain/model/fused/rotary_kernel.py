@@ -26,10 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
-from pretrain.model.fused.activation_kernel import TYPES, BlockScaled, TensorScaled
 from pretrain.precision.fp8_tile import (
     BF16_MAX,
     BLOCK,
+    TYPES,
+    BlockScaled,
+    TensorScaled,
     fp8_codes,
     largest_magnitude,
     reciprocal,
