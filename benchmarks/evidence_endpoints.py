@@ -1,7 +1,7 @@
 """What trained models are worth, in plain transformers: held-out loss by kind of text, last words, distance from the baseline.
 
-`python -m benchmarks.evidence` starts this beside the runs that it trains. It measures each run as soon as that has ended, adds it
-to the result file, and ends when its standard input does and nothing is left to measure.
+`python -m benchmarks.evidence` starts this beside the runs that it trains. It measures each run as soon as that has ended, adds
+it to the result file, and ends when its standard input does and nothing is left to measure.
 
 Weights and layers are in BF16, logits in FP32. A document stands alone, padded on its right: no packing, no attention of ours.
 """
