@@ -14,8 +14,9 @@ from pretrain.run.catalogue import FOLDER, ListedRecipe, catalogue, files
 
 ROOT = Path(__file__).parents[2]
 RECIPES = files([FOLDER])
-# Billions of parameters, by the arithmetic of the documents' own shapes.
+# What these go on from is the end of another recipe.
 CONTINUED = {"comparison": "runs/comparison/base/final", "evidence_continued": "runs/evidence_111m/bf16-seed=1/final"}
+# Billions of parameters, by the arithmetic of the documents' own shapes.
 SIZES = {"gpt2_fineweb_edu": 0.124, "gpt2_slimpajama": 1.27, "llama2_slimpajama": 1.294, "llama3_1_5b_slimpajama": 1.545}
 SIZES |= {
     "llama3_2_2b_slimpajama": 2.224,
