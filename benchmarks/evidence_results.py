@@ -21,7 +21,7 @@ from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
 from pretrain.settings.config import flatten, resolved
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
-_HEAD = ("scale", "parameters", "tokens", "command", "environment", "settings")
+_HEAD = ("scale", "parameters", "tokens", "command", "side_by_side", "environment", "settings")
 BETWEEN = "between_baseline_seeds"
 
 
@@ -79,10 +79,10 @@ class Results:
             return
         flat = [flatten(resolved(each.recipe)) for each in matrix.runs]
         differ = {key for each in flat for key in each if any(key not in other or other[key] != each[key] for other in flat)}
-        config = flatten(read_run(run.run_dir).config)
-        environment = json.loads((run.run_dir / "environment.json").read_text(encoding="utf-8"))
-        summary = read_run(run.run_dir).summary
-        values = (scale, parameters, summary["steps"] * run.recipe.batch.tokens, command, environment)
+        record = read_run(run.run_dir)
+        config, environment = flatten(record.config), record.environment
+        tokens = record.summary["steps"] * run.recipe.batch.tokens
+        values = (scale, parameters, tokens, command, record.side_by_side, environment)
         settings = {key: value for key, value in config.items() if key not in differ and key not in _NAMES}
         self.content = {**dict(zip(_HEAD, (*values, settings), strict=True)), "runs": {}, BETWEEN: []}
 
