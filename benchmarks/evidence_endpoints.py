@@ -97,9 +97,10 @@ def last_words(
     if tokenizer is None or PROSE not in names:
         return {}
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    begins, goes_on, ends = (
-        np.array([bool(re.fullmatch(pattern, token or "")) for token in tokens])
-        for pattern in ("\u0120[A-Za-z]+", "[A-Za-z]+", r"[.!?].*")  # U+0120 is how byte-level tokenizers write a blank
+    blank = "[\u0120\u010a]"  # how byte-level tokenizers write a blank, and a line's end
+    patterns = ("\u0120[A-Za-z]+", "[A-Za-z]+", "[.!?]", f"{blank}.*", f"[.!?]{blank}.*")
+    begins, goes_on, stops, blanks, ends = (
+        np.array([bool(re.fullmatch(pattern, token or "")) for token in tokens]) for pattern in patterns
     )
     found: list[tuple[int, int, int]] = []
     for number, document in enumerate(documents):
@@ -109,7 +110,8 @@ def last_words(
             end = first + 1
             while end < len(document) and goes_on[document[end]]:
                 end += 1
-            if end < len(document) and ends[document[end]]:
+            after = document[end : end + 2]
+            if ends[after[:1]].any() or (len(after) == 2 and stops[after[0]] and blanks[after[1]]):
                 found.append((number, int(first), int(end)))
     chosen = np.random.default_rng(_SEED).permutation(len(found))[:PASSAGES]
     words: dict[int, list[tuple[int, int]]] = {}
