@@ -198,7 +198,7 @@ BLOCKS_TILINGS = [
 
 def rotary_codes() -> Iterator[Case]:
     """Backward into codes, beside writing BF16 that the library's quantizer reads. The bytes are those of a single pass."""
-    from pretrain.model.fused.activation import allocate
+    from pretrain.model.fused.te_storage import allocate
 
     def in_two(r: Rotation, quantizer: Any) -> Callable[[], object]:
         return lambda: quantizer(r.backward(rotate_backward)()[0])
@@ -218,7 +218,7 @@ def rotary_codes() -> Iterator[Case]:
 
 
 def rotary_codes_tilings() -> Iterator[Case]:
-    from pretrain.model.fused.activation import allocate
+    from pretrain.model.fused.te_storage import allocate
 
     for model in ("Qwen3-1.7B", "Llama-3.1-8B"):
         r = Rotation(*ROTATIONS[model])
@@ -410,7 +410,7 @@ class Norms:
 
     def scaled(self, recipe: str) -> Any:
         """Where the norm's codes go, in both layouts."""
-        from pretrain.model.fused.activation import allocate
+        from pretrain.model.fused.te_storage import allocate
 
         return allocate(quantizer_of(recipe), self.x.shape, self.x.device)[1]
 

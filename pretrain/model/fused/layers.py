@@ -10,6 +10,7 @@ gradients go straight to where a step's gradients add up.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,10 @@ def choose_arithmetic(
         return None, reason
     if active.backend == "torch" and _no_faster(device_type, dtype):
         return Arithmetic(context), ""
+    if active.backend == "torch" and transformer_engine.missing():
+        from pretrain.model.fused.triton_arithmetic import TritonArithmetic
+
+        return TritonArithmetic(context), ""
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context), ""
@@ -87,8 +92,9 @@ def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
         return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
     if dtype != torch.bfloat16:
         return "on a GPU it gains in BF16 and below"
-    lacking = transformer_engine.missing()
-    return f"it needs {lacking}" if lacking else None
+    if device_type != "cuda":
+        return "it needs a CUDA device"
+    return None if importlib.util.find_spec("triton") else "it needs Triton, which is not installed (pip install triton)"
 
 
 # ── Which layers can be fused ───────────────────────────────────────────────────────────────────────────────────────────────────

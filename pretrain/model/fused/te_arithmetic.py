@@ -23,10 +23,11 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
-from pretrain.model.fused.activation import allocate, scaling_of, swiglu, swiglu_backward
+from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.model.fused.norm import rms_norm
 from pretrain.model.fused.rotary import has_kernel, rotate_backward
+from pretrain.model.fused.te_storage import allocate, scaling_of
 from pretrain.precision import products
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import Backend
