@@ -140,7 +140,7 @@ def test_without_transformer_engine_it_is_chosen_and_the_audit_sees_bf16(monkeyp
     assert type(chosen) is TritonArithmetic and not why_not
     for name in ("qwen3", "llama with biases", "gpt2"):
         packed = assemble(name, arithmetic=TritonArithmetic)
-        assert packed.fused.describe() == "2 of 2 layers"
+        assert packed.fused.describe() == "2 of 2 layers, without Transformer Engine"
         with observing(packed, BF16_ACTIVE) as observer:
             train(packed, microbatches=1)
         assert observer.products.keys() == packed.fused.members.keys()

@@ -218,6 +218,8 @@ class StackedProduct:
 class Arithmetic:
     """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype."""
 
+    by = ""  # for the audit, behind the number of layers
+
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context
         self.differentiable = True  # the forward under way will be differentiated

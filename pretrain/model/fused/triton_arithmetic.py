@@ -38,6 +38,8 @@ class SearchedProduct(StackedProduct):
 class TritonArithmetic(Arithmetic):
     """BF16 activations; sums in FP32."""
 
+    by = ", without Transformer Engine"
+
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()
     ) -> SearchedProduct:
