@@ -132,14 +132,14 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
     expected = dy.double().t() @ x.double()
     for count in (1, 2):
         assert products.multiply(x, dy, layout="NT", total=total) is total
-        assert relative(total.double(), count * expected) < 1e-6
+        assert relative(total.double(), count * expected) < 1e-5
     assert (only().searched, only().read) == (1, 0)
     for total in (torch.full((N, M), torch.nan, device="cuda"), torch.ones(N, M, device="cuda")):
         products._by_device.clear()
         products.add_product_(total, dy.t(), x, overwrite=True)
-        assert relative(total.double(), expected) < 1e-6 and only().read == 1
+        assert relative(total.double(), expected) < 1e-5 and only().read == 1
         products.add_product_(total, dy.t(), x)
-        assert relative(total.double(), 2 * expected) < 1e-6
+        assert relative(total.double(), 2 * expected) < 1e-5
 
 
 def test_where_there_is_no_room_to_search_the_first_algorithm_adds(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -108,7 +108,7 @@ def deterministic() -> Iterator[None]:
 @cuda_only
 @pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gpt2"])
 def test_the_bits_repeat(name: str, deterministic: None) -> None:
-    one, other = (train(assemble(name, arithmetic=TritonArithmetic)) for _ in range(2))
+    one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention="packed_varlen")) for _ in range(2))
     assert one[0] == other[0]
     for parameter, gradient in one[1].items():
         assert torch.equal(gradient, other[1][parameter]), parameter
@@ -128,7 +128,7 @@ def test_weight_gradients_of_two_microbatches_add_up_in_fp32(searched: bool, mon
         assert product.weight_gradients(dy, x) == [None]
         expected = expected + dy.double().t() @ x.double()
     error = (linear.weight.main_grad.double() - expected).norm() / expected.norm()
-    assert error < 1e-6, error  # rounded to BF16 on the way it would be 2e-3
+    assert error < 1e-5, error  # rounded to BF16 on the way it would be 2e-3
 
 
 @cuda_only

@@ -266,6 +266,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, resid
     _rms_norm_backward[(programs,)](
         *(dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step),
         num_warps=min(16, height * step // 256),
+        enable_fp_fusion=False,
     )
     return dx, sums.sum(dim=0)
 
