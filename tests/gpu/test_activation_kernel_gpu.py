@@ -265,7 +265,7 @@ def test_bf16_is_written_as_it_is(tokens: int, width: int):
     assert torch.equal(kernel.forward_bf16(hidden), both[1])
     for ours, exact in zip(both, reversed(by_autograd(hidden, d_activated)), strict=True):
         torch.testing.assert_close(ours.float(), exact.bfloat16().float(), rtol=2**-7, atol=1e-30)
-        assert (ours != exact.bfloat16()).sum() <= 1 + 1e-3 * ours.numel()
+        assert (ours != exact.bfloat16()).sum() <= 2 + 1e-3 * ours.numel()
 
 
 def test_nan_and_infinity_stay_to_be_seen_and_spare_the_amax():

@@ -52,7 +52,7 @@ class TritonArithmetic(Arithmetic):
         if norm.kind == "rms":
             if not norm_kernel.is_taken(x):
                 return super().norm(x, norm, product, residual)
-            y, *statistics = norm_kernel.rms_norm(x, residual, weight, norm.eps)
+            y, *statistics = norm_kernel.rms_norm(x, _contiguous(residual), weight, norm.eps)
         else:
             if residual is not None:
                 x.add_(residual)
@@ -66,8 +66,7 @@ class TritonArithmetic(Arithmetic):
         if norm.kind == "rms":
             if not norm_kernel.is_taken(x):
                 return super().norm_backward(dy, x, statistics, norm, residual)
-            added = None if residual is None else residual.contiguous()
-            dx, of_weight = norm_kernel.rms_norm_backward(dy, x, *statistics, weight, added)
+            dx, of_weight = norm_kernel.rms_norm_backward(dy, x, *statistics, weight, _contiguous(residual))
             return dx, [of_weight]
         mask = [True, True, bool(bias)]
         dx, *gradients = torch.ops.aten.native_layer_norm_backward(
@@ -90,3 +89,7 @@ class TritonArithmetic(Arithmetic):
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             activated = kept
         return d_hidden, activated, below.weights.bias_gradients(d_hidden)
+
+
+def _contiguous(residual: Tensor | None) -> Tensor | None:
+    return None if residual is None else residual.contiguous()
