@@ -111,7 +111,7 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients it nearly is.
+        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients so it nearly is.
         dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
@@ -128,8 +128,9 @@ class TEStackedProduct(StackedProduct):
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
-        into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
-        self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
+        if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
+            into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
+            self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
         if before is not None:
             gradient = main_gradient - before
             self.show_result("wgrad", gradient.t() if self.weights.transposed else gradient)
