@@ -111,7 +111,7 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients so it nearly is.
+        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients it nearly is.
         dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
