@@ -99,7 +99,7 @@ class ValidationSettings(SourceSettings):
             return self
         if not self.sources:
             raise ValueError("`sources` is empty; name some, or one `source`")
-        if beside := sorted(self.model_fields_set - {"sources"}):
+        if beside := self.changed(tuple(SourceSettings.model_fields)):  # a run's config.yaml says every key
             raise ValueError(f"`sources` and `{beside[0]}` are both set; put `{beside[0]}` into each source, or leave it out")
         return self
 

@@ -222,6 +222,8 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
         assert prepared(several)
         held_out = open_packs(several, "held_out")
         assert list(held_out.parts) == ["first", "c"]
+        again = DataSettings.model_validate(several.model_dump(mode="json"))  # as a run's config.yaml has it
+        assert again == several and open_packs(again, "held_out").fingerprint == held_out.fingerprint
         for each, packs in zip("bc", held_out.parts.values(), strict=True):
             single = {"source": str(paths["a"]), "validation": {"source": str(paths[each])}}
             alone = DataSettings(packs=folder / f"alone_{each}", **single, **common)
