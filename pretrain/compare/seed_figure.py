@@ -7,7 +7,7 @@ from pathlib import Path
 from pretrain.compare.appearance import colour_of
 from pretrain.compare.fairness import CONFIDENCE
 from pretrain.compare.figures import GREY, new_figure, save, style_panel, title
-from pretrain.compare.seed_groups import SeedComparison, share
+from pretrain.compare.seed_groups import SeedComparison, whole_percent
 
 ROW_INCHES = 0.36
 MARGIN_COLOUR = "#EEEEEE"
@@ -44,7 +44,7 @@ def plot_seeds(seeds: SeedComparison, path: Path) -> None:
     panel.set_ylim(max(len(results), 2) - 0.5, -0.5)
     panel.margins(x=0.08)
     panel.set_xlabel(f"loss minus that of {seeds.baseline.group.name}, % of it")
-    subtitle = f"ticks: single seeds; bars: {CONFIDENCE:.0%} interval over seeds; grey: ± {share(seeds.margin).lstrip('+')}"
+    subtitle = f"ticks: single seeds; bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {margin:g} %"
     hollow = any(run.emulated for each in results for run in each.group.runs.values())
     title(panel, f"{len(seeds.baseline.losses)} seeds", subtitle + ("; hollow: emulated" if hollow else ""))
     save(figure, path)

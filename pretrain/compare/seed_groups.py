@@ -163,7 +163,7 @@ class SeedComparison:
             speedup = (speedups or {}).get(group.name) or _speedup(group, base)
             results.append(GroupResult(group, losses, difference, broken_off, speedup if results else None))
         counted = [run for seed, run in base.runs.items() if seed in results[0].losses]
-        return cls(results, held_out, _slope(counted) if held_out else None, margin, left_out)
+        return cls(results, held_out, slope_of(counted) if held_out else None, margin, left_out)
 
     @property
     def baseline(self) -> GroupResult:
@@ -181,7 +181,7 @@ class SeedComparison:
             "seeds": lambda each: str(len(each.compared)),
             "held-out loss" if self.held_out else f"loss, last {LAST_STEPS}": lambda each: _level(each.compared),
             f"minus {self.baseline.group.name}": self._of(lambda difference: signed(difference.mean)),
-            f"± {CONFIDENCE:.0%}": self._of(lambda difference: or_dash(difference.half_width(), unsigned)),
+            f"± {whole_percent(CONFIDENCE)}": self._of(lambda difference: or_dash(difference.half_width(), unsigned)),
             "in %": self._of(lambda difference: share(difference.mean / difference.baseline)),
             "verdict": self._verdict,
         }
@@ -227,18 +227,18 @@ class SeedComparison:
         return [part for part in parts if part]
 
     def notes(self) -> list[str]:
-        base, margin = self.baseline.group.name, share(self.margin).lstrip("+")
+        base = self.baseline.group.name
         left_out = [f"Left out, {why}: {', '.join(names)}." for why, names in self.left_out.items()]
         if not self.others:
             return left_out
         notes = [
             f"Paired by seed: a run's loss minus that of the {base} run with its seed; means over seeds, in nats a token, and "
-            f"the {CONFIDENCE:.0%} interval over seeds by Student's t. Fewer than {FEWEST_SEEDS} seeds have none.",
-            f"Equivalent: the {EQUIVALENCE:.0%} interval lies within ± {margin} of {base}'s loss (two one-sided t tests at 5 %). "
-            "Worse, better: it does not, and lies on one side of zero. Each row is judged by itself.",
+            f"the {whole_percent(CONFIDENCE)} interval over seeds by Student's t. Fewer than {FEWEST_SEEDS} seeds have none.",
+            verdicts_note(base, self.margin),
         ]
         if self.slope:
-            notes.append(slope_note(self.slope, base, speeds=any(each.speedup for each in self.results)))
+            speeds = any(each.speedup for each in self.results)
+            notes.append(f"{tokens_note(base, speeds=speeds)} {slope_note(self.slope, base)}")
         elif self.held_out:
             notes.append(
                 f"No tokens: they take a slope, from evaluations of {base} at a constant rate, in the second half of the tokens "
@@ -263,25 +263,43 @@ class SeedComparison:
             too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS and not each.broken_off
             words.setdefault("too few seeds" if too_few else self._verdict(each), []).append(each.group.name)
         verdicts = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in words.items())
-        return f"Against {base} over {seeds}, within {share(self.margin).lstrip('+')}: {verdicts}."
+        return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
 
 
 def verdict_of(difference: SeedDifference, margin: float) -> str:
     return difference.verdict(margin) or f"{plural(len(difference.by_seed), 'seed')}: no interval"
 
 
-def slope_note(slope: TokenSlope, baseline: str, *, speeds: bool) -> str:
-    said = (
-        f"Tokens: how many more or fewer {baseline} would have needed for that loss, by its own held-out losses "
-        f"from {count(slope.first)} to {count(slope.last)} tokens, before its rate decays: {signed(slope.nats)} nats for each "
-        "factor e of tokens. What is not annealed may fall at another rate than what is."
+def verdicts_note(baseline: str, margin: float) -> str:
+    return (
+        f"Equivalent: the {whole_percent(EQUIVALENCE)} interval lies within ± {100 * margin:g} % of {baseline}'s loss (two "
+        "one-sided t tests at 5 %). Worse, better: it does not, and lies on one side of zero. Each row is judged by itself."
     )
-    return said + (" At equal time: the difference after equal hours, by speed and that slope." if speeds else "")
+
+
+def tokens_note(baseline: str, *, speeds: bool) -> str:
+    """What is meant by tokens and by equal time."""
+    said = (
+        f"Tokens: how many more or fewer {baseline} would have needed for that loss, by how fast its own held-out loss falls "
+        "with the logarithm of the tokens before its rate decays. What is not annealed may fall at another rate than what is."
+    )
+    return said + (" At equal time: the difference after equal hours, by the speed and that slope." if speeds else "")
+
+
+def slope_note(slope: TokenSlope, baseline: str) -> str:
+    return (
+        f"The slope of {baseline}: {signed(slope.nats)} nats for each factor e of tokens, from {count(slope.first)} to "
+        f"{count(slope.last)} tokens."
+    )
 
 
 def share(value: float) -> str:
     """+0.12 %, with a minus as wide as a plus; more than a thousand-fold is no figure."""
     return UNKNOWN if not abs(value) < 1e3 else f"{100 * value:+.{2 if abs(value) < 0.1 else 0}f} %".replace("-", "−")
+
+
+def whole_percent(value: float) -> str:
+    return f"{100 * value:.0f} %"
 
 
 def _level(losses: Mapping[int, float]) -> str:
@@ -308,9 +326,10 @@ def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
     return statistics.median(ours) / statistics.median(theirs) if all(ours) and all(theirs) else None
 
 
-def _slope(base: Sequence[RunRecord]) -> TokenSlope | None:
-    """Of the baseline's runs that count."""
-    if not base or not base[0].tokens_per_step:
+def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
+    """Of finished runs that differ in their seed alone; None too where they began with trained weights, whose tokens are not in
+    the count."""
+    if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
         return None
     first, tokens = base[0], base[0].tokens_per_step
     steps = first.summary["steps"]
