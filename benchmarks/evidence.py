@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence_text --out work/evidence
     python -m packing prepare recipes/evidence_14m.yaml
-    python -m benchmarks.evidence --scale 14m --gpus 4 --at-once 8 --max-hours 0.15 --out benchmarks/results/evidence_14m.json
+    python -m benchmarks.evidence --scale 14m --gpus 4 --at-once 8 --max-hours 0.15 --out runs/evidence_14m.json
 
 The same command goes on: what stands in the file is not trained again, on whatever machine, and an unfinished run whose folder is
 here goes on from its checkpoint. `--steps 50` trains that many steps of each cell, says how long they took, and keeps nothing.
