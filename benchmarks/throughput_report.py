@@ -31,15 +31,24 @@ Way = Mapping[str, Any]
 def write(files: Sequence[Path], page: Path, picture: Path) -> None:
     """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
     results = [read(file) for file in files]
-    if not page.is_file() or page.read_text().count(BEGIN) != 1 or page.read_text().count(END) != 1:
-        raise InputError(f"{page}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
+    check_place(page, BEGIN, END)
     draw(results, picture)
     image = f"![tokens a second by way]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
     tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
     made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
-    before, _, rest = page.read_text().partition(BEGIN)
-    content = "\n\n".join([BEGIN, *tables, image, made, END])
-    replace_file(page, (before + content + rest.partition(END)[2]).encode())
+    put_between(page, BEGIN, END, [*tables, image, made])
+
+
+def check_place(page: Path, begin: str, end: str) -> None:
+    """InputError where `page` has not one place between the markers."""
+    if not page.is_file() or page.read_text().count(begin) != 1 or page.read_text().count(end) != 1:
+        raise InputError(f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand")
+
+
+def put_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
+    """Replace what stands between the markers."""
+    before, _, rest = page.read_text().partition(begin)
+    replace_file(page, (before + "\n\n".join([begin, *parts, end]) + rest.partition(end)[2]).encode())
 
 
 def read(file: Path) -> dict[str, Any]:

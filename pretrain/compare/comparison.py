@@ -37,24 +37,6 @@ class Standing:
     loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
-    def diverged(self) -> bool:
-        """Whether its last step's loss is no finite number."""
-        return not np.isfinite(self.run.curve("loss")[1][-1:]).all()
-
-    @property
-    def broken_off(self) -> bool:
-        """Whether its training came to nothing: its loss ends as no number, or its health halted it. Its figures, which are
-        those of the steps before, stand for no end."""
-        return self.diverged or "halted" in self.run.summary
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether the horizon that its recipe names in steps or tokens is still to come."""
-        train, tokens = self.run.config.get("train") or {}, self.run.tokens_per_step
-        horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
-        return bool(horizon) and self.run.summary["steps"] < horizon
-
-    @property
     def shown_speed(self) -> float | None:
         """Tokens/s of an emulated run too, which is marked; None where it shared its machine."""
         return None if self.run.side_by_side else self.run.summary.get("tokens_per_second")
@@ -96,7 +78,7 @@ class RunComparison:
                     loss=ends[place],
                 )
             )
-        rivals = [each.loss if comparable and not each.broken_off else None for each in standings]
+        rivals = [each.loss if comparable and not each.run.broken_off else None for each in standings]
         front = pareto_front(speeds, rivals)
         standings = [replace(each, on_front=place in front) for place, each in enumerate(standings)]
         return cls(standings, tolerance, matched, comparable)
@@ -121,7 +103,7 @@ class RunComparison:
             pair = sorted((each, base), key=lambda one: one.run.summary["steps"])
             shorter, longer = ((one.look.label, one.run.summary["steps"]) for one in pair)
             if shorter[1] < longer[1]:
-                unfinished = " and is not finished" if pair[0].is_unfinished else ""
+                unfinished = " and is not finished" if pair[0].run.is_unfinished else ""
                 notes.append(
                     f"{shorter[0]} has {plural(shorter[1], 'step')}{unfinished}, {longer[0]} {longer[1]:,}: what is compared "
                     f"ends with step {shorter[1]:,}"
@@ -130,17 +112,17 @@ class RunComparison:
 
     def over_the_gate(self) -> list[Standing]:
         """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
-        return [each for each in self.paired if each.broken_off or not each.gap.mean <= self.tolerance]
+        return [each for each in self.paired if each.run.broken_off or not each.gap.mean <= self.tolerance]
 
     def answer(self) -> str:
         """The comparison in a sentence, from its figures alone; another one for runs that were broken off."""
-        lost = [each.look.label for each in self.standings if each.diverged]
-        halted = [each for each in self.standings if each.broken_off and not each.diverged]
+        lost = [each.look.label for each in self.standings if each.run.diverged]
+        halted = [each for each in self.standings if each.run.broken_off and not each.run.diverged]
         said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
         said += "".join(f" {each.look.label} was halted at step {each.run.summary['steps']}." for each in halted)
         if len(self.standings) == 1:
             return answer_for_one(self.baseline) + said
-        sound = [each for each in self.paired if not each.broken_off]
+        sound = [each for each in self.paired if not each.run.broken_off]
         kinds = {(each.run.precision, each.run.config.get("weights")) for each in self.standings}
         return (self._lowest() if len(kinds) == 1 or not sound else self._fastest_or_nearest(sound)) + said
 
@@ -193,7 +175,7 @@ class RunComparison:
 
     def _lowest(self) -> str:
         """Of runs that are compared in other things than precision, or cannot be paired."""
-        ended = [each for each in self.standings if each.loss is not None and not each.broken_off]
+        ended = [each for each in self.standings if each.loss is not None and not each.run.broken_off]
         known = sorted(ended, key=lambda each: each.loss)
         if not known:
             return "No run has come to a loss that counts."

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from foundation.errors import InputError
 from foundation.settings import parse
+from pretrain.compare.student import t_quantile
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, identity_of, resolved
@@ -43,12 +43,12 @@ def training_of(run: RunRecord) -> dict[str, Any]:
         raise InputError(
             f"{run.path}: its files do not say its `data_fingerprint`, so it cannot be compared with another run; train it again"
         )
-    recipe = _recipe_of(run)
+    recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | {"evaluate.packs": recipe.evaluate.packs}
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
 
 
-def _recipe_of(run: RunRecord) -> Recipe:
+def recipe_of(run: RunRecord) -> Recipe:
     return parse(Recipe, run.config, str(run.path / "config.yaml"))
 
 
@@ -79,7 +79,7 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
     A name in `vary` that is no key or section of a recipe is a slip, and an InputError too.
     """
     if vary and runs[1:]:
-        keys = ["data.fingerprint", *(key for run in runs for key in flatten(resolved(_recipe_of(run))))]
+        keys = ["data.fingerprint", *(key for run in runs for key in flatten(resolved(recipe_of(run))))]
         if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
             raise InputError(f"--vary {unknown[0]}: no recipe of these runs has such a key or section; docs/settings.md has all")
     for run in runs[1:]:
@@ -196,22 +196,7 @@ class Gap:
         last = differences[-max(len(last_fifth(differences)), min(FEWEST_STEPS, len(differences))) :]
         paired, batches = PairedDifference.of(last), len(last) // max(math.isqrt(len(last)), 1)
         wide = math.isnan(paired.standard_error)
-        return cls(paired.mean, math.nan if wide else t_quantile(batches - 1) * paired.standard_error, len(last))
-
-
-def t_quantile(freedom: int) -> float:
-    """Of Student's distribution with `freedom` degrees, 7 at least: what a mean stays within at CONFIDENCE, to 0.001.
-
-    The expansion around the normal quantile (Abramowitz and Stegun 26.7.5). Eight batches have 2.36 where a normal has 1.96.
-    """
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+        return cls(paired.mean, math.nan if wide else t_quantile(batches - 1, CONFIDENCE) * paired.standard_error, len(last))
 
 
 class Variants:

@@ -1,7 +1,8 @@
 """Runs of which a result file is all that is left: what `python -m benchmarks.collect_runs` kept of each, read as a run's record.
 
 Such a file holds each run's settings, audit and summary, and of every step the loss, the gradient norm and the frozen updates.
-Times of single steps, learning rates and evaluations before the last are not in it, and nothing here makes them up.
+Times of single steps and learning rates are not in it, nor evaluations before the last where it does not list them; nothing here
+makes them up.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
         {"step": step, "tokens": step * tokens} | {ours: run[kept][step - 1] for kept, ours in STEPS.items() if kept in run}
         for step in range(1, len(run["losses"]) + 1)
     ]
-    last = {"step": summary["steps"], "event": "evaluation"}
-    evaluations = [last | {"held_out_loss": summary["held_out_loss"]}] if "held_out_loss" in summary else []
+    last = {"step": summary["steps"], "held_out_loss": summary.get("held_out_loss")}
+    kept = run.get("evaluations", [last] if "held_out_loss" in summary else [])
+    evaluations = [{"step": each["step"], "event": "evaluation", "held_out_loss": each["held_out_loss"]} for each in kept]
     return RunRecord(
         path=path.with_suffix("") / name,
         config=_nested(settings),

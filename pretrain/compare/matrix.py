@@ -193,10 +193,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
         if options.cell is None:
+            by_cell = True
             try:
                 print(f"{write_report(matrix)}\n")
+                by_cell = "seed" not in matrix.varied or matrix.varied == ["seed"]  # else the report ranks by seeds together
             finally:  # where the report cannot be written, what the cells have come to is said all the same
-                print(f"Best first:\n\n{ranking.table()}", flush=True)
+                if by_cell:
+                    print(f"Best first:\n\n{ranking.table()}", flush=True)
     if stop.requested:
         print("\nstopped; the same command goes on from here", file=sys.stderr)
         return 128 + stop.requested

@@ -271,7 +271,7 @@ def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[Matri
     if wanted is None:
         return runs[0]
     found = [run for run in runs if _matches(run.values, flatten(wanted))]
-    if len(found) != 1:
+    if len({tuple((key, str(value)) for key, value in run.values.items() if key != "seed") for run in found}) != 1:
         names = ", ".join(run.name for run in found or runs)
         what = "fits several cells" if found else "is none of the cells"
         raise InputError(f"{path}: `baseline`: {_described(flatten(wanted))} {what}: {names}")

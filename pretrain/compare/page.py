@@ -21,6 +21,7 @@ from pretrain.compare.page_data import CURVES, MEASURES, as_json, page_data
 from pretrain.compare.page_differences import audits, differences
 from pretrain.compare.page_table import columns_of, rows_of
 from pretrain.compare.published import Published
+from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_record import LAST_STEPS
 
 FOLDER = Path(__file__).with_name("page")
@@ -32,9 +33,15 @@ AXES = {
 
 
 def render(
-    comparison: RunComparison, *, gate: bool = False, every: float | None = None, published: Published | None = None
+    comparison: RunComparison,
+    *,
+    seeds: SeedComparison | None = None,
+    gate: bool = False,
+    every: float | None = None,
+    published: Published | None = None,
 ) -> bytes:
-    """The page. `gate`: whether the tolerance is one that was asked for; `every`: seconds until it is read again."""
+    """The page. `seeds`: the same runs by their seeds; `gate`: whether the tolerance is one that was asked for; `every`: seconds
+    until it is read again."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
 
     data = page_data(comparison) | {"published": published.data() if published else None, "every": every}
@@ -44,6 +51,7 @@ def render(
     ).get_template("page.html")
     return template.render(
         comparison=comparison,
+        seeds=seeds,
         runs=data["runs"],
         about=about(comparison),
         gate=gate and bool(comparison.paired),

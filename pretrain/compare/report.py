@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from foundation.errors import InputError
 from foundation.progress import Progress, advance
+from foundation.settings import load_yaml, shown
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text
@@ -37,6 +38,9 @@ from pretrain.compare.figures import plot_losses, save_file
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.page import render
 from pretrain.compare.published import read_published
+from pretrain.compare.seed_figure import plot_seeds
+from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.compare.seeds import MARGIN
 from pretrain.compare.watch import follow
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
@@ -51,6 +55,7 @@ NO_ERROR = (
     f"{TOO_FEW}: ± needs at least eight batches, {FEWEST_STEPS} steps. Fewer may agree by chance, and the error would look small."
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
+EACH_RUN = "--markdown FILE has the figures of each run, too."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
@@ -141,10 +146,13 @@ def write(
     page: Path | None = None,
     vary: Sequence[str] = (),
     leave_out_unfair: bool = False,
+    margin: float = MARGIN,
+    speedups: Mapping[str, float] | None = None,
 ) -> str:
-    """Draw the runs' curves into the PNG `out`, write the tables to the Markdown file `tables_file`, and return what to print.
+    """Draw the runs into the PNG `out`, write the tables to the Markdown file `tables_file`, and return what to print.
 
-    `page`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared.
+    `page`: where the page with everything goes. `vary`: keys that may differ, as they are what is compared. `margin` and
+    `speedups`: what a comparison over seeds takes.
 
     Raises InputError where a run cannot be read, and where one cannot be compared fairly with the `baseline` (by default the
     first), unless `leave_out_unfair` leaves it out, saying so.
@@ -157,23 +165,43 @@ def write(
         found = {run.path: describe_unfairness(runs[0], run, vary) for run in runs[1:]}
         left_out = [f"{path.name} is left out: it differs from {runs[0].name} in {why}" for path, why in found.items() if why]
         runs = [run for run in runs if not found.get(run.path)]
-    check_comparable(runs, vary)
-    parts = [*tables(runs), *left_out]
-    plot_losses(runs, out)
+    seeds = over_seeds(runs, vary, margin, speedups)
+    parts = [*tables(runs, seeds), *left_out]
+    brief = seeds is not None and bool(seeds.others)
+    if brief:
+        plot_seeds(seeds, out)
+    else:
+        plot_losses(runs, out)
     if tables_file is not None:
-        drawn = f"![curves]({os.path.relpath(out, tables_file.parent)})"
+        drawn = f"![{'differences over seeds' if brief else 'curves'}]({os.path.relpath(out, tables_file.parent)})"
         save_file(tables_file, "\n\n".join([*parts, drawn]).encode() + b"\n")
     if page is not None:
-        save_file(page, render(RunComparison.over(runs)))
-    places = {"Curves": out, "Tables": tables_file, "Everything": page}
-    return "\n\n".join([*parts, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
+        save_file(page, render(RunComparison.over(runs), seeds=seeds))
+    places = {"Differences" if brief else "Curves": out, "Tables": tables_file, "Everything": page}
+    shown = [*seeds.said(), *left_out, *([] if tables_file else [EACH_RUN])] if brief else parts
+    return "\n\n".join([*shown, "\n".join(f"{what}: {place}" for what, place in places.items() if place)])
 
 
-def tables(runs: Sequence[RunRecord]) -> list[str]:
-    """Markdown: the summary, the paired differences, and what is to be said of them."""
-    parts = [summary_table(runs)]
-    reasons = {run.name: why_not_paired(runs[0], run) for run in runs[1:]}
-    paired = [runs[0], *(run for run in runs[1:] if not reasons[run.name])]
+def over_seeds(
+    runs: Sequence[RunRecord], vary: Sequence[str], margin: float, speedups: Mapping[str, float] | None
+) -> SeedComparison | None:
+    """The comparison over seeds, where the baseline was trained with several; else None.
+
+    Raises InputError where runs differ in more than `vary` names: several seeds of the baseline name `seed`.
+    """
+    groups = grouped(runs)
+    several = len(groups[0].runs) > 1
+    check_comparable(runs, [*vary, "seed"] if several and groups[1:] else vary)
+    if speedups and not several:
+        raise InputError("--speedups: the baseline has one seed alone, and speeds are told to a comparison over seeds")
+    return SeedComparison.over(runs, margin=margin, speedups=speedups)
+
+
+def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> list[str]:
+    """Markdown: the summary, the paired differences, and what is to be said of them; of several `seeds`, these first."""
+    parts = [*(seeds.said() if seeds else []), summary_table(runs)]
+    reasons = {} if seeds else {run.name: why_not_paired(runs[0], run) for run in runs[1:]}
+    paired = [] if seeds else [runs[0], *(run for run in runs[1:] if not reasons[run.name])]
     if len(paired) > 1:
         parts.append(comparison_table(paired))
     if len({run.config.get("weights") for run in paired}) > 1 and len({run.precision for run in paired}) > 1:
@@ -219,6 +247,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="SECONDS",
         help="follow running runs: write the page again and again",
     )
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="over seeds: of the baseline's loss, within which a difference counts as none (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--speedups",
+        type=Path,
+        metavar="FILE",
+        help="over seeds: YAML, `name: factor` over the baseline's speed, in place of the runs' own speeds",
+    )
     parser.add_argument("--published", type=Path, metavar="CSV", help="results of others, to stand beside in the page")
     options = parser.parse_intermixed_args(arguments)
     page = options.out if options.out and options.out.suffix == ".html" else None
@@ -226,25 +267,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out and options.out.suffix == ".md":
         options.out, options.markdown = options.out.with_suffix(".png"), options.markdown or options.out
     published = read_published(options.published) if options.published else None
+    margin, speedups = options.margin / 100, read_speedups(options.speedups) if options.speedups else None
     tolerance = TOLERANCE if options.gate is None else options.gate
 
     def make(every: float | None = None) -> RunComparison:
         runs = read_runs(options.runs, options.baseline)
-        check_comparable(runs, options.vary)
+        seeds = over_seeds(runs, options.vary, margin, speedups)
         comparison = RunComparison.over(runs, tolerance)
-        save_file(page, render(comparison, gate=options.gate is not None, every=every, published=published))
+        save_file(page, render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=published))
         return comparison
 
     if options.watch is not None:
         follow(options.runs, page, make, options.watch)
     elif page:
         comparison = make()
-        said = tables([each.run for each in comparison.standings])
-        print("\n\n".join([f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said, f"Page: {page}"]))
+        runs = [each.run for each in comparison.standings]
+        seeds = over_seeds(runs, options.vary, margin, speedups)
+        said = tables(runs, seeds)
+        shown = seeds.said() if seeds and seeds.others else [f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said]
+        print("\n\n".join([*shown, f"Page: {page}"]))
         if options.markdown:
             save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
     else:
-        print(write(options.runs, baseline=options.baseline, out=options.out, tables_file=options.markdown, vary=options.vary))
+        files = {"out": options.out, "tables_file": options.markdown}
+        of_seeds = {"margin": margin, "speedups": speedups}
+        print(write(options.runs, baseline=options.baseline, **files, vary=options.vary, **of_seeds))
     if options.gate is None:
         return 0
     return _judge(RunComparison.over(read_runs(options.runs, options.baseline), tolerance))
@@ -262,10 +309,21 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
     if options.published and not page:
         raise InputError("--published stands in the page alone: add --out report.html")
+    if not 0 < options.margin < 100:
+        raise InputError(f"--margin {options.margin:g}: per cent of the baseline's loss are wanted, above 0 and below 100")
     if options.gate is not None and not options.gate >= 0:
         raise InputError(f"--gate {options.gate:g}: nats a token are wanted, 0 or more")
     if options.gate is not None and len(options.runs) + bool(options.baseline) < 2 and not options.runs[0].is_file():
         raise InputError("--gate compares runs: name a baseline and at least one other")
+
+
+def read_speedups(path: Path) -> dict[str, float]:
+    """Speed over the baseline's by a group's name; InputError naming what is no factor."""
+    speedups = load_yaml(path)
+    for name, factor in speedups.items():
+        if type(factor) not in (int, float) or not 0 < factor < math.inf:
+            raise InputError(f"{path}: `{name}`: {shown(factor, repr)} is no factor over the baseline's speed, as 1.3 is")
+    return {str(name): float(factor) for name, factor in speedups.items()}
 
 
 def _judge(comparison: RunComparison) -> int:
@@ -275,7 +333,7 @@ def _judge(comparison: RunComparison) -> int:
         raise InputError(
             f"--gate: {base} is the only run, which is compared with nothing; name a baseline and at least one other"
         )
-    if comparison.baseline.broken_off:
+    if comparison.baseline.run.broken_off:
         raise InputError(f"--gate: the baseline {base} came to no end of its own; name one that was not halted, with --baseline")
     for each in comparison.standings:
         if each.not_paired:
@@ -285,9 +343,9 @@ def _judge(comparison: RunComparison) -> int:
     failed = comparison.over_the_gate()
     for each in failed:
         gap = each.gap
-        if each.broken_off:
+        if each.run.broken_off:
             lost = f"the loss of {each.look.label} ends as no number"
-            print(f"gate: {lost if each.diverged else f'{each.look.label} was halted'}")
+            print(f"gate: {lost if each.run.diverged else f'{each.look.label} was halted'}")
             continue
         sure = f" ± {gap.half_width:.4f}" if math.isfinite(gap.half_width) else ""
         print(

@@ -84,6 +84,24 @@ class RunRecord:
         """Whether any part of it shared the machine with other runs of a matrix, so that its speed is not its own."""
         return bool(self.matrix.get("side_by_side", False))
 
+    @property
+    def diverged(self) -> bool:
+        """Whether its last step's loss is no finite number."""
+        return not np.isfinite(self.curve("loss")[1][-1:]).all()
+
+    @property
+    def broken_off(self) -> bool:
+        """Whether its training came to nothing: its loss ends as no number, or its health halted it. Its figures, which are
+        those of the steps before, stand for no end."""
+        return self.diverged or "halted" in self.summary
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether the horizon that its recipe names in steps or tokens is still to come."""
+        train, tokens = self.config.get("train") or {}, self.tokens_per_step
+        horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
+        return bool(horizon) and self.summary["steps"] < horizon
+
 
 def is_step(record: Record) -> bool:
     return "event" not in record

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
-from pretrain.compare.fairness import Gap, check_comparable, t_quantile, varied_keys, why_not_paired
+from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -27,12 +27,6 @@ def noisy(level: float, seed: int, steps: int = 400) -> list[float]:
     """Losses that share their noise over seeds but for a small part of their own."""
     shared = np.random.default_rng(0).normal(0, 0.1, steps)
     return (level + shared + np.random.default_rng(seed).normal(0, 0.004, steps)).tolist()
-
-
-# Table of Student's t, two-sided 95 %: for example NIST's handbook, section 1.3.6.7.2.
-@pytest.mark.parametrize(("freedom", "quantile"), [(7, 2.365), (8, 2.306), (10, 2.228), (15, 2.131), (30, 2.042), (100, 1.984)])
-def test_the_quantile_of_students_distribution_is_that_of_published_tables(freedom: int, quantile: float):
-    assert t_quantile(freedom) == pytest.approx(quantile, abs=6e-4)
 
 
 def test_an_interval_covers_the_true_difference_as_often_as_it_says():

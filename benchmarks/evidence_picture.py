@@ -1,0 +1,123 @@
+"""The evidence as a picture: what each precision costs in loss against what it gains in speed, a row of panels a scale.
+
+What has no speed on the machine stands apart at the left; what was emulated is hollow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.evidence_read import BASELINE, Scale, Speeds, final_loss
+from foundation.units import count, plural
+from pretrain.compare.appearance import colour_of
+from pretrain.compare.fairness import CONFIDENCE
+from pretrain.compare.figures import GREY, new_figure, save, style_panel
+from pretrain.compare.seed_groups import whole_percent
+from pretrain.compare.seeds import MARGIN
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 8.0  # inches; at 800 pixels an inch has 100
+ROW_INCHES = 3.1
+BAND = "#E8E8E8"
+LINEAR = 1.0  # per cent of the baseline's loss, up to which the scale is linear
+
+
+@dataclass(frozen=True)
+class EvidencePoint:
+    """A cell's mean difference and half of its interval, in per cent of the baseline's loss."""
+
+    cell: str
+    colour: str
+    emulated: bool
+    speedup: float | None  # None: emulated, or not measured
+    mean: float
+    half: float  # 0 without an interval
+
+
+def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
+    """InputError where `picture` cannot be written."""
+    found = [points(scale, speeds) for scale in scales]
+    apart = list(dict.fromkeys(each.cell for drawn in found for each in drawn if each.speedup is None))
+    figure = new_figure(WIDTH, ROW_INCHES * len(scales) + 0.9)
+    widths = [max(len(apart), 1) * 0.55, 5.0]
+    panels = figure.subplots(len(scales), 2, squeeze=False, width_ratios=widths, sharey="row", sharex="col")
+    for (left, right), scale, drawn in zip(panels, scales, found, strict=True):
+        draw_scale(left, right, scale, drawn, apart)
+    left, right = panels[-1]
+    left.set_xticks(range(len(apart)), apart, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
+    left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
+    left.set_xlabel("without a speed here")
+    fastest = max((each.speedup for drawn in found for each in drawn if each.speedup), default=1.0)
+    right.set_xlim(0.96, max(fastest, 1.05) + 0.09)  # for the names of the first and the last
+    right.set_xlabel(f"speed over BF16: {speeds.model} on one {speeds.device}")
+    said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
+    said += f"; dotted: {BASELINE} repeated" if any(scale.floor is not None for scale in scales) else ""
+    said += "; hollow: emulated" if any(each.emulated for drawn in found for each in drawn) else ""
+    said += f"; logarithmic beyond {LINEAR:g} %" if any(left.get_yscale() == "symlog" for left, _ in panels) else ""
+    figure.suptitle(said, x=0.01, ha="left", fontsize="small", color=GREY)
+    save(figure, picture)
+
+
+def points(scale: Scale, speeds: Speeds) -> list[EvidencePoint]:
+    """The precisions that have a difference to the baseline."""
+    drawn = []
+    for cell in scale.precisions:
+        if difference := scale.difference(cell):
+            per_cent, half = 100 / difference.baseline, difference.half_width() or 0.0
+            record, speedup = scale.record(cell), speeds.over_baseline(scale, cell)
+            figures = speedup, difference.mean * per_cent, half * per_cent
+            drawn.append(EvidencePoint(cell, colour_of(record.precision), record.emulated, *figures))
+    return drawn
+
+
+def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePoint], apart: Sequence[str]) -> None:
+    """Both panels of a scale: what is emulated, and what has a speed."""
+    margin = 100 * MARGIN
+    level = scale.mean(BASELINE, final_loss)
+    floor = 100 * scale.floor / level if scale.floor is not None and level else None
+    for panel in (left, right):
+        style_panel(panel)
+        panel.axhspan(-margin, margin, color=BAND, zorder=0)
+        panel.axhline(0, color=GREY, linewidth=0.8)
+        for height in () if floor is None else (-floor, floor):
+            panel.axhline(height, color=GREY, linewidth=0.9, linestyle=":")
+    for each in drawn:
+        panel, x = (left, apart.index(each.cell)) if each.speedup is None else (right, each.speedup)
+        fill = "white" if each.emulated else each.colour
+        bar = {"yerr": each.half} if each.half else {}
+        panel.errorbar(x, each.mean, **bar, fmt="o", markersize=7, capsize=4, color=each.colour, markerfacecolor=fill)
+    base = EvidencePoint(BASELINE, colour_of(BASELINE), False, 1.0, 0.0, 0.0)
+    right.plot(base.speedup, base.mean, "o", markersize=7, color=base.colour)
+    name(right, [base, *(each for each in drawn if each.speedup is not None)])
+    reach(left, [end for each in drawn for end in (each.mean - each.half, each.mean + each.half)], margin)
+    left.set_ylabel(f"loss minus that of {BASELINE}, %")
+    content, seeds = scale.content, plural(len(scale.values(BASELINE, final_loss)), "seed")
+    said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {seeds}"
+    left.set_title(f"{content['scale']}: {said}", loc="left", fontsize="medium", weight="bold")
+
+
+def name(panel: Axes, drawn: Sequence[EvidencePoint]) -> None:
+    """Names beside points: above and below by turns, as neighbours are close."""
+    for place, each in enumerate(sorted(drawn, key=lambda each: each.speedup or 0.0)):
+        above = place % 2 == 0
+        at = (each.speedup, each.mean + (each.half if above else -each.half))
+        offset, anchor = (7, "bottom") if above else (-7, "top")
+        panel.annotate(each.cell, at, xytext=(0, offset), textcoords="offset points", ha="center", va=anchor, fontsize="small")
+
+
+def reach(panel: Axes, ends: Sequence[float], margin: float) -> None:
+    """Room for all `ends` and the margin, in per cent; logarithmic beyond LINEAR where some lie far beyond it."""
+    low, high = min([*ends, -margin]), max([*ends, margin])
+    if max(-low, high) > 2 * LINEAR:
+        panel.set_yscale("symlog", linthresh=LINEAR, linscale=2.0)
+        panel.set_yticks(
+            [tick for tick in (-10, -5, -2, -1, -margin, 0, margin, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]
+        )
+        panel.set_yticks([], minor=True)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:+g}".replace("-", "−") if abs(value) > 1e-9 else "0")
+    panel.set_ylim(min(1.3 * low, low - 0.15), max(1.3 * high, high + 0.15))

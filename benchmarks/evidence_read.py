@@ -1,0 +1,185 @@
+"""Result files of `benchmarks.evidence`, read: losses by cell and seed, differences over seeds, and speeds of the same settings.
+
+Such a file is one scale, a model of one size. A cell is what was trained: a precision with its options, under several seeds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from foundation.errors import InputError
+from foundation.reading import load_object
+from pretrain.compare.kept_runs import read_kept
+from pretrain.compare.seed_groups import slope_of
+from pretrain.compare.seeds import SeedDifference, TokenSlope
+from pretrain.metrics.run_record import RunRecord
+from pretrain.settings.config import flatten
+
+BASELINE = "bf16"
+REPEAT = "bf16_again"  # the baseline once more: how far runs of one seed and one setting end apart
+# What a control is held against. It differs from that in one thing, by which precisions should not be told apart.
+CONTROLS = {
+    REPEAT: BASELINE,
+    "fp32_weights": BASELINE,
+    "bf16_weights": BASELINE,
+    "bf16_unfused": BASELINE,
+    "delayed_unfused": "delayed",
+    "delayed_emulated": "delayed",
+    "delayed_bf16_weights": "delayed",
+    "mxfp8_down": "mxfp8",
+}
+# Cells of other learning rates, and what each is held against.
+RATES = {
+    "lr_low_bf16": BASELINE,
+    "lr2_bf16": BASELINE,
+    "lr_high_bf16": BASELINE,
+    "lr2_delayed": "lr2_bf16",
+    "lr2_nvfp4": "lr2_bf16",
+}
+_NAMES = ("name", "seed", "run_dir")  # in which runs of a cell, and cells of a training, may differ
+
+Measure = Callable[[Mapping[str, Any]], float | None]  # a figure of a run in the file; None where it has none
+
+
+def final_loss(run: Mapping[str, Any]) -> float | None:
+    """Held-out loss of the last weights in BF16, nats a token."""
+    return run["endpoints"]["final"]["held_out_loss"]
+
+
+def loss_before_decay(run: Mapping[str, Any]) -> float | None:
+    """The same of the weights with which the rate began to fall."""
+    return (run["endpoints"].get("before_decay") or {}).get("held_out_loss")
+
+
+def trained_loss(run: Mapping[str, Any]) -> float | None:
+    """Held-out loss of the last weights in the precision that trained them."""
+    return run["evaluations"][-1]["held_out_loss"] if run["evaluations"] else None
+
+
+def last_word_accuracy(run: Mapping[str, Any]) -> float | None:
+    return run["endpoints"]["final"].get("last_word_accuracy")
+
+
+def divergence(run: Mapping[str, Any]) -> float | None:
+    """KL divergence from the baseline of its seed to it, nats a token."""
+    return run["endpoints"]["final"].get("kl_to_baseline")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A result file."""
+
+    path: Path
+    content: Mapping[str, Any]
+    records: Mapping[str, RunRecord]  # by a run's name
+
+    @classmethod
+    def read(cls, path: Path) -> Scale:
+        """InputError where `path` is no such file, or holds no baseline."""
+        content = load_object(path, "make it with `python -m benchmarks.evidence`")
+        records = {record.name: record for record in read_kept(path)}
+        try:
+            scale = cls(path, content, records)
+            for name, run in content["runs"].items():
+                for measure in (final_loss, loss_before_decay, trained_loss, last_word_accuracy, divergence):
+                    if type(measure(run)) not in (int, float, type(None)):
+                        raise TypeError(f"{measure.__name__} of {name}")
+            _ = scale.cells, scale.between, [content[key] for key in ("scale", "parameters", "tokens", "command")]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(f"{path}: not as `benchmarks.evidence` makes it, at {error}; make it again") from None
+        if BASELINE not in scale.cells:
+            raise InputError(f"{path}: holds no run of the cell {BASELINE}, which all others are compared with; train it")
+        return scale
+
+    @cached_property
+    def cells(self) -> dict[str, dict[int, str]]:
+        """The names of a cell's runs by seed."""
+        cells: dict[str, dict[int, str]] = {}
+        for name, run in self.content["runs"].items():
+            cells.setdefault(run["cell"], {})[run["seed"]] = name
+        return {cell: dict(sorted(runs.items())) for cell, runs in cells.items()}
+
+    @cached_property
+    def between(self) -> list[float]:
+        """KL divergences between baselines of two seeds, nats a token."""
+        return [pair["kl"] for pair in self.content.get("between_baseline_seeds", [])]
+
+    @property
+    def precisions(self) -> list[str]:
+        """The cells that answer which precision to train in, in the file's order, the baseline left out."""
+        return [cell for cell in self.cells if cell not in (BASELINE, *CONTROLS, *RATES)]
+
+    def record(self, cell: str) -> RunRecord:
+        """Of the cell's first seed."""
+        return self.records[next(iter(self.cells[cell].values()))]
+
+    def broken_off(self, cell: str) -> list[int]:
+        """Seeds that came to no end: halted, or their loss is no number."""
+        return [seed for seed, name in self.cells[cell].items() if self._is_broken(name)]
+
+    def _is_broken(self, name: str) -> bool:
+        loss = final_loss(self.content["runs"][name])
+        return self.records[name].broken_off or loss is None or not math.isfinite(loss)
+
+    def values(self, cell: str, measure: Measure) -> dict[int, float]:
+        """By seed, of the runs that came to their end and know the figure; empty for a cell that is not there."""
+        found = {
+            seed: measure(self.content["runs"][name])
+            for seed, name in self.cells.get(cell, {}).items()
+            if not self._is_broken(name)
+        }
+        return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
+
+    def mean(self, cell: str, measure: Measure) -> float | None:
+        values = self.values(cell, measure)
+        return statistics.fmean(values.values()) if values else None
+
+    def difference(self, cell: str, measure: Measure = final_loss, against: str = BASELINE) -> SeedDifference | None:
+        return SeedDifference.of(self.values(cell, measure), self.values(against, measure))
+
+    @cached_property
+    def slope(self) -> TokenSlope | None:
+        names = self.cells[BASELINE].values()
+        return slope_of([self.records[name] for name in names if not self._is_broken(name)])
+
+    @cached_property
+    def floor(self) -> float | None:
+        """Root mean square of what repeated baselines end apart from their twins, nats a token."""
+        difference = self.difference(REPEAT) if REPEAT in self.cells else None
+        return difference.root_mean_square if difference else None
+
+    def settings(self, cell: str) -> dict[str, str]:
+        """Precision and weights of a cell, and what else it sets differently from the baseline, as a command line has them."""
+        ours, base = (flatten(self.record(each).config) for each in (cell, BASELINE))
+        keys = [key for key in dict.fromkeys([*ours, *base]) if ours.get(key) != base.get(key) and key not in _NAMES]
+        return {key: str(ours.get(key)) for key in ("precision", "weights", *keys)}
+
+
+class Speeds:
+    """Speeds over BF16 of a larger model on the hardware, from a result file of `benchmarks.throughput`."""
+
+    def __init__(self, path: Path) -> None:
+        """InputError where `path` is no such file."""
+        content = load_object(path, "make it with `python -m benchmarks.throughput --out FILE`")
+        self.path = path
+        try:
+            ours = [way for way in content["ways"].values() if way["ours"] and way["status"] == "ok"]
+            self._speeds = {
+                frozenset(text.partition("=")[::2] for text in way["overrides"]): way["tokens_per_second"]["median"]
+                for way in ours
+            }
+            self.model: str = content["settings"]["model"]
+            self.device: str = content["environment"]["gpus"][0]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise InputError(f"{path}: not as `benchmarks.throughput` makes it, at {error}; measure again") from None
+
+    def over_baseline(self, scale: Scale, cell: str) -> float | None:
+        """Tokens/s of a cell's settings over those of the baseline's; None where either was not measured, or was emulated."""
+        ours, base = (self._speeds.get(frozenset(scale.settings(each).items())) for each in (cell, BASELINE))
+        return None if scale.record(cell).emulated or not ours or not base else ours / base

@@ -1,0 +1,273 @@
+"""Result files of `benchmarks.evidence` as the tables of docs/evidence.md, between its markers, and as a picture.
+
+python -m benchmarks.evidence_report benchmarks/results/evidence_14m.json benchmarks/results/evidence_35m.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.evidence_picture import draw
+from benchmarks.evidence_read import (
+    BASELINE,
+    CONTROLS,
+    RATES,
+    REPEAT,
+    Measure,
+    Scale,
+    Speeds,
+    divergence,
+    final_loss,
+    last_word_accuracy,
+    loss_before_decay,
+    trained_loss,
+)
+from benchmarks.throughput_report import check_place, put_between
+from foundation.errors import InputError
+from foundation.tables import UNKNOWN, markdown, or_dash
+from foundation.units import count, percent, plural
+from pretrain.compare.comparison import signed, unsigned
+from pretrain.compare.fairness import CONFIDENCE
+from pretrain.compare.seed_groups import share, slope_note, tokens_note, verdict_of, verdicts_note, whole_percent
+from pretrain.compare.seeds import MARGIN, SeedDifference
+
+PAGE_WIDTH = 100
+NO_SLOPE = (
+    f"No tokens and no equal time: they take {BASELINE} from scratch, with 3 evaluations or more at a constant rate in the "
+    "second half of the tokens before its decay."
+)
+BEGIN, END = "<!-- evidence: results -->", "<!-- /evidence -->"
+
+
+def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) -> None:
+    """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
+    scales, speeds = [Scale.read(file) for file in files], Speeds(throughput)
+    check_place(page, BEGIN, END)
+    draw(scales, speeds, picture)
+    here = page.parent
+    image = f"![loss against speed, by precision]({Path(os.path.relpath(picture, here)).as_posix()})"
+    made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and the picture."
+    sections = [part for scale in scales for part in section(scale, speeds, here)]
+    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, made])
+
+
+def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
+    """A scale's heading, tables and notes."""
+    parts = [f"### {scale.content['scale']}", introduction(scale, here), cells_table(scale, speeds), notes(scale)]
+    rates, controls = rates_table(scale), controls_table(scale)
+    parts += ["Learning rates:", rates] if rates else []
+    parts += ["Controls, each held against what it differs from in one thing:", controls] if controls else []
+    return parts
+
+
+def introduction(scale: Scale, here: Path) -> str:
+    content, environment = scale.content, scale.content["environment"]
+    gpus = environment.get("gpus") or []
+    torch = (environment.get("packages") or {}).get("torch")
+    parts = [
+        f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {plural(len(scale.records), 'run')}",
+        f"on {gpus[0]}" if gpus else "on a CPU",
+        f"torch {torch}" if torch else "",
+    ]
+    link = f"[`{scale.path.name}`]({Path(os.path.relpath(scale.path, here)).as_posix()})"
+    said = f"{', '.join(filter(None, parts))} ({link}, by `{content['command']}`)."
+    return textwrap.fill(said, PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+# ── Precisions ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cells_table(scale: Scale, speeds: Speeds) -> str:
+    """A row a precision: the baseline's figures, then each cell's differences to it."""
+    header = [
+        "cell",
+        "seeds",
+        "before decay",
+        "after decay",
+        f"± {whole_percent(CONFIDENCE)}",
+        "in %",
+        "verdict",
+        "as trained",
+        "tokens",
+    ]
+    header += ["KL", "last word", "speed", "at equal time"]
+    rows = [baseline_row(scale)] + [cell_row(scale, cell, speeds) for cell in scale.precisions]
+    return markdown(header, rows)
+
+
+def baseline_row(scale: Scale) -> list[str]:
+    """Losses themselves, and over how many pairs of seeds its own divergence is."""
+    levels = [
+        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, trained_loss)
+    ]
+    finals = [*scale.values(BASELINE, final_loss).values()]
+    spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
+    between = "1" if scale.between else UNKNOWN
+    word = or_dash(scale.mean(BASELINE, last_word_accuracy), percent)
+    before, after, trained = levels
+    verdict = broken(scale, BASELINE) or "baseline"
+    return [
+        BASELINE,
+        str(len(finals)),
+        before,
+        after,
+        spread,
+        UNKNOWN,
+        verdict,
+        trained,
+        UNKNOWN,
+        between,
+        word,
+        "1.00 ×",
+        UNKNOWN,
+    ]
+
+
+def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
+    difference, speedup = scale.difference(cell), speeds.over_baseline(scale, cell)
+    before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, trained_loss))
+    slope, found = scale.slope, difference is not None
+    return [
+        cell,
+        str(len(difference.by_seed)) if difference else "0",
+        before,
+        *interval(difference),
+        broken(scale, cell) or or_dash(difference, lambda each: verdict_of(each, MARGIN)),
+        trained,
+        share(slope.tokens(difference.mean)) if slope and found else UNKNOWN,
+        divergence_ratio(scale, cell),
+        or_dash(scale.mean(cell, last_word_accuracy), percent),
+        or_dash(speedup, "{:.2f} ×".format),
+        signed(slope.at_equal_time(difference.mean, speedup)) if slope and found and speedup else UNKNOWN,
+    ]
+
+
+def interval(difference: SeedDifference | None) -> list[str]:
+    """Mean, half of its interval over seeds, and the mean as a share of the baseline's loss."""
+    if difference is None:
+        return [UNKNOWN] * 3
+    return [signed(difference.mean), or_dash(difference.half_width(), unsigned), share(difference.mean / difference.baseline)]
+
+
+def mean_of(scale: Scale, cell: str, measure: Measure, row: SeedDifference | None) -> str:
+    """The mean difference of another figure; with its number of seeds, where these are others than the row's."""
+    difference = scale.difference(cell, measure)
+    if difference is None:
+        return UNKNOWN
+    others = row is None or difference.by_seed.keys() != row.by_seed.keys()
+    return signed(difference.mean) + (f" ({plural(len(difference.by_seed), 'seed')})" if others else "")
+
+
+def divergence_ratio(scale: Scale, cell: str) -> str:
+    """KL from the baseline of its seed, over that between baselines of two seeds."""
+    own = scale.mean(cell, divergence)
+    return UNKNOWN if own is None or not scale.between else f"{own / statistics.fmean(scale.between):.2f}"
+
+
+def broken(scale: Scale, cell: str) -> str:
+    seeds = scale.broken_off(cell)
+    return f"broke off: {plural(len(seeds), 'run')} of {len(scale.cells[cell])}" if seeds else ""
+
+
+def reading(speeds: Speeds, here: Path) -> str:
+    """What the columns are."""
+    link = f"[`{speeds.path.name}`]({Path(os.path.relpath(speeds.path, here)).as_posix()})"
+    return listed(
+        "Losses are held-out, of the weights in BF16 by plain transformers, nats a token; as trained: in the precision that "
+        f"trained them. Each is a mean over seeds of the cell's minus {BASELINE}'s of the same seed; ± is its "
+        f"{whole_percent(CONFIDENCE)} interval over seeds by Student's t, after the decay.",
+        verdicts_note(BASELINE, MARGIN),
+        tokens_note(BASELINE, speeds=True),
+        f"KL: from {BASELINE} of the same seed, over that between {BASELINE} runs of two seeds.",
+        f"Speed: of {speeds.model} on one {speeds.device} over its BF16 ({link}); none of what that emulates.",
+    )
+
+
+def notes(scale: Scale) -> str:
+    """What is to be said of a scale's own figures."""
+    said = []
+    if scale.floor is not None:
+        number = len(scale.difference(REPEAT).by_seed)
+        said.append(
+            f"The floor: runs of {BASELINE} that were repeated end {unsigned(scale.floor)} nats apart (root mean square of "
+            f"{number})."
+        )
+    said.append(slope_note(scale.slope, BASELINE) if scale.slope else NO_SLOPE)
+    if scale.between:
+        mean, pairs = statistics.fmean(scale.between), plural(len(scale.between), "pair")
+        said.append(f"KL between seeds of {BASELINE}: {mean:.4f} nats a token, the mean of {pairs}.")
+    return listed(*said)
+
+
+def listed(*said: str) -> str:
+    lines = (textwrap.wrap(each, PAGE_WIDTH - 2, break_long_words=False, break_on_hyphens=False) for each in said)
+    return "\n".join("* " + "\n  ".join(each) for each in lines)
+
+
+# ── Rates and controls ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rates_table(scale: Scale) -> str:
+    """The baseline's rate and others; empty where no cell has another."""
+    cells = present(scale, RATES)
+    rows = [[BASELINE, rate_of(scale, BASELINE), or_dash(scale.mean(BASELINE, final_loss), "{:.4f}".format), *[UNKNOWN] * 6]]
+    rows += [
+        [cell, rate_of(scale, cell), or_dash(scale.mean(cell, final_loss), "{:.4f}".format), *against(scale, cell, other)]
+        for cell, other in cells.items()
+    ]
+    return markdown(["cell", "rate", "loss", *AGAINST], rows) if cells else ""
+
+
+def controls_table(scale: Scale) -> str:
+    """Empty where there are none."""
+    cells = present(scale, CONTROLS)
+    rows = [[cell, *against(scale, cell, other), divergence_ratio(scale, cell)] for cell, other in cells.items()]
+    return markdown(["cell", *AGAINST, "KL"], rows) if cells else ""
+
+
+AGAINST = ("against", "seeds", "minus", f"± {whole_percent(CONFIDENCE)}", "in %", "verdict")
+
+
+def against(scale: Scale, cell: str, other: str) -> list[str]:
+    """A cell's final loss minus another's: the columns of AGAINST."""
+    difference = scale.difference(cell, against=other)
+    verdict = broken(scale, cell) or or_dash(difference, lambda each: verdict_of(each, MARGIN))
+    return [other, str(len(difference.by_seed)) if difference else "0", *interval(difference), verdict]
+
+
+def present(scale: Scale, cells: Mapping[str, str]) -> dict[str, str]:
+    return {cell: other for cell, other in cells.items() if cell in scale.cells}
+
+
+def rate_of(scale: Scale, cell: str) -> str:
+    return f"{scale.record(cell).config['optimizer']['learning_rate']:g}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `benchmarks.evidence --out`, one a scale")
+    parser.add_argument("--page", type=Path, default=Path("docs/evidence.md"), help="what stands between its markers is replaced")
+    parser.add_argument("--picture", type=Path, default=Path("docs/evidence.png"))
+    parser.add_argument(
+        "--throughput",
+        type=Path,
+        default=Path("benchmarks/results/h200_throughput.json"),
+        help="whose speeds are taken, by settings",
+    )
+    options = parser.parse_args(arguments)
+    try:
+        write(options.files, options.page, options.picture, options.throughput)
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

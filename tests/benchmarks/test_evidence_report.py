@@ -1,0 +1,178 @@
+"""The tables of docs/evidence.md and their picture, from result files with known differences."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from benchmarks.evidence_read import Scale, Speeds, final_loss
+from benchmarks.evidence_report import BEGIN, END, main
+from foundation.errors import InputError
+from pretrain.__main__ import main as pretrain
+from tests.benchmarks.made_evidence import SLOPE, MadeCell, level, make_evidence, make_speeds
+
+ROOT = Path(__file__).resolve().parents[2]
+EXACT = "weights=bf16_exact"
+FIVE = (0.001, 0.002, 0.003, 0.002, 0.002)  # nats above the baseline, by seed
+HALF = 2.776 * math.sqrt(5e-7 / 5)  # of their interval: t of four degrees, and their variance
+CELLS = {
+    "bf16": MadeCell(("precision=bf16",), [0.0] * 5),
+    "delayed": MadeCell(("precision=delayed",), FIVE),
+    "nvfp4": MadeCell(("precision=nvfp4",), [0.1 + above for above in FIVE], "emulation", kl=0.06),
+    "mxfp4": MadeCell(("precision=mxfp4",), (0.2, 0.3), "emulation", kl=None),
+    "current": MadeCell(("precision=current",), (0.001, None, 0.002, 0.003)),
+    "delayed_kept": MadeCell(("precision=delayed", "fp8_config.keep_bf16_layers.last=1"), FIVE),
+    "bf16_again": MadeCell(("precision=bf16", "name=again"), (0.0003, -0.0004)),
+    "delayed_emulated": MadeCell(("precision=delayed", "fp8_config.backend=emulation"), FIVE[:3], "emulation"),
+    "lr2_bf16": MadeCell(("precision=bf16", "optimizer.learning_rate=0.006"), (0.05, 0.05, 0.06)),
+    "lr2_delayed": MadeCell(("precision=delayed", "optimizer.learning_rate=0.006"), (0.05, 0.05, 0.06)),
+}
+SPEEDS = {("precision=bf16", EXACT): 50_000.0, ("precision=delayed", EXACT): 65_000.0, ("precision=nvfp4", EXACT): 90_000.0}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    return [make_evidence(tmp_path / "small.json", CELLS, scale="14m"), make_speeds(tmp_path / "speeds.json", SPEEDS)]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    file = tmp_path / "evidence.md"
+    file.write_text(f"before\n\n{BEGIN}\nolder\n{END}\n\nafter\n")
+    return file
+
+
+def written(files: list[Path], page: Path) -> str:
+    *results, speeds = map(str, files)
+    assert main([*results, "--page", str(page), "--picture", str(page.parent / "evidence.png"), "--throughput", speeds]) == 0
+    return page.read_text()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of one scale, made once."""
+    folder = tmp_path_factory.mktemp("made")
+    page = folder / "evidence.md"
+    page.write_text(f"{BEGIN}\n{END}\n")
+    return written([make_evidence(folder / "small.json", CELLS, scale="14m"), make_speeds(folder / "speeds.json", SPEEDS)], page)
+
+
+def rows(text: str, heading: str = "| cell ") -> dict[str, dict[str, str]]:
+    """Rows of the first table whose header begins so, by cell: what stands under each title."""
+    lines = text[text.index(heading) :].partition("\n\n")[0].splitlines()
+    header, _, *others = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {cells[0]: dict(zip(header, cells, strict=True)) for cells in others}
+
+
+def minus(text: str) -> str:
+    return text.replace("-", "−")
+
+
+def test_a_row_says_what_the_cell_costs_and_gains(made: str):
+    found = rows(made)
+    assert [*found] == ["bf16", "delayed", "nvfp4", "mxfp4", "current", "delayed_kept"], "in the file's order"
+    assert found["bf16"] == {
+        **{"cell": "bf16", "seeds": "5", "before decay": "2.3300", "after decay": "2.0300", "± 95 %": "sd 0.0158", "in %": "–"},
+        **{"verdict": "baseline", "as trained": "2.0300", "tokens": "–", "KL": "1", "last word": "25.0 %"},
+        **{"speed": "1.00 ×", "at equal time": "–"},
+    }
+    assert found["delayed"] == {
+        **{"cell": "delayed", "seeds": "5", "before decay": "+0.0020", "after decay": "+0.0020", "± 95 %": f"{HALF:.4f}"},
+        **{"in %": "+0.10 %", "verdict": "equivalent", "as trained": "+0.0020", "KL": "0.33", "last word": "25.0 %"},
+        **{"tokens": minus(f"{100 * math.expm1(0.002 / SLOPE):+.2f} %"), "speed": "1.30 ×"},
+        "at equal time": minus(f"{0.002 + SLOPE * math.log(1.3):+.4f}"),
+    }
+    nvfp4 = found["nvfp4"]
+    assert (nvfp4["verdict"], nvfp4["in %"], nvfp4["KL"]) == ("worse", "+5.02 %", "2.00")
+    assert nvfp4["speed"] == nvfp4["at equal time"] == "–", "emulated: another machine's speed is not its own"
+    assert found["delayed_kept"]["speed"] == "–", "of these settings no speed was measured"
+
+
+def test_missing_seeds_and_runs_that_broke_off_are_said(made: str):
+    found = rows(made)
+    mxfp4, current = found["mxfp4"], found["current"]
+    assert (mxfp4["seeds"], mxfp4["± 95 %"], mxfp4["verdict"], mxfp4["KL"]) == ("2", "–", "2 seeds: no interval", "–")
+    assert (current["seeds"], current["after decay"], current["verdict"]) == ("3", "+0.0020", "broke off: 1 run of 4")
+
+
+def test_rates_and_controls_stand_apart_each_against_what_it_differs_from(made: str):
+    rates, controls = rows(made, "| cell        |  rate"), rows(made, "| cell             | against")
+    assert (rates["bf16"]["rate"], rates["lr2_bf16"]["rate"], rates["lr2_bf16"]["verdict"]) == ("0.003", "0.006", "worse")
+    assert (rates["lr2_delayed"]["against"], rates["lr2_delayed"]["minus"]) == ("lr2_bf16", "0")
+    assert controls["delayed_emulated"]["against"] == "delayed" and controls["delayed_emulated"]["verdict"] == "equivalent"
+    assert controls["bf16_again"]["verdict"] == "2 seeds: no interval"
+    assert f"end {math.sqrt((9e-8 + 16e-8) / 2):.4f} nats apart (root mean square of 2)" in made
+    assert "The slope of bf16: −0.2000 nats for each factor e of tokens, from 164k to 328k tokens." in made
+
+
+def test_only_what_stands_between_the_markers_is_replaced_and_a_scale_has_its_own_part(files: list[Path], page: Path):
+    large = make_evidence(page.with_name("large.json"), {"bf16": CELLS["bf16"]}, scale="111m", parameters=111_000_000, between=())
+    once = written([files[0], large, files[1]], page)
+    assert once.startswith(f"before\n\n{BEGIN}\n") and once.endswith(f"{END}\n\nafter\n") and "older" not in once
+    assert once.index("### 14m") < once.index("### 111m") and "111 M parameters" in once
+    assert once.partition("### 111m")[2].count("| bf16 ") == 1, "no controls and no rates: no tables of them"
+    assert written([files[0], large, files[1]], page) == once, "twice is as once"
+    assert page.with_name("evidence.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_shows_every_precision_that_can_be_compared(files: list[Path], page: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn = {}
+    monkeypatch.setattr("benchmarks.evidence_picture.save", lambda figure, path: drawn.update(figure=figure))
+    written(files, page)
+    left, right = drawn["figure"].axes
+    assert [label.get_text() for label in left.get_xticklabels()] == ["nvfp4", "mxfp4", "current", "delayed_kept"]
+    assert {text.get_text() for text in right.texts} == {"bf16", "delayed"}
+    spread = [line for line in right.get_lines() if line.get_linestyle() == ":"]
+    level_of_seeds = sum(map(level, range(1, 6))) / 5
+    floor = 100 * math.sqrt((9e-8 + 16e-8) / 2) / level_of_seeds
+    assert sorted(line.get_ydata()[0] for line in spread) == pytest.approx([-floor, floor])
+    assert drawn["figure"].get_figwidth() * drawn["figure"].dpi >= 800
+
+
+def test_a_speed_belongs_to_the_very_settings_that_were_timed(files: list[Path]):
+    scale, speeds = Scale.read(files[0]), Speeds(ROOT / "benchmarks/results/h200_throughput.json")
+    assert 1.2 < speeds.over_baseline(scale, "delayed") < 1.6 and speeds.over_baseline(scale, "bf16") == 1.0
+    for cell in ("nvfp4", "delayed_kept", "delayed_emulated", "lr2_delayed"):
+        assert speeds.over_baseline(scale, cell) is None
+
+
+def test_a_seed_that_the_baseline_lacks_is_not_compared(tmp_path: Path):
+    made = make_evidence(tmp_path / "e.json", {"bf16": MadeCell(("precision=bf16",), [0.0] * 2), "delayed": CELLS["delayed"]})
+    found = Scale.read(made).difference("delayed", final_loss)
+    assert found.by_seed == pytest.approx({1: 0.001, 2: 0.002}) and found.half_width() is None
+
+
+def test_continued_training_has_no_slope_over_tokens(tmp_path: Path):
+    cell = MadeCell(("precision=bf16", "model.source=somewhere"), [0.0] * 3)
+    assert Scale.read(make_evidence(tmp_path / "e.json", {"bf16": cell})).slope is None
+
+
+def test_the_report_reads_such_a_file_as_it_reads_run_folders(files: list[Path], tmp_path: Path, capsys):
+    command = ["report", str(files[0]), "--vary", "optimizer.learning_rate", "--out", str(tmp_path / "x.png")]
+    assert pretrain(command) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Against bf16 over 5 seeds, within 0.3 %: equivalent: delayed, delayed_kept, ")
+    assert f"The slope of bf16: {minus(f'{SLOPE:+.4f}')} nats" in said and "bf16_again repeats bf16" in said
+
+
+def test_files_that_are_something_else_are_refused_with_what_to_do(files: list[Path], page: Path, tmp_path: Path):
+    content = json.loads(files[0].read_text())
+    for change, named in (
+        ({"runs": {}}, "holds no runs"),
+        ({"runs": {key: run for key, run in content["runs"].items() if run["cell"] != "bf16"}}, "holds no run of the cell bf16"),
+        (
+            {"runs": {key: run | {"endpoints": {}} for key, run in content["runs"].items()}},
+            "not as `benchmarks.evidence` makes it",
+        ),
+    ):
+        other = tmp_path / "other.json"
+        other.write_text(json.dumps(content | change))
+        with pytest.raises(InputError, match=named):
+            Scale.read(other)
+    with pytest.raises(InputError, match=r"not as `benchmarks\.throughput` makes it"):
+        Speeds(files[0])
+    page.write_text("no place\n")
+    assert main([str(files[0]), "--page", str(page), "--throughput", str(files[1])]) == 2
