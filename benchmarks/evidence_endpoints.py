@@ -27,14 +27,13 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.evidence_results import Results, baseline_of, key_of
 from foundation.errors import InputError
 from packing.mixture import MixedPacks
-from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.optimizer.schedule import decay_begins
 from pretrain.run.export import SavedModel, tokenizer_of
+from pretrain.settings.recipe import Recipe
 
-PACKS = 2048  # held-out packs that are looked at, of all kinds together
 KL_TOKENS = 200_000  # held-out tokens on which two models are compared
 PASSAGES = 2000  # passages whose last word is to be guessed
 CONTEXT = 64  # tokens of a passage before its last word, at least
@@ -65,8 +64,9 @@ class HeldOut:
     passages: int
 
     @classmethod
-    def of(cls, data: DataSettings, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> HeldOut:
-        """InputError where `data` holds out nothing."""
+    def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> HeldOut:
+        """The packs that a run of `recipe` evaluates on. InputError where its data holds out nothing."""
+        data, limit = recipe.data, recipe.evaluate.packs
         found = open_packs(data, "held_out")
         if found is None:
             raise InputError(f"{data.packs}: no packs are held out, so there is nothing to measure on")
@@ -74,7 +74,8 @@ class HeldOut:
         documents: list[np.ndarray] = []
         kinds: list[int] = []
         for number, packs in enumerate(parts.values()):
-            for index in range(min(len(packs), max(1, round(PACKS * len(packs) / len(found))))):
+            most = len(packs) if limit is None else max(1, round(limit * len(packs) / len(found)))
+            for index in range(min(len(packs), most)):
                 pack = packs[index]
                 pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[: len(pack.lengths)]
                 documents += [piece for piece in pieces if len(piece) > 1]
@@ -256,7 +257,7 @@ class Measuring:
 
     def measure(self, run: MatrixRun) -> None:
         """Its endpoints, into the file."""
-        held_out = self._held_out = self._held_out or HeldOut.of(run.recipe.data, tokenizer_of(run.recipe)[0], self.device)
+        held_out = self._held_out = self._held_out or HeldOut.of(run.recipe, tokenizer_of(run.recipe)[0], self.device)
         model, before = final_model(run, self.device), model_before_decay(run, self.device)
         baseline = baseline_of(self.matrix, run)
         distance = None

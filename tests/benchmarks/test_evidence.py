@@ -107,7 +107,7 @@ def test_a_last_word_counts_where_greedy_generation_writes_it(models, documents,
 def matrix_file(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
     recipe = low_precision_recipe | {"precision": "bf16", "weights": "bf16_exact", "parity": "off"}
     recipe |= {"schedule": {"kind": "wsd", "decay": 0.5}, "train": {"steps": 4}, "checkpoint": {"every": 2, "keep": 1}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {"every": 2}}))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {"every": 2, "packs": 7}}))
     groups = [
         {"axes": {"seed": [1, 2]}, "cells": {"bf16": {"precision": "bf16"}}},
         {"axes": {"seed": [1]}, "cells": {"again": {"precision": "bf16", "name": "again"}, "current": {"precision": "current"}}},
