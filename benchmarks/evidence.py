@@ -56,7 +56,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--scale", required=True, help="what recipes/matrices/evidence_SCALE.yaml describes: 14m, 35m, 111m, ...")
     parser.add_argument("--matrix", type=Path, help="another matrix file for the scale")
     parser.add_argument("--out", type=Path, help="the result file")
-    parser.add_argument("--only", nargs="+", action="extend", default=[], metavar="key=value", help="these: cell=bf16 seed=1")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        help="these runs: cell=bf16 seed=1; put settings before it",
+    )
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs to spread the runs over")
     parser.add_argument("--at-once", type=int, metavar="N", help="runs side by side; default one on each GPU")
     parser.add_argument(
