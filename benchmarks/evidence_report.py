@@ -108,7 +108,7 @@ def baseline_row(scale: Scale) -> list[str]:
     ]
     finals = [*scale.values(BASELINE, final_loss).values()]
     spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
-    between = "1" if scale.between else UNKNOWN
+    between = "1.00" if scale.between else UNKNOWN
     word = or_dash(scale.mean(BASELINE, last_word_accuracy), percent)
     before, after, trained = levels
     verdict = broken(scale, BASELINE) or "baseline"

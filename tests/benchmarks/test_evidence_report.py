@@ -76,7 +76,7 @@ def test_a_row_says_what_the_cell_costs_and_gains(made: str):
     assert [*found] == ["bf16", "delayed", "nvfp4", "mxfp4", "current", "delayed_kept"], "in the file's order"
     assert found["bf16"] == {
         **{"cell": "bf16", "seeds": "5", "before decay": "2.3300", "after decay": "2.0300", "± 95 %": "sd 0.0158", "in %": "–"},
-        **{"verdict": "baseline", "as trained": "2.0300", "tokens": "–", "KL": "1", "last word": "25.0 %"},
+        **{"verdict": "baseline", "as trained": "2.0300", "tokens": "–", "KL": "1.00", "last word": "25.0 %"},
         **{"speed": "1.00 ×", "at equal time": "–"},
     }
     assert found["delayed"] == {
