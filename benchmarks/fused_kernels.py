@@ -13,6 +13,7 @@ A family of cases is a function that yields them, registered in FAMILIES. Its te
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import shlex
 import sys
@@ -198,7 +199,7 @@ BLOCKS_TILINGS = [
 
 def rotary_codes() -> Iterator[Case]:
     """Backward into codes, beside writing BF16 that the library's quantizer reads. The bytes are those of a single pass."""
-    from pretrain.model.fused.activation import allocate
+    from pretrain.model.fused.te_storage import allocate
 
     def in_two(r: Rotation, quantizer: Any) -> Callable[[], object]:
         return lambda: quantizer(r.backward(rotate_backward)()[0])
@@ -218,7 +219,7 @@ def rotary_codes() -> Iterator[Case]:
 
 
 def rotary_codes_tilings() -> Iterator[Case]:
-    from pretrain.model.fused.activation import allocate
+    from pretrain.model.fused.te_storage import allocate
 
     for model in ("Qwen3-1.7B", "Llama-3.1-8B"):
         r = Rotation(*ROTATIONS[model])
@@ -410,7 +411,7 @@ class Norms:
 
     def scaled(self, recipe: str) -> Any:
         """Where the norm's codes go, in both layouts."""
-        from pretrain.model.fused.activation import allocate
+        from pretrain.model.fused.te_storage import allocate
 
         return allocate(quantizer_of(recipe), self.x.shape, self.x.device)[1]
 
@@ -466,6 +467,26 @@ def norm_tilings() -> Iterator[Case]:
         yield Case(f"block with the sum, {model}, second kernel with {warps} warps", 8 * n.values, ours)
 
 
+def bf16() -> Iterator[Case]:
+    """What fused layers call in BF16 without Transformer Engine alone, beside its kernels where it is."""
+    from pretrain.model.fused import activation_kernel, norm_kernel
+    from pretrain.precision import transformer_engine
+
+    tex = None if transformer_engine.missing() else importlib.import_module("transformer_engine_torch")
+    for model, shape in HIDDEN.items():
+        n = Norms(*shape)
+        dy, (_, rstd) = torch.randn_like(n.x), norm_kernel.rms_norm(n.x, None, n.weight, 1e-6)
+        ours = partial(norm_kernel.rms_norm_backward, dy, n.x, rstd, n.weight)
+        behind = rstd, n.weight, 0, False
+        theirs = tex and partial(tex.rmsnorm_bwd_add, dy, n.x, n.residual, *behind)
+        yield Case(f"RMSNorm bf16, backward with the residual, {model}", 8 * n.values, partial(ours, n.residual), theirs)
+        theirs = tex and partial(tex.rmsnorm_bwd, dy, n.x, *behind)
+        yield Case(f"RMSNorm bf16, backward, {model}", 6 * n.values, partial(ours, None), theirs)
+    s = SwiGLU()
+    theirs = tex and partial(tex.swiglu, s.hidden, None)
+    yield Case("SwiGLU bf16, forward", 6 * s.values, partial(activation_kernel.forward_bf16, s.hidden), theirs)
+
+
 # ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -479,6 +500,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "activation_tilings": activation_tilings,
     "norm": norm,
     "norm_tilings": norm_tilings,
+    "bf16": bf16,
 }
 
 

@@ -82,6 +82,7 @@ def measure(arguments: argparse.Namespace) -> None:
         steps=arguments.steps,
         gpus=arguments.gpus,
         timeout=arguments.timeout,
+        whole_documents=model.whole_documents,
     )
     command = shlex.join(["python", "-m", "benchmarks.throughput", *sys.argv[1:]])
     Bench(settings, arguments.out, command, go_on=arguments.go_on).run(chosen)

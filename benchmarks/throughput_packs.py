@@ -4,7 +4,8 @@
 
 Documents have log-normal lengths like those of an encyclopaedia: median 110 tokens, mean 200, a long tail, cut at a pack's end,
 so that 32,768 tokens hold some 165 to 190 of them and Σlen²/T is about 500. Attention's share of a step depends on just that, and
-so figures are comparable only between packs of like documents. Tokens follow Zipf's law: as in text, a few are frequent, which
+so figures are comparable only between packs of like documents. `--whole` makes each pack one document, which is what others
+publish figures of. Tokens follow Zipf's law: as in text, a few are frequent, which
 the embedding's gradient and the loss both notice, and a model has something to learn in a dozen steps.
 """
 
@@ -27,28 +28,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", type=Path, required=True, help="whose pack length and vocabulary are meant")
     parser.add_argument("--packs", type=int, required=True)
+    parser.add_argument("--whole", action="store_true", help="each pack one document")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe)
-    write(arguments.out, recipe.data.length, recipe.model.config["vocab_size"], arguments.packs)
+    write(arguments.out, recipe.data.length, recipe.model.config["vocab_size"], arguments.packs, whole=arguments.whole)
 
 
-def write(folder: Path, length: int, vocabulary: int, count: int) -> None:
-    """Write `count` packs of `length` tokens at `folder`. Raises InputError where something stands there already."""
+def write(folder: Path, length: int, vocabulary: int, count: int, *, whole: bool = False) -> None:
+    """Write `count` packs of `length` tokens at `folder`, each one document if `whole`.
+
+    Raises InputError where something stands there already."""
     draw = np.random.default_rng(SEED)
     frequencies, identity = zipf(vocabulary, draw)
     totals = {"documents": 0, "squared": 0}
     with PackWriter(folder, length) as writer:
         for _ in range(count):
-            lengths = document_lengths(length, draw)
+            lengths = np.array([length], dtype=np.int32) if whole else document_lengths(length, draw)
             ranks = np.searchsorted(frequencies, draw.random(length), side="right")
             writer.add("train", Pack(identity[ranks], lengths))
             totals["documents"] += len(lengths)
             totals["squared"] += int(np.square(lengths, dtype=np.int64).sum())
         tokens = count * length
         statistics = {"documents": totals["documents"], "sum_squared_lengths_per_token": totals["squared"] / tokens}
-        settings = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST, "seed": SEED}
-        writer.finish(settings=settings | {"packs": count, "vocabulary": vocabulary}, statistics=statistics, tokenizer=None)
+        of_lengths = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
+        settings = ({"whole_documents": True} if whole else of_lengths) | {"seed": SEED, "packs": count, "vocabulary": vocabulary}
+        writer.finish(settings=settings, statistics=statistics, tokenizer=None)
 
 
 def zipf(vocabulary: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

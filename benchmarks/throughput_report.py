@@ -86,9 +86,10 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     device, side_by_side = gpus[0] if gpus else result["environment"]["processor"], int(result["settings"]["gpus"])
     floors = {name: recipe["tokens"] / seconds for name, seconds in result["limits"].get("floors", {}).items()}
     torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
+    whole = ", each one document" if packs.get("whole_documents") else ""
     parts = [
         f"**{recipe['name']}** on one {device}, torch {torch_version}: {recipe['tokens']:,} tokens a step,",
-        f"packs of {recipe['length']:,} tokens, Σlen²/T {packs['sum_squared_lengths_per_token']:.0f}; median of",
+        f"packs of {recipe['length']:,} tokens{whole}, Σlen²/T {packs['sum_squared_lengths_per_token']:.0f}; median of",
         f"{settings['steps']} steps after {settings['warm_up']} ([`{Path(link).name}`]({link})).",
     ]
     if floors:

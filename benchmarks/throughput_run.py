@@ -47,6 +47,7 @@ class Settings:
     steps: int
     gpus: int
     timeout: float
+    whole_documents: bool = False
 
     @property
     def all_steps(self) -> int:
@@ -67,7 +68,8 @@ class Settings:
     def packs(self) -> Path:
         """Named after all that decides what is in them."""
         length, vocabulary = self.loaded.data.length, self.loaded.model.config["vocab_size"]
-        return Path("packs") / f"zipf_{length}_{vocabulary}_{self.all_steps * self.loaded.batch.tokens // length}"
+        kind = "whole" if self.whole_documents else "zipf"
+        return Path("packs") / f"{kind}_{length}_{vocabulary}_{self.all_steps * self.loaded.batch.tokens // length}"
 
     @property
     def overrides(self) -> list[str]:
@@ -126,7 +128,8 @@ class Bench:
         folder, recipe = self.settings.packs, self.settings.loaded
         if not folder.exists():
             count = self.settings.all_steps * recipe.batch.tokens // recipe.data.length
-            throughput_packs.write(folder, recipe.data.length, recipe.model.config["vocab_size"], count)
+            vocabulary, whole = recipe.model.config["vocab_size"], self.settings.whole_documents
+            throughput_packs.write(folder, recipe.data.length, vocabulary, count, whole=whole)
         manifest = json.loads((folder / "packs.json").read_text())
         fingerprint = manifest["splits"]["train"]["fingerprint"]
         self.result["packs"] = manifest["settings"] | manifest["statistics"] | {"fingerprint": fingerprint}

@@ -79,17 +79,21 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         if others or not below:
             yield key, kind(field), options or default(field), meaning
         for section in in_list(field.annotation):
-            known = {name for base in section.__mro__[1:] for name in getattr(base, "model_fields", {})}
             for inner, *said_of_it in rows(section, ""):
-                if inner not in known:
+                if inner not in in_common(cls, section):
                     yield f"{key}[].{inner}", *said_of_it
         for section in below:
-            if issubclass(cls, section):  # its keys are those of the table
+            if in_the_table := in_common(cls, section):
                 yield key, "section", default(field), meaning
-                continue
             for inner, type_, default_, meaning in rows(section, f"{key}."):
-                # Beside `others` none of the section's keys is needed.
-                yield inner, type_, "" if others and default_ == "required" else default_, meaning
+                if inner.removeprefix(f"{key}.") not in in_the_table:
+                    # Beside `others` none of the section's keys is needed.
+                    yield inner, type_, "" if others and default_ == "required" else default_, meaning
+
+
+def in_common(cls: type[BaseModel], section: type[BaseModel]) -> set[str]:
+    """The keys of `section` that it has from a class from which `cls` has them, too."""
+    return {name for base in section.__mro__ if issubclass(cls, base) for name in getattr(base, "model_fields", {})}
 
 
 def comments(cls: type[BaseModel]) -> dict[str, str]:

@@ -26,7 +26,7 @@ from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
-from packing.parts import FIRST, check_parts, stream_parts, validation_part
+from packing.parts import FIRST, check_parts, stream_parts, validation_parts
 from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
@@ -40,14 +40,15 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
 
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
     """
-    validation, parts = validation_part(settings), stream_parts(settings)
+    validation, parts = validation_parts(settings), stream_parts(settings)
     missing = [part for part in parts.values() if not (part.packs / FIRST).exists()]
     if missing and (settings.sources or validation):
         check_parts(settings)
         for part in missing:
             check_first_records(part)
-    if validation is not None and validation.source is not None:
-        prepare_part(validation, progress)
+    for part in validation.values():
+        if part.source is not None:
+            prepare_part(part, progress)
     for part in parts.values():
         if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
             with lock_of(settings.packs, progress):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 from pathlib import Path
 
 from foundation.errors import InputError
 from packing.manifest import MANIFEST
-from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
+from packing.settings import SOURCE_NAME, DataSettings, SourceSettings, WeightedSource
 from packing.sources import DatasetSource, FileSource, open_source
 
 VALIDATION = "validation"
@@ -51,24 +52,35 @@ def source_names(settings: DataSettings) -> list[str]:
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
-    """The settings of `data.validation`; None where there is none. Its packs lie beside those that are trained on."""
+    """The settings of `data.validation`, all of its sources; None where there is none. Its packs lie beside those that are
+    trained on."""
     if settings.validation is None:
         return None
-    packs = settings.packs.absolute()
-    part = _part(settings, settings.validation, packs.with_name(f"{packs.name}-{VALIDATION}"))
+    packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-{VALIDATION}")
+    if several := settings.validation.sources:
+        # Their weights mean nothing: each is evaluated whole, or by an equally large part.
+        weighted = [WeightedSource(**each.model_dump(include=each.model_fields_set), weight=1 / len(several)) for each in several]
+        part = settings.model_copy(update={"packs": packs, "source": None, "sources": tuple(weighted), "validation": None})
+    else:
+        part = _part(settings, settings.validation, packs)
     # What is evaluated on is packed before the run: whole, and of a hub's dataset without a download.
-    streaming = part.stream is not None and not Path(str(part.source)).exists()
+    streaming = part.stream is not None and any(not Path(str(each.source)).exists() for each in several or [part])
     changed = {"streaming": streaming} if part.stream else {}
     return part.model_copy(update={"held_out": 0.0, "shuffle": False, **changed})
 
 
+def validation_parts(settings: DataSettings) -> dict[str, DataSettings]:
+    """The settings of each source of `data.validation`, by name, "" where there is one only; empty where there is none."""
+    validation = validation_part(settings)
+    return {} if validation is None else training_parts(validation) or {"": validation}
+
+
 def prepared(settings: DataSettings) -> bool:
     """Whether the packs of every part are there, as far as names tell."""
-    validation = validation_part(settings)
     training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
     if settings.stream:
         training = [packs / FIRST for packs in training]
-    return all(packs.exists() for packs in [*training, *([validation.packs] if validation else [])])
+    return all(packs.exists() for packs in [*training, *(part.packs for part in validation_parts(settings).values())])
 
 
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
@@ -93,14 +105,15 @@ def check_parts(settings: DataSettings) -> None:
             f"{settings.packs}: holds the packs of one source, and `data.sources` names {len(training)}; name another folder in "
             "data.packs"
         )
-    validation = validation_part(settings)
     places = {name: f"data.sources ({name})" if name else "data.source" for name in training}
     opened = [(places[name], _source_of(part, places[name])) for name, part in training.items()]
-    held = _source_of(validation, "data.validation") if validation else None
-    for where, source in opened:
+    validation = validation_parts(settings)
+    held_places = {name: f"data.validation ({name})" if name else "data.validation" for name in validation}
+    held_out = [(held_places[name], _source_of(part, held_places[name])) for name, part in validation.items()]
+    for (where, source), (held_where, held) in product(opened, held_out):
         if source and held and (shared := _shared(source, held)):
             raise InputError(
-                f"data.validation: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
+                f"{held_where}: {shared} is also trained on ({where}), so its loss says nothing of unseen text; name another "
                 "file or split, or set data.held_out instead"
             )
 

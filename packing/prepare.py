@@ -21,7 +21,7 @@ from packing.arrow import PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import MANIFEST, read_manifest
-from packing.parts import check_parts, training_parts, validation_part
+from packing.parts import check_parts, training_parts, validation_parts
 from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
@@ -52,9 +52,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     if settings.stream:
         raise ValueError("the packs of a stream are made by packing.packer")
-    validation = validation_part(settings)
+    validation = validation_parts(settings)
     training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
-    parts = [part for part in [*training, validation] if part is not None and part.source is not None]
+    parts = [part for part in [*training, *validation.values()] if part.source is not None]
     missing = [part for part in parts if not part.packs.exists()]
     if missing and (settings.sources or validation):
         check_parts(settings)

@@ -68,17 +68,39 @@ class SourceSettings(Settings):
         return [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
 
 
-class WeightedSource(SourceSettings):
+class NamedSource(SourceSettings):
     """One of several sources."""
 
     # The folder of its packs and its name in figures; null: the last part of `source`, without suffixes.
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
-    weight: float = Field(gt=0, le=1)  # its share of the tokens; those of all sources add up to 1
 
     @model_validator(mode="after")
-    def _has_a_name(self) -> WeightedSource:
+    def _has_a_name(self) -> NamedSource:
         if self.name is None and self.source is None:
             raise ValueError("a source needs `source`, or the `name` of packs that exist")
+        return self
+
+
+class WeightedSource(NamedSource):
+    """One of several sources to train on."""
+
+    weight: float = Field(gt=0, le=1)  # its share of the tokens; those of all sources add up to 1
+
+
+class ValidationSettings(SourceSettings):
+    """What to evaluate on: a source, another split of the one that is trained on, or several sources."""
+
+    # Several in place of `source`, each evaluated by itself too: its loss is `held_out_loss/NAME`.
+    sources: tuple[NamedSource, ...] | None = None
+
+    @model_validator(mode="after")
+    def _sources_say_it_all(self) -> ValidationSettings:
+        if self.sources is None:
+            return self
+        if not self.sources:
+            raise ValueError("`sources` is empty; name some, or one `source`")
+        if beside := self.changed(tuple(SourceSettings.model_fields)):  # a run's config.yaml says every key
+            raise ValueError(f"`sources` and `{beside[0]}` are both set; put `{beside[0]}` into each source, or leave it out")
         return self
 
 
@@ -109,8 +131,9 @@ class DataSettings(SourceSettings):
     # for all. Its packs are prepared into `packs`/name.
     sources: tuple[WeightedSource, ...] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
-    # `chat_template`. Its packs are prepared into a folder beside `packs`, with `-validation` behind its name.
-    validation: SourceSettings | None = None
+    # `chat_template`; or several `sources`, each with a `name`, whose losses also stand apart. Its packs are prepared into a
+    # folder beside `packs`, with `-validation` behind its name.
+    validation: ValidationSettings | None = None
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
     streaming: bool | StreamingSettings = False
@@ -153,7 +176,8 @@ class DataSettings(SourceSettings):
 
     @model_validator(mode="after")
     def _chats_are_asked_for(self) -> DataSettings:
-        parts = [self, *(self.sources or ()), *([self.validation] if self.validation else [])]
+        validation = [self.validation, *(self.validation.sources or ())] if self.validation else []
+        parts = [self, *(self.sources or ()), *validation]
         if not any(part.is_chat for part in parts) and (unused := self.changed(_CHAT)):
             raise ValueError(f"`{unused[0]}`: for chats; set `messages`, or `prompt` and `response`, or leave it out")
         if self.add_bos and any(part.is_chat for part in parts):
@@ -184,7 +208,7 @@ class DataSettings(SourceSettings):
             return self
         if self.held_out:
             raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
-        if self.validation.source is None and self.source is None:
+        if self.validation.source is None and self.source is None and self.validation.sources is None:
             raise ValueError("`validation` names no `source`; name one, as there is no single `source` to take another split of")
         if not self.validation.model_fields_set:
             raise ValueError("`validation` is empty; name a `source`, or a `split` of the same one")

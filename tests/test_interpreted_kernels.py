@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INTERPRETED = ["softmax", "activation_kernel", "norm_kernel", "rotary", "exact_adamw"]
+INTERPRETED = ["softmax", "activation_kernel", "norm_kernel", "rotary", "triton_arithmetic", "exact_adamw"]
 
 
 def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> None:

@@ -48,6 +48,7 @@ class Model:
     recipe: Path
     configuration: Path
     entries: tuple[Entry, ...]
+    whole_documents: bool = False  # each pack is one
 
 
 def other(name: str, label: str, module: str, precision: str, weights: str, packs: int | None = None) -> Entry:
@@ -101,11 +102,11 @@ OURS = {
 }
 
 # The recipe keeps gradients in BF16 and recomputes every layer; BF16 moments make room for FP32 gradients and for all layers.
+NOT_RECOMPUTED = "optimizer.moments=bf16 optimizer.gradients=fp32 model.gradient_checkpointing=none batch.microbatch=1"
 OURS_8B = {
     "delayed_exact": "precision=delayed weights=bf16_exact",
-    "delayed_exact_head": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head",
-    "delayed_exact_bf16_moments": "precision=delayed weights=bf16_exact optimizer.moments=bf16 optimizer.gradients=fp32 "
-    "model.gradient_checkpointing=none batch.microbatch=1",
+    "delayed_exact_bf16_moments": f"precision=delayed weights=bf16_exact {NOT_RECOMPUTED}",
+    "delayed_exact_head_bf16_moments": f"precision=delayed weights=bf16_exact fp8_config.scope=linear+head {NOT_RECOMPUTED}",
     "bf16_exact": "precision=bf16 weights=bf16_exact",
 }
 
@@ -115,5 +116,6 @@ GPU, CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.ya
 MODELS = {
     "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *ours(OURS))),
     "llama_8b": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B)),
+    "llama_8b_whole": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B), whole_documents=True),
     "tiny": Model(Path("benchmarks/tiny.yaml"), CPU, (*OTHERS, *ours(OURS_TINY))),
 }

@@ -157,7 +157,7 @@ def write_report(matrix: Matrix) -> str:
         return "No cell is finished, so there is nothing to report yet."
     baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
     name = matrix.folder / matrix.settings.name
-    vary = list(dict.fromkeys(key for run in matrix.runs for key in run.values))
+    vary = list(dict.fromkeys(key for run in matrix.runs for key in run.settings))
     endings = {"out": "png", "tables_file": "md", "page": "html"}
     files = {what: name.with_name(f"{name.name}.{ending}") for what, ending in endings.items()}
     text = report.write(finished, baseline=baseline, **files, vary=vary, leave_out_unfair=True)

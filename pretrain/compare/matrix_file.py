@@ -1,6 +1,7 @@
 """The matrix file: which runs a comparison consists of, all of them checked before the first one starts.
 
-A cell is one combination of the axes' values, and an ordinary run: the base recipe with `key=value` overrides.
+A cell is one combination of the axes' values, and an ordinary run: the base recipe with `key=value` overrides. In a group, cells
+have names, and each is trained under every combination of the group's axes.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
+Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a recipe, each with its values
+CELL = "cell"  # in the values of a run of a group: what its settings are called
 _FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
-_WITHOUT_KEY = ("precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
+_WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
+
+
+class MatrixGroup(Settings):
+    """Cells by name, each under every combination of the axes; the last axis is fastest, and of all fastest go the cells."""
+
+    axes: Axes = Field(default_factory=dict)
+    cells: Annotated[dict[str, Values], Field(min_length=1)]  # the settings of each, by its name
 
 
 class MatrixSettings(Settings):
@@ -35,9 +45,10 @@ class MatrixSettings(Settings):
     recipe: Path  # the base
     accelerate: Path  # how the runs are launched; `precision` in a cell overrides the file's
     overrides: Values = Field(default_factory=dict)  # over the recipe, in every cell
-    axes: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default_factory=dict)  # a cell for every combination
+    axes: Axes = Field(default_factory=dict)  # a cell for every combination
     leave_out: list[Values] = Field(default_factory=list)  # combinations that are not wanted: those with all of an entry's values
     cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
+    groups: list[MatrixGroup] = Field(default_factory=list)  # named cells, each under every combination of its group's axes
     baseline: Values | None = None  # the cell that the report compares the others to; none: the first
     run_dir: PathText = "runs/{matrix}/{cell}"
     # Runs side by side; none: one for each group of `gpus`, else one. Runs that share a device are for losses, never for speeds.
@@ -54,7 +65,8 @@ class MatrixRun:
     """One cell of a matrix, as the run that it is. `recipe` is what its launcher will see, its precision decided."""
 
     name: str
-    values: Values
+    values: Values  # by which it is told from others: what its cell sets, or in a group the cell's name and the axes' values
+    settings: Values  # of the recipe, that its cell sets, with dotted keys
     overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
     recipe: Recipe
     run_dir: Path
@@ -150,36 +162,57 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     launch = _launch_file(path, settings)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
     _check_common(path, settings, common)
-    runs = [_make_run(path, settings, values, common, launch.environment) for values in _combinations(path, settings)]
+    runs = [_make_run(path, settings, *found, common, launch.environment) for found in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
     return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
 
 
-def _combinations(path: str | Path, settings: MatrixSettings) -> list[Values]:
-    """The values of every cell, with dotted keys: the axes crossed, the last one fastest, then the cells listed."""
-    crossed = [dict(zip(settings.axes, values, strict=True)) for values in itertools.product(*settings.axes.values())]
-    crossed = [flatten(values) for values in crossed if values]
+def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Values, Values]]:
+    """Of every cell the values that tell it from others, and its settings, with dotted keys: the axes crossed, then the cells
+    listed, then each group."""
+    crossed = [values for values in _crossed(settings.axes) if values]
     for entry in map(flatten, settings.leave_out):
         kept = [values for values in crossed if not _matches(values, entry)]
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
-    return [*crossed, *map(flatten, settings.cells)]
+    for group in settings.groups:
+        if both := [
+            f"cell {name} sets `{key}`" for name, cell in group.cells.items() for key in flatten(cell) if key in group.axes
+        ]:
+            raise InputError(f"{path}: `groups`: {both[0]}, which is an axis of its group; leave it out of one of them")
+    grouped = [
+        ({CELL: name, **values}, flatten(cell) | values)
+        for group in settings.groups
+        for values in _crossed(group.axes)
+        for name, cell in group.cells.items()
+    ]
+    return [*((values, values) for values in [*crossed, *map(flatten, settings.cells)]), *grouped]
+
+
+def _crossed(axes: Axes) -> list[Values]:
+    """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
+    return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def _make_run(
-    path: str | Path, settings: MatrixSettings, values: Values, common: Sequence[str], environment: Mapping[str, str]
+    path: str | Path,
+    settings: MatrixSettings,
+    values: Values,
+    own: Values,
+    common: Sequence[str],
+    environment: Mapping[str, str],
 ) -> MatrixRun:
     name = _name_of(values)
-    if "run_dir" in values:
+    if "run_dir" in own:
         raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
     try:
         run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    overrides = (*common, *_as_overrides(values), f"run_dir={run_dir}")
+    overrides = (*common, *_as_overrides(own), f"run_dir={run_dir}")
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
     except InputError as error:
@@ -188,7 +221,7 @@ def _make_run(
             for line in str(error).splitlines()
         )
         raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
-    return MatrixRun(name, values, overrides, recipe, Path(run_dir))
+    return MatrixRun(name, values, own, overrides, recipe, Path(run_dir))
 
 
 def _launch_file(path: str | Path, settings: MatrixSettings) -> LaunchFile:
@@ -213,15 +246,16 @@ def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[s
     keys = {text.partition("=")[0].strip() for text in common}
     if "run_dir" in keys:
         raise InputError(f"{path}: `overrides`: every cell has a run folder of its own; set the matrix's `run_dir`")
-    if twice := [axis for axis in settings.axes if axis in keys]:
+    if twice := [axis for axes in (settings.axes, *(group.axes for group in settings.groups)) for axis in axes if axis in keys]:
         only = f"to run some cells only, use `--only {twice[0]}=VALUE`"
         raise InputError(f"{path}: `{twice[0]}` is an axis, and an override too; {only}")
 
 
 def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
+    computed = {run.name: _computed(run.recipe) for run in runs}
     for first, second in itertools.combinations(runs, 2):
         both = f"{path}: cells {first.name} and {second.name}"
-        if _computed(first.recipe) == _computed(second.recipe):
+        if computed[first.name] == computed[second.name]:
             raise InputError(f"{both} are the same run; take one of them out")
         if first.run_dir == second.run_dir:
             raise InputError(f"{both} would share a run folder; put {{cell}} into the matrix's `run_dir`")

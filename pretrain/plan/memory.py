@@ -25,9 +25,9 @@ H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of t
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 On four, DDP and shards are within 3 % (h200_x4_*.json), of 8 B and 14 B models too.
 
-Not counted: libraries' workspaces (a tenth of a GiB), what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
-`sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and
-tries on the device.
+Not counted: workspaces (a tenth of a GiB) but that of searched products, what NCCL takes, one layer's stacked gradients under
+FSDP2, and the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate
+says, and tries on the device.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pretrain.model.fused.arithmetic import StackedWeight
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer, not_fused_because, parts_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.precision.formats.definition import Precision
+from pretrain.precision.products import WORKSPACE
 from pretrain.precision.registry import PRECISIONS, UNQUANTIZED
 from pretrain.precision.scope import decide
 from pretrain.precision.settings import ActivePrecision
@@ -75,6 +76,7 @@ class MemoryEstimate:
     logits_at_most: int | None  # the same for one chunk; None: not chunked
     backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
+    workspace: int  # of the products whose algorithms are searched
 
     @classmethod
     def of(
@@ -88,10 +90,12 @@ class MemoryEstimate:
         gathered: bool = False,
         replicas: int = 1,
         keeps_rotated: bool = False,
+        searches: bool = False,
     ) -> MemoryEstimate:
         """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
         those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
-        of the model, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do."""
+        of the model, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do.
+        `searches`: the algorithms of its products may be searched (pretrain.precision.products)."""
         length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
         values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
@@ -140,6 +144,7 @@ class MemoryEstimate:
             logits_at_most=recipe.loss.tokens_at_once * logits if kind == "chunked" else None,
             backward=backward,
             backward_by_pack=length * _backward(layers, kept),
+            workspace=WORKSPACE if searches and products.compute_dtype == "bfloat16" else 0,
         )
 
     def parts(self, microbatch: int) -> dict[str, int]:
@@ -159,6 +164,7 @@ class MemoryEstimate:
             "activations": self.activations_by_pack * microbatch,
             "the loss": at_the_loss if at_the_loss >= in_backward else 0,
             "a layer's backward": in_backward if in_backward > at_the_loss else 0,
+            "products' workspace": self.workspace,
         }
         return {name: size for name, size in parts.items() if size}
 

@@ -136,6 +136,7 @@ class Plan:
                 name,
                 *(of.count, of.sharded, layers, of.gathered, of.replicas),
                 keeps_rotated=self.keeps_rotated,
+                searches=of.name != "CPU" and not recipe.deterministic,
             )
             for name, layers in known.items()
         ]

@@ -44,6 +44,8 @@ FACTORS = {
     torch.ops.aten.bmm: slice(0, 2),
     torch.ops.aten.linear: slice(0, 2),
     torch.ops.pretrain.linear: slice(0, 2),
+    torch.ops.pretrain.input_gradient: slice(0, 2),
+    torch.ops.pretrain.add_product: slice(1, 3),
     torch.ops.aten.addmm: slice(1, 3),
     torch.ops.aten.addmm_: slice(1, 3),
     torch.ops.aten.baddbmm: slice(1, 3),

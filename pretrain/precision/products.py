@@ -6,15 +6,17 @@ turns and in place. One that gives other bits than the first named is not taken:
 is found is kept in a file for this GPU and this version of the library, and the next start reads it.
 
 A product may also add a residual, d = a b + c with c apart from d, which spares the kernel that would add it, and a rounding.
+Or it adds to an FP32 sum of gradients, c being d: then the algorithms are tried into another place, so that it adds once.
 
-Whatever does not fit here is left to Transformer Engine: `multiply` returns None and has done nothing. So is everything where
-runs are to repeat their bits (`deterministic: true`): that two algorithms give the same is seen and not known.
+Whatever does not fit here is left to Transformer Engine or torch: `multiply` returns None and has done nothing. So is everything
+where runs are to repeat their bits (`deterministic: true`): that two algorithms give the same is seen and not known.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import statistics
 import sys
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from foundation.files import cache_folder, replace_file
 from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES, SUCCESS, Algorithm, CublasLt, CublasLtError, Matmul
 
+WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's; before Hopper 4 MiB
 _BF16 = torch.bfloat16
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}  # by Transformer Engine's names
 _ASKED = 16  # algorithms, of which the heuristic names half
@@ -54,17 +57,18 @@ class Problem(NamedTuple):
     m: int
     n: int
     k: int
-    types: tuple[torch.dtype, torch.dtype]  # of a and b; c and d are BF16
+    types: tuple[torch.dtype, torch.dtype]  # of a and b
     transposed: tuple[bool, bool]
     fast_accumulation: bool
-    adds: bool  # c
+    adds: bool  # c, in BF16 as d is
+    sums: bool = False  # c and d are one, in FP32
 
     @property
     def key(self) -> str:
         """Its name in the file."""
         types = " x ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
         layout = "".join("NT"[transposed] for transposed in self.transposed)
-        options = " fast" * self.fast_accumulation + " + residual" * self.adds
+        options = " fast" * self.fast_accumulation + " + residual" * self.adds + " + sum" * self.sums
         return f"{self.m} x {self.n} x {self.k} {layout} {types}{options}"
 
 
@@ -77,15 +81,24 @@ class _Chosen(NamedTuple):
 
 
 def multiply(
-    left: Any, right: Any, *, layout: str = "TN", fast_accumulation: bool = False, residual: Tensor | None = None
+    left: Any,
+    right: Any,
+    *,
+    layout: str = "TN",
+    fast_accumulation: bool = False,
+    residual: Tensor | None = None,
+    total: Tensor | None = None,
+    overwrite: bool = False,
 ) -> Tensor | None:
-    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where Transformer Engine has to.
+    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
 
-    As its general_gemm: `left` lies as [m, k] if `layout` begins with T, else as [k, m]; `right` as [n, k] if it ends with N,
-    else as [k, n]. Tensors in BF16, or Transformer Engine's with one scale and TN. `residual` [n, m] BF16 stays as it was.
-    `fast_accumulation`: of FP8 products, in the tensor cores alone.
+    As Transformer Engine's general_gemm: `left` lies as [m, k] if `layout` begins with T, else as [k, m]; `right` as [n, k] if it
+    ends with N, else as [k, n]. Tensors in BF16, or Transformer Engine's with one scale and TN. `residual` [n, m] BF16 stays as
+    it was. `fast_accumulation`: of FP8 products, in the tensor cores alone.
+
+    With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
     """
-    options = {"fast_accumulation": fast_accumulation, "residual": residual}
+    options = {"fast_accumulation": fast_accumulation, "residual": residual, "total": total, "overwrite": overwrite}
     return generic_multiply(left, layout[0] == "T", right, layout[1] == "T", **options)
 
 
@@ -97,6 +110,8 @@ def generic_multiply(
     *,
     fast_accumulation: bool,
     residual: Tensor | None,
+    total: Tensor | None,
+    overwrite: bool,
 ) -> Tensor | None:
     """`multiply`, where an observer looks on; looked up at each call."""
     if not enabled():
@@ -104,17 +119,68 @@ def generic_multiply(
     a, b = _factor(left), _factor(right)
     if a is None or b is None:
         return None
-    problem = problem_of(a, b, (transposes_left, transposes_right), residual, fast_accumulation=fast_accumulation)
+    transposed = transposes_left, transposes_right
+    problem = problem_of(a, b, transposed, residual, fast_accumulation=fast_accumulation, total=total)
     products = _of_device(a.values.device)
-    return products.multiply(problem, a, b, residual) if products and problem else None
+    return products.multiply(problem, a, b, residual, total, overwrite=overwrite) if products and problem else None
 
 
-@torch.library.custom_op("pretrain::linear", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; an operation of torch's, so that the audit sees it.
-    Not differentiable."""
-    y = multiply(weight, x)
-    return F.linear(x, weight) if y is None else y
+# Operations of torch's, so that the audit sees them. None is differentiable.
+
+
+@torch.library.custom_op("pretrain::linear", mutates_args=(), schema="(Tensor x, Tensor weight, Tensor? residual=None) -> Tensor")
+def linear(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor:
+    """x [n, k] weight [m, k]^T as torch's linear, by `multiply` where it can; `residual` [n, m] added, which stays as it was."""
+    y = multiply(weight, x, residual=residual)
+    if y is not None:
+        return y
+    y = F.linear(x, weight)
+    return y if residual is None else y.add_(residual)
+
+
+@torch.library.custom_op("pretrain::input_gradient", mutates_args=(), schema="(Tensor dy, Tensor weight) -> Tensor")
+def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """dy [n, m] weight [m, k], by `multiply` where it can."""
+    dx = multiply(weight, dy, layout="NN")
+    return dy @ weight if dx is None else dx
+
+
+def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
+    held, even NaN."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=0 if overwrite else 1)
+    elif total.is_cuda and products_sum_in_fp32():
+        _add_product(total, left, right, overwrite)
+    elif overwrite:
+        total.copy_(left @ right)
+    else:
+        total += left @ right
+
+
+@torch.library.custom_op(
+    "pretrain::add_product",
+    mutates_args=("total",),
+    schema="(Tensor(a!) total, Tensor left, Tensor right, bool overwrite) -> ()",
+)
+def _add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
+    """`left` is the transpose of what lies in memory, in a gradient of weights; by `multiply` where it can."""
+    if multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
+        torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
+
+
+@functools.cache
+def products_sum_in_fp32() -> bool:
+    """Whether this torch and GPU add a product of BF16 matrices to an FP32 one, and write one over what was there: tried, as no
+    version number tells."""
+    total = torch.full((16, 16), math.nan, device="cuda")
+    factor = torch.ones(16, 16, device="cuda", dtype=_BF16)
+    try:
+        for beta in (0, 1):
+            torch.addmm(total, factor, factor, beta=beta, out_dtype=torch.float32, out=total)
+    except (TypeError, RuntimeError, NotImplementedError):
+        return False
+    return bool((total == 32).all())
 
 
 def takes(operand: Any) -> bool:
@@ -156,7 +222,13 @@ def _factor(operand: Any) -> Factor | None:
 
 
 def problem_of(
-    a: Factor, b: Factor, transposed: tuple[bool, bool], residual: Tensor | None, *, fast_accumulation: bool
+    a: Factor,
+    b: Factor,
+    transposed: tuple[bool, bool],
+    residual: Tensor | None,
+    *,
+    fast_accumulation: bool,
+    total: Tensor | None = None,
 ) -> Problem | None:
     """What the product of `a` and `b` is; None where cublasLt would not take it as they lie."""
     if a.values.dim() != 2 or b.values.dim() != 2:
@@ -167,12 +239,15 @@ def problem_of(
     (m, k), (n, inner) = (
         shape if along else shape[::-1] for shape, along in ((a.values.shape, transposed[0]), (b.values.shape, not transposed[1]))
     )
-    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, is_fp8 and fast_accumulation, residual is not None)
+    fast, adds, sums = is_fp8 and fast_accumulation, residual is not None, total is not None
+    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums)
     if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
         return None
     if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
         return None
-    tensors = [tensor for tensor in (a.values, b.values, residual) if tensor is not None]
+    if total is not None and (residual is not None or total.dtype != torch.float32 or total.shape != (n, m)):
+        return None
+    tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
     scales = [factor.scale for factor in (a, b) if is_fp8]
     if any(scale is None or scale.numel() != 1 or scale.dtype != torch.float32 for scale in scales):
         return None
@@ -192,7 +267,7 @@ class Products:
         self._device, self._library = device, CublasLt()
         self._capability = torch.cuda.get_device_capability(device)
         self._stream = torch.cuda.current_stream(device).cuda_stream
-        self._bytes = 32 * 2**20 + 1024 if self._capability >= _FP8_ON else 4 * 2**20  # as Transformer Engine's
+        self._bytes = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
         self._workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
         self._choices = KeptChoices(folder, torch.cuda.get_device_name(device), self._library.version)
         self._chosen: dict[Problem, _Chosen | None] = {}
@@ -200,7 +275,16 @@ class Products:
     def multiplies(self, dtype: torch.dtype) -> bool:
         return self._capability >= _BF16_SINCE if dtype == _BF16 else self._capability == _FP8_ON
 
-    def multiply(self, problem: Problem, a: Factor, b: Factor, residual: Tensor | None) -> Tensor | None:
+    def multiply(
+        self,
+        problem: Problem,
+        a: Factor,
+        b: Factor,
+        residual: Tensor | None,
+        total: Tensor | None = None,
+        *,
+        overwrite: bool = False,
+    ) -> Tensor | None:
         """As the function; None where cublasLt refuses, in which case nothing was started."""
         if problem in self._chosen and self._chosen[problem] is None:
             return None
@@ -208,25 +292,27 @@ class Products:
         stream = torch.cuda.current_stream().cuda_stream
         if torch.cuda.current_device() != device or stream != self._stream or not self.multiplies(a.dtype):
             return None
-        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device)
+        added = residual if total is None or overwrite else total
+        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device) if total is None else total
         done = False
         with suppress(CublasLtError):
-            chosen = self._chosen.get(problem) or self._choose(problem, a, b, residual, d)
-            done = chosen is not None and self._run(chosen, a, b, residual, d) == SUCCESS
+            chosen = self._chosen.get(problem) or self._choose(problem, a, b, added, d)
+            done = chosen is not None and self._run(chosen, a, b, added, d) == SUCCESS
         if not done:
             self._chosen[problem] = None
         return d if done else None
 
-    def _run(self, chosen: _Chosen, a: Factor, b: Factor, residual: Tensor | None, d: Tensor) -> int:
+    def _run(self, chosen: _Chosen, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
         matmul, algorithm = chosen
         if a.scale is not None:
             matmul.set_scales(a.scale, b.scale)
-        c, beta = (d, 0.0) if residual is None else (residual, 1.0)
+        c, beta = (d, 0.0) if added is None else (added, 1.0)
         return matmul.run(a.values, b.values, c, d, beta, algorithm, self._workspace, self._stream)
 
-    def _choose(self, problem: Problem, a: Factor, b: Factor, residual: Tensor | None, d: Tensor) -> _Chosen | None:
-        """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once."""
-        sizes, types = (problem.m, problem.n, problem.k), (*problem.types, _BF16)
+    def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> _Chosen | None:
+        """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once, unless it is
+        `added`: then it stays as it is."""
+        sizes, types = (problem.m, problem.n, problem.k), (*problem.types, d.dtype)
         matmul = self._library.matmul(sizes, types, problem.transposed, fast_accumulation=problem.fast_accumulation)
         if a.scale is not None:  # not all algorithms can scale
             matmul.set_scales(a.scale, b.scale)
@@ -236,7 +322,13 @@ class Products:
             self._chosen[problem] = _Chosen(matmul, algorithm)
             return self._chosen[problem]
         named = [_Chosen(matmul, algorithm) for algorithm in matmul.named_by_heuristic(_ASKED, self._bytes)]
-        runs = [(chosen, functools.partial(self._run, chosen, a, b, residual, d)) for chosen in named]
+        if d is added:
+            try:
+                d = torch.empty_like(d)
+            except torch.OutOfMemoryError:  # no room to try them: in this run the first named
+                self._chosen[problem] = named[0] if named else None
+                return self._chosen[problem]
+        runs = [(chosen, functools.partial(self._run, chosen, a, b, added, d)) for chosen in named]
         same, told = _same_as_first(runs, d)
         if not same:
             return None

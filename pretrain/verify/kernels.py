@@ -294,7 +294,7 @@ def _multiplied(active: ActivePrecision, device: torch.device, x: Tensor, weight
 
 
 def _multiplies_by_kernel(run: Situation) -> bool:
-    return run.on_transformer_engine and (run.parts is not None or _multiplies_by_library(run))
+    return run.computes_by_kernels and (run.parts is not None or _multiplies_by_library(run))
 
 
 def _layer(run: Situation) -> Compared:

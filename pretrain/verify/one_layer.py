@@ -68,8 +68,8 @@ class Situation:
         return parts_of(layer) if fused else None
 
     @property
-    def on_transformer_engine(self) -> bool:
-        """Whether fused layers compute with its norms and products, and with our kernels for a GPU."""
+    def computes_by_kernels(self) -> bool:
+        """Whether fused layers compute with our kernels for a GPU, and Transformer Engine's where it is."""
         return self.device.type == "cuda"
 
     def draw(self, *shape: int, dtype: torch.dtype | None = None, seed: int = 0) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pretrain.metrics.flops import Shape
 from pretrain.model.attention.heads import HeadNorms
 from pretrain.model.fused import rotary
+from pretrain.precision import transformer_engine
 from pretrain.verify.codes import CODES, in_blocks, in_tensors
 from pretrain.verify.one_layer import Situation
 
@@ -29,11 +30,14 @@ def norms_by_kernel(run: Situation) -> bool:
     from pretrain.model.fused import norm_kernel as kernel
 
     precision, states = run.active.precision, torch.empty(ROWS, Shape.of(run.hf).hidden, dtype=run.dtype, device="meta")
+    if _without_library(run):
+        return kernel.is_taken(states)
     return kernel.divides(states, kernel.BlockScaled if precision.quantized and precision.block_scaled else None)
 
 
 def norm(run: Situation) -> Compared:
-    """The sum with the residual, and its RMSNorm as the run's precision has it written."""
+    """The sum with the residual, and its RMSNorm as the run's precision has it written; its gradient where a kernel of ours has
+    that too."""
     from pretrain.model.fused import norm_kernel as kernel
 
     precision, eps, width = run.active.precision, 1e-6, Shape.of(run.hf).hidden
@@ -55,6 +59,14 @@ def norm(run: Situation) -> Compared:
             yield name, mine, plain, ROUNDING_TO_CODES[grid.name]
     yield "sum", x, total, ROUNDING[run.dtype]
     yield "rstd", found, rstd, ROUNDING[torch.float32]
+    if _without_library(run):
+        dy, beside = run.draw(ROWS, width, seed=3), run.draw(ROWS, width, seed=4)
+        ours = kernel.rms_norm_backward(dy, total, found, weight, beside)
+        leaves = [each.double().requires_grad_() for each in (total, weight)]
+        exact = leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + eps) * leaves[1]
+        dx, of_weight = torch.autograd.grad(exact, leaves, dy.double())
+        for name, mine, theirs in zip(("gradient", "weight's gradient"), ours, (dx + beside, of_weight), strict=True):
+            yield name, mine, theirs, ROUNDING[run.dtype]
 
 
 def activates_by_kernel(run: Situation) -> bool:
@@ -64,7 +76,12 @@ def activates_by_kernel(run: Situation) -> bool:
 def _writes_by_kernel(run: Situation) -> bool:
     """Whether fused layers have our kernels write what their products read."""
     written = run.active.precision.activates_again if run.active.precision.quantized else run.dtype == torch.bfloat16
-    return run.on_transformer_engine and run.parts is not None and written
+    return run.computes_by_kernels and run.parts is not None and written
+
+
+def _without_library(run: Situation) -> bool:
+    """Whether fused layers take from our kernels what elsewhere is Transformer Engine's."""
+    return run.computes_by_kernels and not run.active.precision.quantized and transformer_engine.missing() is not None
 
 
 def activation(run: Situation) -> Compared:
@@ -77,6 +94,8 @@ def activation(run: Situation) -> Compared:
     activated = F.silu(gate) * up
     d_hidden = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.double()), dim=-1)
     if not precision.quantized:
+        if _without_library(run):
+            yield "activated", kernel.forward_bf16(hidden), activated, ROUNDING[run.dtype]
         ours = kernel.backward_bf16(d_activated, hidden)
         for name, mine, theirs in zip(("gradient", "activated again"), ours, (d_hidden, activated), strict=True):
             yield name, mine, theirs, ROUNDING[run.dtype]

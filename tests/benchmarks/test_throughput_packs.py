@@ -38,3 +38,10 @@ def test_tokens_follow_zipfs_law_below_the_vocabularys_end(tmp_path: Path):
     cumulative, identity = zipf(151_936, np.random.default_rng(0))
     assert np.array_equal(np.sort(identity), np.arange(150_000))
     assert abs(counts[:100].sum() / counts.sum() - cumulative[99]) < 0.01
+
+
+def test_whole_documents_fill_a_pack_each(tmp_path: Path):
+    write(tmp_path / "packs", 256, 512, 4, whole=True)
+    packs = open_packs(DataSettings(packs=tmp_path / "packs", length=256), "train")
+    assert [packs.lengths(index).tolist() for index in range(len(packs))] == [[256]] * 4
+    assert not np.array_equal(packs[0].input_ids, packs[1].input_ids)

@@ -14,6 +14,8 @@ from pretrain.run.catalogue import FOLDER, ListedRecipe, catalogue, files
 
 ROOT = Path(__file__).parents[2]
 RECIPES = files([FOLDER])
+# What these go on from is the end of another recipe.
+CONTINUED = {"comparison": "runs/comparison/base/final", "evidence_continued": "runs/evidence_111m/bf16-seed=1/final"}
 # Billions of parameters, by the arithmetic of the documents' own shapes.
 SIZES = {"gpt2_fineweb_edu": 0.124, "gpt2_slimpajama": 1.27, "llama2_slimpajama": 1.294, "llama3_1_5b_slimpajama": 1.545}
 SIZES |= {
@@ -43,8 +45,8 @@ def test_the_page_of_recipes_is_current(recipes, monkeypatch):
 def test_a_recipe_is_planned_without_a_hub_packs_and_tokenizer(path, recipes):
     each = recipes[path.stem]
     assert each.source != made.UNKNOWN, "its head says where its figures are from: `# Source: ...`"
-    if path.stem == "comparison":
-        assert "runs/comparison/base/final" in each.obstacle, "its model is what comparison_base trains"
+    if path.stem in CONTINUED:
+        assert CONTINUED[path.stem] in each.obstacle, "its model is what another recipe trains"
         return
     plan = each.estimate.plan
     assert each.obstacle == "" and plan.memory.total(1) <= plan.devices.memory

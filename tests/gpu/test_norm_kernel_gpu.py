@@ -122,6 +122,32 @@ def test_bf16_is_written_as_it_is(width: int, add: bool):
     assert torch.equal(y, normed(x, weight, rstd).bfloat16())
 
 
+@settings(max_examples=8, deadline=None)
+@given(
+    tokens=st.sampled_from([1, 24, 1030] if INTERPRETED else [1, 24, 1030, 4096]),
+    width=st.sampled_from([64, 192, 2560]),
+    add=whether,
+)
+def test_the_gradient_is_that_of_the_formula_in_fp64(tokens: int, width: int, add: bool):
+    """Of widths and numbers of tokens that are no powers of two, with a row or more for each program."""
+    tokens = min(tokens, 24) if INTERPRETED and width > 64 else tokens
+    x, residual, weight = inputs(tokens, width, add=add)
+    dy = inputs(tokens, width + 1, add=False)[0][:, :width].contiguous()
+    _, rstd = kernel.rms_norm(x.clone(), None, weight, EPS)
+    dx, of_weight = kernel.rms_norm_backward(dy, x, rstd, weight, residual)
+    leaves = [each.double().requires_grad_() for each in (x, weight)]
+    exact = leaves[0] * torch.rsqrt(leaves[0].square().mean(-1, keepdim=True) + EPS) * leaves[1]
+    expected, expected_of_weight = torch.autograd.grad(exact, leaves, dy.double())
+    expected = expected if residual is None else expected + residual
+    assert dx.dtype == torch.bfloat16 and of_weight.dtype == torch.float32
+    # One rounding, of a row's values at their largest where they cancel.
+    assert ((dx - expected).abs() <= 2**-8 * expected.abs() + 1e-5 * expected.abs().amax(1, keepdim=True)).all()
+    terms = (dy.double() * leaves[0] * rstd[:, None]).abs().sum(0)
+    assert ((of_weight - expected_of_weight).abs() <= 1e-5 * terms).all()
+    again = kernel.rms_norm_backward(dy, x, rstd, weight, residual)
+    assert torch.equal(dx, again[0]) and torch.equal(of_weight, again[1])
+
+
 def test_every_tiling_writes_the_same():
     x, residual, weight = inputs(64, 256, add=True)
     found = []
@@ -174,4 +200,6 @@ def test_shapes_and_dtypes_of_no_whole_tiles_are_not_taken():
     }
     assert takes == {(128, 128): [True] * 3, (48, 576): [True, True, False], (8, 128): [False] * 3, (128, 80): [False] * 3}
     assert not kernel.divides(torch.zeros(128, 128), None)
+    assert kernel.is_taken(torch.zeros(7, 192, dtype=torch.bfloat16)) and not kernel.is_taken(torch.zeros(8, 128))
+    assert not kernel.is_taken(torch.zeros(8, 80, dtype=torch.bfloat16))
     assert not kernel.divides(torch.zeros(128, 256, dtype=torch.bfloat16)[:, ::2], None)

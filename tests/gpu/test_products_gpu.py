@@ -63,7 +63,7 @@ def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.float() - expected).norm() / expected.norm()).item()
+    return ((found.to(expected.dtype) - expected).norm() / expected.norm()).item()
 
 
 def only() -> Products:
@@ -124,6 +124,35 @@ def test_a_linear_of_torch_is_the_same_but_for_rounding():
     x, weight = draw(N, K), draw(M, K, seed=1)
     assert relative(products.linear(x, weight), F.linear(x, weight).float()) < ROUNDING
     assert only().searched == 1
+
+
+def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
+    """Two microbatches, the first of which is searched; and over whatever was there, searched in place."""
+    (x, dy), total = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES["NT"])), torch.zeros(N, M, device="cuda")
+    expected = dy.double().t() @ x.double()
+    for count in (1, 2):
+        assert products.multiply(x, dy, layout="NT", total=total) is total
+        assert relative(total.double(), count * expected) < 1e-5
+    assert (only().searched, only().read) == (1, 0)
+    for total in (torch.full((N, M), torch.nan, device="cuda"), torch.ones(N, M, device="cuda")):
+        products._by_device.clear()
+        products.add_product_(total, dy.t(), x, overwrite=True)
+        assert relative(total.double(), expected) < 1e-5 and only().read == 1
+        products.add_product_(total, dy.t(), x)
+        assert relative(total.double(), 2 * expected) < 1e-5
+
+
+def test_where_there_is_no_room_to_search_the_first_algorithm_adds(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    (x, dy), total = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES["NT"])), torch.ones(N, M, device="cuda")
+
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_like", full)
+        assert products.multiply(x, dy, layout="NT", total=total) is total
+    assert relative(total - 1, dy.float().t() @ x.float()) < 1e-5 and only().searched == 0 and not folder.exists()
+    assert products.multiply(x, dy, layout="NT", total=total) is total and only().searched == 0
 
 
 # ── What is kept ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -249,7 +249,7 @@ def test_codes_are_those_that_the_library_makes_of_the_bf16_gradient(heads: Head
     te = pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
     from benchmarks.fused_kernels import quantizer_of
     from pretrain.model.fused import rotary_kernel as kernel
-    from pretrain.model.fused.activation import allocate, scaling_of
+    from pretrain.model.fused.te_storage import allocate, scaling_of
 
     if recipe == "block" and (heads.dim != 128 or not te.is_fp8_block_scaling_available()):
         pytest.skip("a head is no block, or nothing is scaled in blocks here")

@@ -21,7 +21,7 @@ from packing.batch import BatchStream
 from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
-from packing.parts import check_parts
+from packing.parts import check_parts, prepared
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
@@ -210,6 +210,27 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
     assert open_packs(onto, "held_out").fingerprint == open_packs(by_file, "held_out").fingerprint
 
 
+def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+    paths = {name: write_texts(tmp_path / f"{name}.jsonl", documents[10 * n : 10 * n + 10]) for n, name in enumerate("abc")}
+    common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
+    named = [{"source": str(paths["b"]), "name": "first"}, {"source": str(paths["c"])}]
+    for trained in ({"source": str(paths["a"])}, {"sources": [{"source": str(paths["a"]), "weight": 1.0}]}):
+        folder = tmp_path / "-".join(trained)
+        several = DataSettings(packs=folder / "packs", validation={"sources": named}, **trained, **common)
+        assert not prepared(several)
+        prepare(several, progress=False)
+        assert prepared(several)
+        held_out = open_packs(several, "held_out")
+        assert list(held_out.parts) == ["first", "c"]
+        again = DataSettings.model_validate(several.model_dump(mode="json"))  # as a run's config.yaml has it
+        assert again == several and open_packs(again, "held_out").fingerprint == held_out.fingerprint
+        for each, packs in zip("bc", held_out.parts.values(), strict=True):
+            single = {"source": str(paths["a"]), "validation": {"source": str(paths[each])}}
+            alone = DataSettings(packs=folder / f"alone_{each}", **single, **common)
+            prepare(alone, progress=False)
+            assert packs.fingerprint == open_packs(alone, "held_out").fingerprint
+
+
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     text = tmp_path / "input.txt"
     text.write_text("".join(documents[:5]))
@@ -261,6 +282,9 @@ def test_a_revision_reaches_the_hub_and_is_recorded(
         ({"source": "a", "validation": {"source": "b"}, "held_out": 0.1}, "`held_out` and `validation` are both set"),
         ({"source": "a", "validation": {}}, "`validation` is empty"),
         ({"validation": {"split": "test"}}, "names no `source`"),
+        ({"source": "a", "validation": {"sources": []}}, "`sources` is empty"),
+        ({"source": "a", "validation": {"sources": [{"text": "body"}]}}, "needs `source`, or the `name`"),
+        ({"source": "a", "validation": {"sources": [{"source": "b"}], "text": "body"}}, "put `text` into each source"),
     ],
 )
 def test_settings_of_sources_that_contradict_each_other_are_refused(values: dict[str, Any], message: str) -> None:
@@ -287,6 +311,8 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     assert refused(validation={"source": gone}, held_out=0.0).startswith(f"data.validation: {gone}: no such file")
     again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
     assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
+    several = {"sources": [{"source": str(folder / "short.jsonl"), "name": "fresh", "text": "body"}, {"source": again["source"]}]}
+    assert refused(validation=several, held_out=0.0).startswith("data.validation (")
     links = tmp_path / "all"
     links.mkdir()
     (links / "web.jsonl").symlink_to(folder / "web.jsonl")

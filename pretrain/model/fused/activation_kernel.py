@@ -7,6 +7,7 @@ costs no memory from forward to backward. Multiplications and additions are not 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -209,6 +210,14 @@ def _swiglu_backward_blocks(
 
 
 @triton.jit
+def _swiglu_forward_bf16(hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
+    i = tl.program_id(0) * height + tl.arange(0, height)
+    j = tl.program_id(1) * width + tl.arange(0, width)
+    values = _activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F))
+    store_rows(values.to(tl.bfloat16), activated, i, j, F)
+
+
+@triton.jit
 def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: tl.constexpr, width: tl.constexpr):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -322,9 +331,18 @@ def backward_blocks(
     )
 
 
-def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile = TILE) -> tuple[Tensor, Tensor]:
-    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16."""
-    d_hidden, activated = torch.empty_like(hidden), torch.empty_like(d_activated)
+def forward_bf16(hidden: Tensor) -> Tensor:
+    """The activated values [T, F] of `hidden` [T, 2 F], both BF16, contiguous, of any size."""
+    activated, tile = hidden.new_empty(len(hidden), hidden.shape[1] // 2), _whole_tile(hidden)
+    arguments = (hidden, activated, activated.shape[1], tile.rows, tile.columns)
+    _swiglu_forward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+    return activated
+
+
+def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
+    of `forward_bf16`."""
+    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), tile or _whole_tile(hidden)
     arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return d_hidden, activated
@@ -333,6 +351,12 @@ def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile = TILE) -> tup
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
     arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, TILE.rows, TILE.columns)
     _swiglu_amax[_grid(hidden, TILE)](*arguments, num_warps=TILE.warps, enable_fp_fusion=False)
+
+
+def _whole_tile(hidden: Tensor) -> Tile:
+    """One that divides `hidden`: TILE, or with fewer rows and more columns."""
+    rows = math.gcd(hidden.shape[0], TILE.rows)
+    return Tile(rows, math.gcd(hidden.shape[1] // 2, TILE.rows * TILE.columns // rows), TILE.warps)
 
 
 def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:

@@ -1,7 +1,8 @@
 """What the pieces of a fused layer compute with: the stacked weights of a product, the products, norms and activations.
 
 The arithmetic here is by torch's own operations: any device, any dtype, nothing quantized. A CPU trains with it, and it is the
-reference of the arithmetic on Transformer Engine, which is its subclass (pretrain.model.fused.te_arithmetic).
+reference of its subclasses for GPUs: on Transformer Engine (pretrain.model.fused.te_arithmetic), and in BF16 by Triton and
+cublasLt, which come with torch (pretrain.model.fused.triton_arithmetic).
 
 An operand is a tensor as a product takes it: quantized, or as it was. What makes it is told which product it is for, so that a
 norm or an activation can write it in the format of that product's input.
@@ -29,6 +30,7 @@ from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import rotate_backward
 from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.observation import OPERANDS, ProductObserver
+from pretrain.precision.products import add_product_
 
 Activation = Literal["swiglu", "gelu_tanh", "gelu"]
 APPROXIMATIONS = {"gelu_tanh": "tanh", "gelu": "none"}  # as torch names them
@@ -189,10 +191,7 @@ class StackedProduct:
         if main_gradient is None:
             return self.weights.weight_gradients(dy.t() @ x)
         left, right = (x, dy) if self.weights.transposed else (dy, x)
-        if left.dtype == main_gradient.dtype:
-            main_gradient.addmm_(left.t(), right)
-        else:
-            main_gradient += left.t() @ right
+        add_product_(main_gradient, left.t(), right)
         return [None] * len(self.weights.weights)
 
     def _matrix(self, *, refresh: bool) -> Tensor:
@@ -218,6 +217,8 @@ class StackedProduct:
 
 class Arithmetic:
     """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype."""
+
+    by = ""  # for the audit, behind the number of layers
 
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context

@@ -10,6 +10,7 @@ gradients go straight to where a step's gradients add up.
 
 from __future__ import annotations
 
+import importlib.util
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,6 +46,7 @@ ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[.
     "packed_cudnn": (cudnn_forward, cudnn_backward),
     "packed_fa4": (flash_forward, flash_backward),
 }
+HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
 # transformers' names of the activations -> ours, for gated layers and for GPT-2's.
 _GATED: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
 _UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -62,6 +64,10 @@ def choose_arithmetic(
         return None, reason
     if active.backend == "torch" and _no_faster(device_type, dtype):
         return Arithmetic(context), ""
+    if active.backend == "torch" and transformer_engine.missing():
+        from pretrain.model.fused.triton_arithmetic import TritonArithmetic
+
+        return TritonArithmetic(context), ""
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
     return TransformerEngineArithmetic(context), ""
@@ -87,8 +93,9 @@ def _no_faster(device_type: str, dtype: torch.dtype) -> str | None:
         return "it gains nothing on a CPU"  # 5 to 6 % slower with the demo's model: benchmarks/results/cpu_fused.json
     if dtype != torch.bfloat16:
         return "on a GPU it gains in BF16 and below"
-    lacking = transformer_engine.missing()
-    return f"it needs {lacking}" if lacking else None
+    if device_type != "cuda":
+        return "it needs a CUDA device"
+    return None if HAS_TRITON else "it needs Triton, which is not installed (pip install triton)"
 
 
 # ── Which layers can be fused ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,11 +230,11 @@ class FusedLayers:
         return [product.weights.weights for product in self.products]
 
     def describe(self) -> str:
-        """For the audit: "28 of 28 layers"."""
+        """For the audit: "28 of 28 layers, without Transformer Engine"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
-        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
+        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{self.arithmetic.by}{kept}{why}"
 
 
 @dataclass(frozen=True)

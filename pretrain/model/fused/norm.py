@@ -14,7 +14,7 @@ import transformer_engine_torch as tex
 from torch import Tensor
 
 from pretrain.model.fused import norm_kernel as kernel
-from pretrain.model.fused.activation import allocate, scaling_of
+from pretrain.model.fused.te_storage import allocate, scaling_of
 
 Normed = Any  # a Tensor, or what a quantizer of Transformer Engine makes
 

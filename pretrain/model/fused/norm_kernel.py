@@ -4,6 +4,11 @@
     rstd = 1 / sqrt(mean(x^2) + eps)     FP32, for each row
     normed = weight * (rstd * x)         FP32, then BF16 or codes
 
+and its gradient, with that of the residual, which is another reader of x:
+
+    dx = rstd * (weight * dy - rstd * x * mean(weight * dy * rstd * x)) + residual      FP32, then BF16
+    dweight = sum over tokens of dy * rstd * x                                         FP32
+
 A program takes some whole rows and goes over them twice, a tile at a time: a row must be known before any of it is normalised. So
 few rows are under way at once that the second time finds x in the cache. A tile of whole rows stays in registers. Codes are also
 written as their transpose, for which a tile has at least 16 rows; 32 fill a sector of memory.
@@ -12,6 +17,9 @@ Delayed scaling knows its scale beforehand, and is one kernel. Where the scales 
 and rstd, and for a tensor's scale the amax, and a second one quantizes tile by tile. Codes under a given scale come from FP32,
 as Transformer Engine's do; all others from values that were rounded to BF16. Multiplications and additions are not fused, so with
 the same rstd the codes have the same bits.
+
+Backward holds whole rows in registers. Each program sums what its rows give to dweight, and these sums are added in their order:
+how rows are shared out follows from the shape alone, so the bits repeat.
 """
 
 from __future__ import annotations
@@ -55,6 +63,8 @@ BY_ROWS = NormTiling(8, 8192, 4)  # in BF16, and before a second kernel: as many
 TRANSPOSED = NormTiling(32, 256, 8)
 QUANTIZED = NormTiling(64, 64, 4)  # the second kernel's
 BLOCKS = NormTiling(128, 128, 8)
+BACKWARD_PROGRAMS = 1024  # at most; each leaves a row of FP32 sums
+BACKWARD_VALUES = 2048  # of a tile of whole rows, at least; a thread has eight of them
 
 
 @triton.jit
@@ -189,6 +199,41 @@ def _quantize_blocks(
     )
 
 
+@triton.jit
+def _rms_norm_backward(
+    dy,  # BF16 [tokens, width]
+    x,  # the same
+    rstd,  # FP32 [tokens]
+    weight,  # [width]
+    residual,  # as dy, or None
+    dx,  # BF16 [tokens, width]
+    sums,  # FP32 [programs, width]
+    tokens,
+    rows,  # of a program
+    width: tl.constexpr,
+    height: tl.constexpr,
+    step: tl.constexpr,  # the least power of two that holds a row
+):
+    j = tl.arange(0, step)
+    inside = j < width
+    scale = tl.load(weight + j, mask=inside, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([height, step], tl.float32)
+    for start in tl.range(0, rows, height):
+        i = tl.program_id(0) * rows + start + tl.arange(0, height)
+        there, at = (i < tokens)[:, None] & inside[None, :], i.to(tl.int64)[:, None] * width + j[None, :]
+        factor = tl.load(rstd + i, mask=i < tokens, other=0.0)[:, None]
+        normed = factor * tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        gradient = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
+        total += gradient * normed
+        gradient *= scale
+        mean = tl.sum(gradient * normed, axis=1) * (1.0 / width)
+        values = factor * (gradient - normed * mean[:, None])
+        if residual is not None:
+            values += tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
+        tl.store(dx + at, values.to(tl.bfloat16), mask=there)
+    tl.store(sums + tl.program_id(0) * width + j, tl.sum(total, axis=0), mask=inside)
+
+
 def divides(x: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `x` [tokens, width]: contiguous BF16, whole tiles."""
     rows, columns = (BLOCKS.rows, BLOCKS.columns) if to is BlockScaled else (LEAST_ROWS, LEAST_COLUMNS)
@@ -202,6 +247,28 @@ def rms_norm(
     """Add `residual` to x [tokens, width] in place, both BF16; return the norm of the sum, BF16, and its rstd [tokens], FP32."""
     normed = torch.empty_like(x)
     return normed, _launch(x, residual, weight, eps, tiling or _by_rows(x), normed=normed)
+
+
+def is_taken(x: Tensor) -> bool:
+    """Whether `rms_norm` and its backward take `x` [tokens, width], of any number of tokens: contiguous BF16."""
+    return x.shape[1] % LEAST_COLUMNS == 0 and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    """From the gradient of the norm of x, and its rstd [tokens], FP32: the gradient of x with `residual` added, and that of
+    `weight` [width], FP32. All others BF16 [tokens, width], contiguous."""
+    tokens, width = x.shape
+    step = triton.next_power_of_2(width)
+    height = max(1, BACKWARD_VALUES // step)
+    rows = height * math.ceil(tokens / (height * BACKWARD_PROGRAMS))
+    programs = math.ceil(tokens / rows)
+    dx, sums = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    _rms_norm_backward[(programs,)](
+        *(dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step),
+        num_warps=min(16, height * step // 256),
+        enable_fp_fusion=False,
+    )
+    return dx, sums.sum(dim=0)
 
 
 def rms_norm_scaled(

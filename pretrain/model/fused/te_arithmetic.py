@@ -23,10 +23,11 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage, 
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused import rotary_kernel
-from pretrain.model.fused.activation import allocate, scaling_of, swiglu, swiglu_backward
+from pretrain.model.fused.activation import swiglu, swiglu_backward
 from pretrain.model.fused.arithmetic import APPROXIMATIONS, Activation, Arithmetic, Norm, Operand, StackedProduct, StackedWeight
 from pretrain.model.fused.norm import rms_norm
 from pretrain.model.fused.rotary import has_kernel, rotate_backward
+from pretrain.model.fused.te_storage import allocate, scaling_of
 from pretrain.precision import products
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.linear import Backend
@@ -127,8 +128,9 @@ class TEStackedProduct(StackedProduct):
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
-        into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
-        self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
+        if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
+            into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
+            self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
         if before is not None:
             gradient = main_gradient - before
             self.show_result("wgrad", gradient.t() if self.weights.transposed else gradient)

@@ -40,6 +40,7 @@ from pretrain.model.loss.chunk import ChunkLoss, HeadGradients, softmax_gradient
 from pretrain.model.loss.penalty import Penalty
 from pretrain.precision import products
 from pretrain.precision.linear import LinearProduct, PrecisionContext, TakesTurns, summing_where
+from pretrain.precision.products import add_product_, products_sum_in_fp32
 from pretrain.settings.recipe import LossSettings
 
 LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and `Penalty.gradient_`
@@ -366,33 +367,6 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
         block = math.gcd(tokens, 128)
         size = math.ceil(size / block) * block
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
-
-
-def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """total += left @ right in FP32, in one product where possible; `overwrite` leaves out what `total` held, even NaN."""
-    beta = 0 if overwrite else 1
-    if left.dtype == total.dtype:
-        total.addmm_(left, right, beta=beta)
-    elif total.is_cuda and products_sum_in_fp32():
-        torch.addmm(total, left, right, beta=beta, out_dtype=torch.float32, out=total)
-    elif overwrite:
-        total.copy_(left @ right)
-    else:
-        total += left @ right
-
-
-@functools.cache
-def products_sum_in_fp32() -> bool:
-    """Whether this torch and GPU add a product of BF16 matrices to an FP32 one, and write one over what was there: tried, as no
-    version number tells."""
-    total = torch.full((16, 16), math.nan, device="cuda")
-    factor = torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
-    try:
-        for beta in (0, 1):
-            torch.addmm(total, factor, factor, beta=beta, out_dtype=torch.float32, out=total)
-    except (TypeError, RuntimeError, NotImplementedError):
-        return False
-    return bool((total == 32).all())
 
 
 def in_dtype(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -122,6 +122,22 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         matrix(baseline={"precision": "fp16"})
 
 
+def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in_order(matrix, tmp_path):
+    named = {"bf16": {"precision": "bf16"}, "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}}}
+    again = {"again": {"precision": "bf16", "name": "again"}}
+    groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]
+    found = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
+    assert names(found) == ["bf16-seed=1", "head-seed=1", "bf16-seed=2", "head-seed=2", "again-seed=1"]
+    head, repeated = found.runs[1], found.runs[4]
+    assert head.values == {"cell": "head", "seed": 1}
+    assert head.settings == {"precision": "delayed", "fp8_config.scope": "linear+head", "seed": 1}
+    assert (head.recipe.fp8_config.scope, head.recipe.seed) == ("linear+head", 1)
+    assert load_recipe(found.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
+    assert identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "") and found.baseline is found.runs[0]
+    assert [run.name for run in found.only(["cell=head", "seed=2"])] == ["head-seed=2"]
+    assert found.varied == ["cell", "seed"]
+
+
 # ── What is refused before anything runs ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -137,6 +153,11 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: unknown key `trian`; did you mean `train`"),
         ({"overrides": {"fp8_config.margin": 1}}, r"m\.yaml, cell bf16-fp32: .*margin: 1.*contradict"),
         ({"axes": None}, r"m\.yaml: describes no cell"),
+        (
+            {"groups": [{"axes": {"seed": [1]}, "cells": {"x": {"seed": 2}}}]},
+            r"`groups`: cell x sets `seed`, which is an axis of",
+        ),
+        ({"groups": [{"axes": {"seed": [1]}}]}, r"m\.yaml: `groups\.0\.cells` is required and missing"),
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
         ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),
@@ -168,6 +189,7 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
         "seeds": {"seed": 1, "precision": "bf16"},
         "penalty_weight": {"loss.penalty_weight": 0.0},
         "penalty_weight_fineweb_edu": {"loss.penalty_weight": 0.0},
+        **dict.fromkeys(("evidence_14m", "evidence_35m", "evidence_111m", "evidence_continued"), {"cell": "bf16", "seed": 1}),
     }
     assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 

@@ -35,9 +35,9 @@ MLP_4096 = {"model_type": "gpt2", "n_embd": 1024, "n_layer": 2, "n_head": 16}
 
 
 @pytest.fixture(autouse=True)
-def _with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that has it, which nothing here calls."""
-    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
+def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, which nothing here calls."""
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
 
 
 def on_meta(config: dict[str, Any]) -> PreTrainedModel:

@@ -45,6 +45,16 @@ def test_the_reference_run_is_2776_steps_which_are_four_epochs(qwen3: PreTrained
     assert not made.warnings
 
 
+def test_the_workspace_of_searched_products_is_counted_where_products_are_searched(qwen3: PreTrainedModel) -> None:
+    gpu, part = Devices(name="NVIDIA H200"), "products' workspace"
+    assert plan(qwen3, devices=gpu).memory.parts(1)[part] == 32 * 2**20 + 1024
+    batch = {"tokens": 131_072, "microbatch": 1}
+    repeated = plan(qwen3, recipe(deterministic=True, batch=batch), devices=gpu)
+    in_fp32 = replace(plan(qwen3, devices=gpu), active=select_precision("fp32", LowPrecisionSettings(), missing_on("cpu")))
+    for other in (repeated, in_fp32, plan(qwen3, devices=Devices(name="CPU"))):
+        assert part not in other.memory.parts(1)
+
+
 def test_a_step_keeps_its_tokens_over_any_number_of_devices(qwen3: PreTrainedModel) -> None:
     one, four = plan(qwen3), plan(qwen3, devices=Devices(4))
     assert (four.tokens_per_step, four.steps, four.total_flops) == (one.tokens_per_step, one.steps, one.total_flops)

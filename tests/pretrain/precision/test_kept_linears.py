@@ -84,7 +84,7 @@ def test_memory_knows_products_of_both_kinds_in_one_layer(hf: PreTrainedModel, m
     """Tokens keep `down_proj`'s operand in neither: it is made again. Weights are 128 x 256."""
     from pretrain.model.fused import layers as choice
 
-    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: None)
+    monkeypatch.setattr(choice, "HAS_TRITON", True)
     values = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": 128}, "train": {"steps": 1}}
     recipe = Recipe.model_validate(values)
 

@@ -81,17 +81,41 @@ def test_what_cublaslt_would_not_take_as_it_lies_is_left(left: Factor, right: Fa
     assert problem_of(left, right, (True, False), residual, fast_accumulation=False) is None
 
 
+@pytest.mark.parametrize(
+    ("total", "taken"),
+    [
+        (aligned(32, 64, dtype=torch.float32), True),
+        (aligned(32, 64), False),  # in BF16 it would be rounded
+        (aligned(64, 32, dtype=torch.float32), False),
+        (aligned(64, 32, dtype=torch.float32).t(), False),
+        (aligned(32, 64, dtype=torch.float32, offset=4), False),
+    ],
+)
+def test_a_sum_that_a_product_is_added_to_is_whole_and_in_fp32(total: Tensor, taken: bool):
+    """A gradient of weights: both factors lie along the tokens."""
+    x, dy = factor(16, 64), factor(16, 32)
+    found = problem_of(x, dy, (False, True), None, fast_accumulation=False, total=total)
+    assert found == (Problem(64, 32, 16, (BF16, BF16), (False, True), False, False, sums=True) if taken else None)
+    assert problem_of(x, dy, (False, True), aligned(32, 64), fast_accumulation=False, total=total) is None
+
+
 def test_tensors_that_are_on_no_gpu_are_left_to_torch():
     x, weight = aligned(32, 16).normal_(), aligned(64, 16).normal_()
+    residual = aligned(32, 64).normal_()
+    before = residual.clone()
     assert products.multiply(weight, x) is None and not products.takes(x)
     assert torch.equal(products.linear(x, weight), F.linear(x, weight))
+    assert torch.equal(products.linear(x, weight, residual), F.linear(x, weight) + residual) and torch.equal(residual, before)
+    assert torch.equal(products.input_gradient(residual, weight), residual @ weight)
 
 
-def test_a_linear_of_torch_is_seen_by_the_audit_once():
+def test_products_of_torch_are_seen_by_the_audit_once():
     observer = ProductObserver(None)
     with observer.during(("head",), "forward"):
-        products.linear(aligned(32, 16), aligned(64, 16))
-    assert observer.products == {"head": [("forward", "bfloat16", "bfloat16")]}
+        products.linear(aligned(32, 16), aligned(64, 16), aligned(32, 64))
+    with observer.during(("head",), "dgrad"):
+        products.input_gradient(aligned(32, 64), aligned(64, 16))
+    assert observer.products == {"head": [(gemm, "bfloat16", "bfloat16") for gemm in ("forward", "dgrad")]}
 
 
 @given(
@@ -100,6 +124,7 @@ def test_a_linear_of_torch_is_seen_by_the_audit_once():
         *[st.integers(1, 3).map(lambda n: 16 * n)] * 3,
         st.tuples(*[st.sampled_from([BF16, E4M3, E5M2])] * 2),
         st.tuples(st.booleans(), st.booleans()),
+        st.booleans(),
         st.booleans(),
         st.booleans(),
     ),

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model import huggingface as model
+from pretrain.model.fused import layers as choice
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import LINEARS, Decision
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
@@ -83,6 +86,32 @@ def test_a_fused_layer_has_products_of_different_precisions_but_none_of_two(
         assert asked == (decisions[member].reason is None), member
     low = sum(hf.get_submodule(member).weight.numel() for member, asked in arithmetic.asked.items() if asked)
     assert fused.low_precision_weights("delayed") == low and fused.low_precision_weights(None) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "dtype", "triton", "expected"),
+    [
+        ("auto", "cuda", torch.bfloat16, True, "TritonArithmetic"),
+        ("on", "cuda", torch.bfloat16, True, "TritonArithmetic"),
+        ("auto", "cuda", torch.bfloat16, False, "nothing: it needs Triton"),
+        ("on", "cuda", torch.bfloat16, False, "Arithmetic"),
+        ("auto", "cuda", torch.float32, True, "nothing: on a GPU it gains in BF16"),
+        ("on", "cuda", torch.float32, True, "Arithmetic"),
+        ("auto", "cpu", torch.bfloat16, True, "nothing: it gains nothing on a CPU"),
+        ("auto", "mps", torch.bfloat16, True, "nothing: it needs a CUDA device"),
+    ],
+)
+def test_without_transformer_engine_bf16_on_a_gpu_is_fused_by_triton(
+    setting: Any, device: str, dtype: torch.dtype, triton: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if triton:
+        pytest.importorskip("triton")
+    monkeypatch.setattr(choice, "HAS_TRITON", triton)
+    monkeypatch.setattr(choice.transformer_engine, "missing", lambda: "Transformer Engine, which is not installed")
+    name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+    active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
+    arithmetic, why_not = choice.choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
+    assert type(arithmetic).__name__ == expected if arithmetic else why_not.startswith(expected)
 
 
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

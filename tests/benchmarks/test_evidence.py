@@ -1,0 +1,194 @@
+"""The evidence's driver and its endpoints: against documents one by one, greedy generation, and what the runs say themselves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch.nn import functional
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks import evidence, evidence_endpoints
+from benchmarks.evidence_endpoints import HeldOut, batched, divergence, is_ready, last_words, losses
+from benchmarks.evidence_results import Results, check_named, key_of
+from foundation.errors import InputError
+from pretrain.compare.matrix_file import Matrix, load_matrix
+
+ROOT = Path(__file__).parents[2]
+KINDS = ("code", "prose")
+TOKENS = ["<end>", "\u0120word", "\u0120other", "ly", ".", "!\u0120x", "1", "\u01202"]  # as a byte-level tokenizer names them
+
+
+@pytest.fixture(scope="module")
+def models() -> list[Qwen3ForCausalLM]:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
+    config = Qwen3Config(vocab_size=len(TOKENS), num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.5, **sizes)
+    return [Qwen3ForCausalLM(config).eval() for _ in range(2)]
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[np.ndarray]:
+    rng = np.random.default_rng(1)
+    return [rng.integers(len(TOKENS), size=length) for length in (5, 200, 90, 2, 130, 128)]
+
+
+@pytest.fixture(scope="module")
+def held_out(documents: list[np.ndarray]) -> HeldOut:
+    kinds, tokenizer = [0, 1, 1, 0, 0, 1], Tokenizer()
+    words = last_words(documents, kinds, KINDS, tokenizer)
+    assert sum(map(len, words.values())) > 3
+    batches = tuple(batched(documents, kinds, words, range(6), torch.device("cpu")))
+    return HeldOut(KINDS, batches, batches, sum(map(len, words.values())))
+
+
+class Tokenizer:
+    def __len__(self) -> int:
+        return len(TOKENS)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]:
+        return [TOKENS[index] for index in ids]
+
+
+def test_the_last_words_are_letters_after_a_blank_at_the_end_of_a_sentence_of_prose(documents):
+    words = last_words(documents, [0, 1, 1, 0, 0, 1], KINDS, Tokenizer())
+    assert set(words) <= {1, 2, 5}
+    for number, places in words.items():
+        text = [TOKENS[token] for token in documents[number]]
+        for first, end in places:
+            assert first >= evidence_endpoints.CONTEXT and text[first].startswith("\u0120") and text[end][0] in ".!"
+            assert "".join(text[first:end]).removeprefix("\u0120").isalpha()
+    assert last_words(documents, [0] * 6, ("code",), Tokenizer()) == {}
+
+
+@torch.no_grad()
+def test_losses_and_distances_are_those_of_documents_one_by_one(models, documents, held_out, monkeypatch):
+    monkeypatch.setattr(evidence_endpoints, "_CHUNK", 37)
+    ours, theirs = models
+    by_kind: dict[str, list[float]] = {"code": [], "prose": []}
+    distances: list[float] = []
+    for document, kind in zip(documents, [0, 1, 1, 0, 0, 1], strict=True):
+        ids = torch.from_numpy(document)[None]
+        p, q = (model(ids).logits[0, :-1].log_softmax(-1) for model in models)
+        by_kind[KINDS[kind]] += functional.nll_loss(p, ids[0, 1:], reduction="none").tolist()
+        distances += functional.kl_div(q, p, log_target=True, reduction="none").sum(-1).tolist()
+    found = losses(ours, held_out)
+    assert found["held_out_loss"] == pytest.approx(np.mean(by_kind["code"] + by_kind["prose"]), rel=1e-5)
+    for kind, each in by_kind.items():
+        assert found[f"held_out_loss/{kind}"] == pytest.approx(np.mean(each), rel=1e-5)
+    assert divergence(ours, theirs, held_out) == pytest.approx(np.mean(distances), rel=1e-4)
+    assert divergence(ours, ours, held_out) == 0
+
+
+def test_a_last_word_counts_where_greedy_generation_writes_it(models, documents, held_out):
+    words = last_words(documents, [0, 1, 1, 0, 0, 1], KINDS, Tokenizer())
+    written = []
+    for number, places in words.items():
+        for first, end in places:
+            prompt = torch.from_numpy(documents[number][:first])[None]
+            made = models[0].generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=end - first, do_sample=False)
+            written.append(made[0, first:].tolist() == documents[number][first:end].tolist())
+    assert losses(models[0], held_out)["last_word_accuracy"] == pytest.approx(np.mean(written))
+
+
+# ── The whole ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def matrix_file(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
+    recipe = low_precision_recipe | {"precision": "bf16", "weights": "bf16_exact", "parity": "off"}
+    recipe |= {"schedule": {"kind": "wsd", "decay": 0.5}, "train": {"steps": 4}, "checkpoint": {"every": 2, "keep": 1}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {"every": 2}}))
+    groups = [
+        {"axes": {"seed": [1, 2]}, "cells": {"bf16": {"precision": "bf16"}}},
+        {"axes": {"seed": [1]}, "cells": {"again": {"precision": "bf16", "name": "again"}, "current": {"precision": "current"}}},
+    ]
+    values = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": str(ROOT / "accelerate_configs/cpu.yaml")}
+    path = tmp_path / "m.yaml"
+    path.write_text(yaml.safe_dump(values | {"groups": groups, "run_dir": f"{tmp_path}/runs/{{cell}}"}))
+    return path
+
+
+def test_what_ends_is_measured_once_and_not_trained_again(
+    matrix_file: Path, launcher_here: Callable[..., tuple[int, str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out, matrix = tmp_path / "out.json", load_matrix(matrix_file)
+    ran = {key_of(run): run for run in matrix.runs}
+    assert list(ran) == ["bf16-seed1", "bf16-seed2", "again-seed1", "current-seed1"]
+
+    def train(*keys: str) -> None:
+        for key in keys:
+            status, said, wrong = launcher_here(str(tmp_path / "recipe.yaml"), *ran[key].overrides)
+            assert status == 0, said + wrong
+
+    def measure() -> dict[str, Any]:
+        command = [str(matrix_file), "--out", str(out), "--scale", "tiny", "--command", "made by"]
+        assert evidence_endpoints.main(command, wait=lambda: None) == 0
+        return json.loads(out.read_text())
+
+    train("current-seed1")
+    assert measure()["runs"]["current-seed1"]["endpoints"]["final"]["kl_to_baseline"] is None  # its baseline may come later
+    train("bf16-seed1", "bf16-seed2", "again-seed1")
+    found = measure()
+    assert (found["scale"], found["command"], found["tokens"]) == ("tiny", "made by", 4 * 1024)
+    assert list(found["runs"]) == list(ran) and found["settings"]["weights"] == "bf16_exact"
+    ends = {key: run["endpoints"]["final"] for key, run in found["runs"].items()}
+    assert ends["bf16-seed1"]["kl_to_baseline"] is None and ends["again-seed1"]["kl_to_baseline"] == 0
+    assert ends["current-seed1"]["kl_to_baseline"] > 0
+    assert [pair["seeds"] for pair in found["between_baseline_seeds"]] == [[1, 2]]
+    assert found["between_baseline_seeds"][0]["kl"] > ends["current-seed1"]["kl_to_baseline"]
+    for run in found["runs"].values():
+        *_, before, last = run["evaluations"]
+        assert (before["step"], last["step"], len(run["losses"])) == (2, 4, 4)
+        assert run["endpoints"]["before_decay"]["held_out_loss"] == pytest.approx(before["held_out_loss"], rel=1e-3)
+        assert run["endpoints"]["final"]["held_out_loss"] == pytest.approx(last["held_out_loss"], rel=1e-3)
+    kept = out.read_bytes()
+    measure()
+    assert out.read_bytes() == kept
+    shutil.rmtree(tmp_path / "runs")  # on another machine
+    assert evidence.main(["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]) == 0
+    assert "4 of 4 runs stand in" in capsys.readouterr().out and out.read_bytes() == kept and not (tmp_path / "runs").exists()
+    assert not Results(out).lacking(matrix.runs)
+
+
+def test_baselines_that_are_gone_are_trained_again_where_others_are_compared_with_them(matrix_file: Path):
+    matrix = load_matrix(matrix_file)
+    first, second, again, current = matrix.runs
+    assert evidence.with_baselines(matrix, [again, current]) == [first, again, current]
+    assert evidence.with_baselines(matrix, [first, second]) == [first, second]
+
+
+def test_what_waits_for_its_baseline_is_measured_at_the_end_at_the_latest(matrix_file: Path, tmp_path: Path):
+    matrix, results = load_matrix(matrix_file), Results(tmp_path / "none.json")
+    measuring = evidence_endpoints.Measuring(matrix, results, scale="", command="", device=torch.device("cpu"))
+    baseline, _, _, current = matrix.runs
+    assert not is_ready(baseline)
+    assert not measuring.is_due(current, last=False) and measuring.is_due(current, last=True)
+    results.runs["bf16-seed1"] = {}  # measured elsewhere: its model will not come
+    assert measuring.is_due(current, last=False)
+
+
+def test_cells_without_names_and_two_of_one_name_are_refused(matrix_file: Path):
+    matrix = load_matrix(matrix_file)
+    first = matrix.runs[0]
+    unnamed = SimpleNamespace(path=Path("m.yaml"), runs=[SimpleNamespace(name="bf16", values={"precision": "bf16"})])
+    with pytest.raises(InputError, match=r"m\.yaml: bf16 has no name; list the cells in `groups`"):
+        check_named(unnamed)
+    with pytest.raises(InputError, match="there are two bf16-seed1"):
+        check_named(Matrix(matrix.path, matrix.settings, (first, first), first, matrix.launch))
+
+
+@pytest.mark.parametrize("scale", ["14m", "35m", "111m", "continued"])
+def test_the_shipped_scales_have_a_baseline_for_every_seed(scale: str):
+    matrix = load_matrix(ROOT / f"recipes/matrices/evidence_{scale}.yaml")
+    check_named(matrix)
+    baselines = {run.recipe.seed for run in matrix.runs if run.values["cell"] == "bf16"}
+    assert {run.recipe.seed for run in matrix.runs} == baselines and matrix.runs[0] is matrix.baseline

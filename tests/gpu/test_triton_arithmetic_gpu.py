@@ -1,0 +1,160 @@
+"""Fused layers in BF16 without Transformer Engine: the model that plain torch computes in FP32, but for BF16's roundings.
+
+They run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), but for products, which are torch's there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from pretrain.model import huggingface as model
+from pretrain.model.attention import flash
+from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
+from pretrain.model.fused.layers import choose_arithmetic
+from pretrain.model.fused.triton_arithmetic import SearchedProduct, TritonArithmetic
+from pretrain.model.gradients import attach_main_gradients, gradient_of
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.model.wrapping import fuse
+from pretrain.precision import products, transformer_engine
+from pretrain.precision.linear import PrecisionContext
+from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    pytest.mark.usefixtures("conversions_that_round"),
+]
+cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+BF16_ACTIVE = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionSettings())
+LENGTH = 32 if INTERPRETED else 256
+LAYERS = 1 if INTERPRETED else 2
+NAMES = ["qwen3", "llama with biases"] if INTERPRETED else [*ARCHITECTURES]
+
+
+def assemble(
+    name: str,
+    *,
+    arithmetic: type[Arithmetic],
+    dtype: torch.dtype = torch.bfloat16,
+    attention: str = "packed_sdpa",
+    **changes: Any,
+) -> PackedLanguageModel:
+    """Always the same weights, values of BF16, computed with in `dtype`; gradients in FP32."""
+    depth = {"n_layer": LAYERS} if "n_layer" in ARCHITECTURES[name] else {"num_hidden_layers": LAYERS}
+    hf = build(ARCHITECTURES[name] | depth | changes, torch.float32, DEVICE, attention)
+    model.round_weights(hf, torch.bfloat16)
+    model.round_weights(hf, dtype)
+    packed = PackedLanguageModel(hf, attention, LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
+    packed.fused = fuse(decoder_layers(hf), {}, arithmetic(packed.context))
+    assert not packed.fused.left_out
+    attach_main_gradients(packed, torch.float32, packed.fused.stacks)
+    return packed
+
+
+def train(packed: PackedLanguageModel, microbatches: int = 2) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
+    for index in range(microbatches):
+        packed.context.first_microbatch = index == 0
+        loss = packed(**inputs(seed=index, device=DEVICE, length=LENGTH)) / 1000
+        loss.backward()
+        losses.append(loss.item())
+    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
+
+
+def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """Relative, by parameter, of those whose gradient is not next to nothing: the bias of keys shifts all scores alike."""
+    largest = max(gradient.norm() for gradient in exact.values())
+    counted = [name for name, gradient in exact.items() if gradient.norm() > 1e-3 * largest]
+    return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in counted}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
+    exact_losses, exact = train(assemble(name, arithmetic=Arithmetic, dtype=torch.float32))
+    losses, gradients = train(assemble(name, arithmetic=TritonArithmetic))
+    _, plain = train(assemble(name, arithmetic=Arithmetic))
+    assert losses == pytest.approx(exact_losses, rel=2e-3)
+    mine, theirs = errors(gradients, exact), errors(plain, exact)
+    for parameter, error in mine.items():
+        assert error < 1.3 * theirs[parameter] + 2**-8, (parameter, error, theirs[parameter])
+
+
+# ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@cuda_only
+@pytest.mark.parametrize("name", ["qwen3", "llama with biases", "gpt2"])
+def test_the_bits_repeat(name: str, deterministic: None) -> None:
+    one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention="packed_varlen")) for _ in range(2))
+    assert one[0] == other[0]
+    for parameter, gradient in one[1].items():
+        assert torch.equal(gradient, other[1][parameter]), parameter
+
+
+@cuda_only
+@pytest.mark.parametrize("searched", [True, False])
+def test_weight_gradients_of_two_microbatches_add_up_in_fp32(searched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "enabled", lambda: searched)
+    linear = torch.nn.Linear(512, 768, bias=False, device="cuda", dtype=torch.bfloat16)
+    linear.weight.main_grad = torch.zeros(768, 512, device="cuda")
+    context = PrecisionContext(None, torch.bfloat16)
+    product = SearchedProduct("p", ("p",), StackedWeight([linear]), TritonArithmetic(context))
+    generator, expected = torch.Generator("cuda").manual_seed(0), 0
+    for _ in range(2):
+        x, dy = (torch.randn(1024, n, device="cuda", dtype=torch.bfloat16, generator=generator) for n in (512, 768))
+        assert product.weight_gradients(dy, x) == [None]
+        expected = expected + dy.double().t() @ x.double()
+    error = (linear.weight.main_grad.double() - expected).norm() / expected.norm()
+    assert error < 1e-5, error  # rounded to BF16 on the way it would be 2e-3
+
+
+@cuda_only
+def test_without_transformer_engine_it_is_chosen_and_the_audit_sees_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pretrain.verify.audit import observing
+
+    monkeypatch.setattr(transformer_engine, "missing", lambda: "Transformer Engine")
+    chosen, why_not = choose_arithmetic("auto", BF16_ACTIVE, "cuda", PrecisionContext(None, torch.bfloat16))
+    assert type(chosen) is TritonArithmetic and not why_not
+    for name in ("qwen3", "llama with biases", "gpt2"):
+        packed = assemble(name, arithmetic=TritonArithmetic)
+        assert packed.fused.describe() == "2 of 2 layers, without Transformer Engine"
+        with observing(packed, BF16_ACTIVE) as observer:
+            train(packed, microbatches=1)
+        assert observer.products.keys() == packed.fused.members.keys()
+        for seen in observer.products.values():
+            assert {product.gemm for product in seen} == {"forward", "dgrad", "wgrad"}
+            assert {kind for product in seen for kind in product[1:]} == {"bfloat16"}
+
+
+@cuda_only
+@pytest.mark.parametrize("name", ["qwen3", "llama"])
+def test_with_flash_attention_4_it_is_the_same(name: str) -> None:
+    if reason := flash.obstacle():
+        pytest.skip(f"flash_attn {reason}")
+    sizes = {"hidden_size": 256, "head_dim": 64}
+    one, other = (train(assemble(name, arithmetic=TritonArithmetic, attention=f"packed_{a}", **sizes)) for a in ("sdpa", "fa4"))
+    assert one[0] == pytest.approx(other[0], rel=2e-3)
+    assert max(errors(one[1], other[1]).values()) < 0.1
