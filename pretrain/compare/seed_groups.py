@@ -112,7 +112,7 @@ class GroupResult:
 
     group: SeedGroup
     losses: dict[int, float]  # at the end, by seed
-    difference: SeedDifference | None  # None of the baseline, and where no seed is common
+    difference: SeedDifference | None  # None of the baseline, where no seed is common, and where a run broke off
     broken_off: list[int]  # seeds that came to no end of their own
     speedup: float | None
 
@@ -159,7 +159,8 @@ class SeedComparison:
                     left_out.setdefault(why, []).append(run.name)
                 else:
                     losses[seed] = loss
-            difference = SeedDifference.of(losses, results[0].losses) if results else None
+            # Where a run of a group broke off, a mean of the others would flatter it.
+            difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
             speedup = (speedups or {}).get(group.name) or _speedup(group, base)
             results.append(GroupResult(group, losses, difference, broken_off, speedup if results else None))
         counted = [run for seed, run in base.runs.items() if seed in results[0].losses]
@@ -260,7 +261,7 @@ class SeedComparison:
             return f"{base} over {seeds}: loss {_level(self.baseline.losses)}."
         words: dict[str, list[str]] = {}  # each verdict, and what has it
         for each in self.others:
-            too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS and not each.broken_off
+            too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS
             words.setdefault("too few seeds" if too_few else self._verdict(each), []).append(each.group.name)
         verdicts = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in words.items())
         return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
