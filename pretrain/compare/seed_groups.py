@@ -23,9 +23,10 @@ from pretrain.optimizer.schedule import decay_begins
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
-# What two runs of one group may differ in: the seed, names, what is shown and saved, and what was measured to fit.
+# What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
+# lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
-_WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples")
+_WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -44,14 +45,11 @@ def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     alike: dict[tuple[Any, ...], list[RunRecord]] = {}
     for run in runs:
         alike.setdefault(tuple(sorted(_settings(run).items())), []).append(run)
-    parts: list[list[RunRecord]] = []
-    first = next(iter(alike.values()), [])
-    for found in alike.values():
-        parts += [[*each.values()] for each in _told_apart(found)]
-    parts.sort(key=lambda part: runs.index(part[0]))
-    names = _names(parts)
+    parts = [part for found in alike.values() for part in _told_apart(found)]
+    parts.sort(key=lambda part: runs.index(next(iter(part.values()))))
+    names, baseline = _names([[*part.values()] for part in parts]), next(iter(alike.values()))
     return [
-        SeedGroup(name, {_seed(run): run for run in part}, repeats=place > 0 and part[0] in first)
+        SeedGroup(name, part, repeats=place > 0 and next(iter(part.values())) in baseline)
         for place, (name, part) in enumerate(zip(names, parts, strict=True))
     ]
 

@@ -93,8 +93,9 @@ def test_what_computed_the_products_and_options_of_a_precision_make_other_groups
     runs = [trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more) for n, more in delayed]
     runs.append(trained(tmp_path / "c-seed1", (3.0,) * 4, "seed=1", "precision=delayed", audit={"backend": "emulation"}))
     assert [group.name for group in grouped(runs)] == ["a", "b", "c"] and not any(group.repeats for group in grouped(runs))
-    plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", f"fp8_config.margin={n}") for n in (1, 2)]
-    assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8"
+    others = [(1, "fp8_config.margin=1"), (2, "data.packs=elsewhere")]
+    plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", other) for n, other in others]
+    assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8, and packs are what their fingerprint says"
 
 
 # ── What is said ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
