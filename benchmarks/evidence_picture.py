@@ -45,9 +45,10 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     apart = list(dict.fromkeys(each.cell for drawn in found for each in drawn if each.speedup is None))
     figure = new_figure(WIDTH, ROW_INCHES * len(scales) + 0.9)
     widths = [max(len(apart), 1) * 0.55, 5.0]
-    panels = figure.subplots(len(scales), 2, squeeze=False, width_ratios=widths, sharey="row", sharex="col")
+    panels = figure.subplots(len(scales), 2, squeeze=False, width_ratios=widths, sharey=True, sharex="col")
     for (left, right), scale, drawn in zip(panels, scales, found, strict=True):
         draw_scale(left, right, scale, drawn, apart)
+    reach(panels[0, 0], [end for drawn in found for each in drawn for end in (each.mean - each.half, each.mean + each.half)])
     left, right = panels[-1]
     left.set_xticks(range(len(apart)), apart, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
     left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
@@ -58,7 +59,7 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
     said += f"; dotted: {BASELINE} repeated" if any(scale.floor is not None for scale in scales) else ""
     said += "; hollow: emulated" if any(each.emulated for drawn in found for each in drawn) else ""
-    said += f"; logarithmic beyond {LINEAR:g} %" if any(left.get_yscale() == "symlog" for left, _ in panels) else ""
+    said += f"; logarithmic beyond {LINEAR:g} %" if left.get_yscale() == "symlog" else ""
     figure.suptitle(said, x=0.01, ha="left", fontsize="small", color=GREY)
     save(figure, picture)
 
@@ -94,7 +95,6 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
     base = EvidencePoint(BASELINE, colour_of(BASELINE), False, 1.0, 0.0, 0.0)
     right.plot(base.speedup, base.mean, "o", markersize=7, color=base.colour)
     name(right, [base, *(each for each in drawn if each.speedup is not None)])
-    reach(left, [end for each in drawn for end in (each.mean - each.half, each.mean + each.half)], margin)
     left.set_ylabel(f"loss minus that of {BASELINE}, %")
     content, seeds = scale.content, plural(len(scale.values(BASELINE, final_loss)), "seed")
     said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {seeds}"
@@ -110,8 +110,9 @@ def name(panel: Axes, drawn: Sequence[EvidencePoint]) -> None:
         panel.annotate(each.cell, at, xytext=(0, offset), textcoords="offset points", ha="center", va=anchor, fontsize="small")
 
 
-def reach(panel: Axes, ends: Sequence[float], margin: float) -> None:
+def reach(panel: Axes, ends: Sequence[float]) -> None:
     """Room for all `ends` and the margin, in per cent; logarithmic beyond LINEAR where some lie far beyond it."""
+    margin = 100 * MARGIN
     low, high = min([*ends, -margin]), max([*ends, margin])
     if max(-low, high) > 2 * LINEAR:
         panel.set_yscale("symlog", linthresh=LINEAR, linscale=2.0)

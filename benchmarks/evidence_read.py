@@ -23,14 +23,17 @@ from pretrain.settings.config import flatten
 
 BASELINE = "bf16"
 REPEAT = "bf16_again"  # the baseline once more: how far runs of one seed and one setting end apart
-# What a control is held against. It differs from that in one thing, by which precisions should not be told apart.
+# The cells whose equivalence is tested, which was said before any of them ran. All others are estimates.
+TESTED = ("delayed", "current", "block", "delayed_head", "mxfp8")
+# What a control is held against. It differs from that in one thing.
 CONTROLS = {
     REPEAT: BASELINE,
+    "bf16_unfused": BASELINE,
     "fp32_weights": BASELINE,
     "bf16_weights": BASELINE,
-    "bf16_unfused": BASELINE,
     "delayed_unfused": "delayed",
     "delayed_emulated": "delayed",
+    "delayed_kept": "delayed",
     "delayed_bf16_weights": "delayed",
     "mxfp8_down": "mxfp8",
 }
@@ -42,6 +45,7 @@ RATES = {
     "lr2_delayed": "lr2_bf16",
     "lr2_nvfp4": "lr2_bf16",
 }
+_KIND = "held_out_loss/"
 _NAMES = ("name", "seed", "run_dir")  # in which runs of a cell, and cells of a training, may differ
 
 Measure = Callable[[Mapping[str, Any]], float | None]  # a figure of a run in the file; None where it has none
@@ -55,6 +59,11 @@ def final_loss(run: Mapping[str, Any]) -> float | None:
 def loss_before_decay(run: Mapping[str, Any]) -> float | None:
     """The same of the weights with which the rate began to fall."""
     return (run["endpoints"].get("before_decay") or {}).get("held_out_loss")
+
+
+def loss_of_kind(kind: str) -> Measure:
+    """As `final_loss`, of one kind of text."""
+    return lambda run: run["endpoints"]["final"].get(f"{_KIND}{kind}")
 
 
 def trained_loss(run: Mapping[str, Any]) -> float | None:
@@ -106,6 +115,12 @@ class Scale:
         return {cell: dict(sorted(runs.items())) for cell, runs in cells.items()}
 
     @cached_property
+    def kinds(self) -> list[str]:
+        """Of the held-out text, as the baseline's first run has them."""
+        found = next(run for run in self.content["runs"].values() if run["cell"] == BASELINE)["endpoints"]["final"]
+        return [key.partition("/")[2] for key in found if key.startswith(_KIND)]
+
+    @cached_property
     def between(self) -> list[float]:
         """KL divergences between baselines of two seeds, nats a token."""
         return [pair["kl"] for pair in self.content.get("between_baseline_seeds", [])]
@@ -121,7 +136,7 @@ class Scale:
 
     def broken_off(self, cell: str) -> list[int]:
         """Seeds that came to no end: halted, or their loss is no number."""
-        return [seed for seed, name in self.cells[cell].items() if self._is_broken(name)]
+        return [seed for seed, name in self.cells.get(cell, {}).items() if self._is_broken(name)]
 
     def _is_broken(self, name: str) -> bool:
         loss = final_loss(self.content["runs"][name])
@@ -141,6 +156,10 @@ class Scale:
         return statistics.fmean(values.values()) if values else None
 
     def difference(self, cell: str, measure: Measure = final_loss, against: str = BASELINE) -> SeedDifference | None:
+        """None where they have no seed in common, and where a run of the cell broke off: the mean of the others would flatter
+        it."""
+        if self.broken_off(cell):
+            return None
         return SeedDifference.of(self.values(cell, measure), self.values(against, measure))
 
     @cached_property
@@ -151,7 +170,7 @@ class Scale:
     @cached_property
     def floor(self) -> float | None:
         """Root mean square of what repeated baselines end apart from their twins, nats a token."""
-        difference = self.difference(REPEAT) if REPEAT in self.cells else None
+        difference = self.difference(REPEAT)
         return difference.root_mean_square if difference else None
 
     def settings(self, cell: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from benchmarks.evidence_read import (
     CONTROLS,
     RATES,
     REPEAT,
+    TESTED,
     Measure,
     Scale,
     Speeds,
@@ -26,6 +27,7 @@ from benchmarks.evidence_read import (
     final_loss,
     last_word_accuracy,
     loss_before_decay,
+    loss_of_kind,
     trained_loss,
 )
 from benchmarks.throughput_report import check_place, put_between
@@ -35,9 +37,11 @@ from foundation.units import count, percent, plural
 from pretrain.compare.comparison import signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE
 from pretrain.compare.seed_groups import share, slope_note, tokens_note, verdict_of, verdicts_note, whole_percent
-from pretrain.compare.seeds import MARGIN, SeedDifference
+from pretrain.compare.seeds import FEWEST_SEEDS, MARGIN, SeedDifference
 
 PAGE_WIDTH = 100
+INTERVAL = f"± {whole_percent(CONFIDENCE)}"
+AGAINST = ("against", "seeds", "minus", INTERVAL, "in %", "interval")
 NO_SLOPE = (
     f"No tokens and no equal time: they take {BASELINE} from scratch, with 3 evaluations or more at a constant rate in the "
     "second half of the tokens before its decay."
@@ -60,7 +64,8 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
     """A scale's heading, tables and notes."""
     parts = [f"### {scale.content['scale']}", introduction(scale, here), cells_table(scale, speeds), notes(scale)]
-    rates, controls = rates_table(scale), controls_table(scale)
+    kinds, rates, controls = kinds_table(scale), rates_table(scale), controls_table(scale)
+    parts += ["By kind of held-out text, after the decay:", kinds] if kinds else []
     parts += ["Learning rates:", rates] if rates else []
     parts += ["Controls, each held against what it differs from in one thing:", controls] if controls else []
     return parts
@@ -90,7 +95,7 @@ def cells_table(scale: Scale, speeds: Speeds) -> str:
         "seeds",
         "before decay",
         "after decay",
-        f"± {whole_percent(CONFIDENCE)}",
+        INTERVAL,
         "in %",
         "verdict",
         "as trained",
@@ -102,50 +107,51 @@ def cells_table(scale: Scale, speeds: Speeds) -> str:
 
 
 def baseline_row(scale: Scale) -> list[str]:
-    """Losses themselves, and over how many pairs of seeds its own divergence is."""
-    levels = [
-        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, trained_loss)
-    ]
+    """Losses themselves; its own divergence is the unit of the others'."""
     finals = [*scale.values(BASELINE, final_loss).values()]
+    before, after, trained = (
+        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, trained_loss)
+    )
     spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
-    between = "1" if scale.between else UNKNOWN
-    word = or_dash(scale.mean(BASELINE, last_word_accuracy), percent)
-    before, after, trained = levels
-    verdict = broken(scale, BASELINE) or "baseline"
-    return [
-        BASELINE,
-        str(len(finals)),
-        before,
-        after,
-        spread,
-        UNKNOWN,
-        verdict,
-        trained,
-        UNKNOWN,
-        between,
-        word,
-        "1.00 ×",
-        UNKNOWN,
-    ]
+    said = without_mean(scale, BASELINE) if scale.broken_off(BASELINE) else "baseline"
+    between, word = "1.00" if scale.between else UNKNOWN, or_dash(scale.mean(BASELINE, last_word_accuracy), percent)
+    return [BASELINE, str(len(finals)), before, after, spread, UNKNOWN, said, trained, UNKNOWN, between, word, "1.00 ×", UNKNOWN]
 
 
 def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
-    difference, speedup = scale.difference(cell), speeds.over_baseline(scale, cell)
+    difference, speedup, slope = scale.difference(cell), speeds.over_baseline(scale, cell), scale.slope
     before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, trained_loss))
-    slope, found = scale.slope, difference is not None
     return [
         cell,
-        str(len(difference.by_seed)) if difference else "0",
+        seeds_of(scale, cell, difference),
         before,
         *interval(difference),
-        broken(scale, cell) or or_dash(difference, lambda each: verdict_of(each, MARGIN)),
+        verdict(scale, cell, difference),
         trained,
-        share(slope.tokens(difference.mean)) if slope and found else UNKNOWN,
+        share(slope.tokens(difference.mean)) if slope and difference else UNKNOWN,
         divergence_ratio(scale, cell),
         or_dash(scale.mean(cell, last_word_accuracy), percent),
         or_dash(speedup, "{:.2f} ×".format),
-        signed(slope.at_equal_time(difference.mean, speedup)) if slope and found and speedup else UNKNOWN,
+        signed(slope.at_equal_time(difference.mean, speedup)) if slope and difference and speedup else UNKNOWN,
     ]
+
+
+def verdict(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
+    """Of a tested cell whether it is equivalent; of others that they are estimates."""
+    if difference is None or len(difference.by_seed) < FEWEST_SEEDS or cell in TESTED:
+        return without_mean(scale, cell) if difference is None else verdict_of(difference, MARGIN)
+    return "estimate"
+
+
+def seeds_of(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
+    """How many a row is over; of a row without figures, how many there are."""
+    return str(len(difference.by_seed) if difference else len(scale.cells[cell]))
+
+
+def without_mean(scale: Scale, cell: str) -> str:
+    """Why a cell has no difference."""
+    seeds = scale.broken_off(cell)
+    return f"broke off: {plural(len(seeds), 'run')} of {len(scale.cells[cell])}" if seeds else "no seed in common"
 
 
 def interval(difference: SeedDifference | None) -> list[str]:
@@ -170,9 +176,14 @@ def divergence_ratio(scale: Scale, cell: str) -> str:
     return UNKNOWN if own is None or not scale.between else f"{own / statistics.fmean(scale.between):.2f}"
 
 
-def broken(scale: Scale, cell: str) -> str:
-    seeds = scale.broken_off(cell)
-    return f"broke off: {plural(len(seeds), 'run')} of {len(scale.cells[cell])}" if seeds else ""
+def kinds_table(scale: Scale) -> str:
+    """Differences after the decay by kind of held-out text; empty where it is of one kind."""
+    header = ["cell", *(title for kind in scale.kinds for title in (kind, INTERVAL, "in %"))]
+    rows = [
+        [cell, *(text for kind in scale.kinds for text in interval(scale.difference(cell, loss_of_kind(kind))))]
+        for cell in scale.precisions
+    ]
+    return markdown(header, rows) if rows and scale.kinds[1:] else ""
 
 
 def reading(speeds: Speeds, here: Path) -> str:
@@ -182,7 +193,7 @@ def reading(speeds: Speeds, here: Path) -> str:
         "Losses are held-out, of the weights in BF16 by plain transformers, nats a token; as trained: in the precision that "
         f"trained them. Each is a mean over seeds of the cell's minus {BASELINE}'s of the same seed; ± is its "
         f"{whole_percent(CONFIDENCE)} interval over seeds by Student's t, after the decay.",
-        verdicts_note(BASELINE, MARGIN),
+        f"{verdicts_note(BASELINE, MARGIN)} Tested are {', '.join(TESTED)}; all others are estimates.",
         tokens_note(BASELINE, speeds=True),
         f"KL: from {BASELINE} of the same seed, over that between {BASELINE} runs of two seeds.",
         f"Speed: of {speeds.model} on one {speeds.device} over its BF16 ({link}); none of what that emulates.",
@@ -216,12 +227,9 @@ def listed(*said: str) -> str:
 def rates_table(scale: Scale) -> str:
     """The baseline's rate and others; empty where no cell has another."""
     cells = present(scale, RATES)
-    rows = [[BASELINE, rate_of(scale, BASELINE), or_dash(scale.mean(BASELINE, final_loss), "{:.4f}".format), *[UNKNOWN] * 6]]
-    rows += [
-        [cell, rate_of(scale, cell), or_dash(scale.mean(cell, final_loss), "{:.4f}".format), *against(scale, cell, other)]
-        for cell, other in cells.items()
-    ]
-    return markdown(["cell", "rate", "loss", *AGAINST], rows) if cells else ""
+    rows = [[BASELINE, rate_of(scale, BASELINE), *[UNKNOWN] * len(AGAINST)]]
+    rows += [[cell, rate_of(scale, cell), *against(scale, cell, other)] for cell, other in cells.items()]
+    return markdown(["cell", "rate", *AGAINST], rows) if cells else ""
 
 
 def controls_table(scale: Scale) -> str:
@@ -231,14 +239,19 @@ def controls_table(scale: Scale) -> str:
     return markdown(["cell", *AGAINST, "KL"], rows) if cells else ""
 
 
-AGAINST = ("against", "seeds", "minus", f"± {whole_percent(CONFIDENCE)}", "in %", "verdict")
-
-
 def against(scale: Scale, cell: str, other: str) -> list[str]:
     """A cell's final loss minus another's: the columns of AGAINST."""
     difference = scale.difference(cell, against=other)
-    verdict = broken(scale, cell) or or_dash(difference, lambda each: verdict_of(each, MARGIN))
-    return [other, str(len(difference.by_seed)) if difference else "0", *interval(difference), verdict]
+    said = without_mean(scale, cell) if difference is None else where_it_lies(difference)
+    return [other, seeds_of(scale, cell, difference), *interval(difference), said]
+
+
+def where_it_lies(difference: SeedDifference) -> str:
+    """Whether the interval over seeds holds zero: what a control is read by."""
+    half = difference.half_width()
+    if half is None:
+        return verdict_of(difference, MARGIN)
+    return "holds 0" if abs(difference.mean) <= half else "above 0" if difference.mean > 0 else "below 0"
 
 
 def present(scale: Scale, cells: Mapping[str, str]) -> dict[str, str]:

@@ -60,7 +60,8 @@ def render(
         speeds=any(run["speed"] is not None for run in data["runs"]),
         gap_steps=plural(max((each.gap.steps for each in comparison.paired), default=0), "step"),
         without_interval=any(not math.isfinite(each.gap.half_width) for each in comparison.paired),
-        unpaired=[each for each in comparison.standings if each.not_paired],
+        # Over seeds, those of other seeds than the baseline's first are paired in a table of their own.
+        unpaired=[] if seeds and seeds.others else [each for each in comparison.standings if each.not_paired],
         columns=columns,
         rows=rows_of(comparison, columns),
         axes=[(axis, "" if data["axes"][axis] else why) for axis, why in AXES.items()],

@@ -23,9 +23,10 @@ from pretrain.optimizer.schedule import decay_begins
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
-# What two runs of one group may differ in: the seed, names, what is shown and saved, and what was measured to fit.
+# What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
+# lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
-_WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples")
+_WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -44,14 +45,11 @@ def grouped(runs: Sequence[RunRecord]) -> list[SeedGroup]:
     alike: dict[tuple[Any, ...], list[RunRecord]] = {}
     for run in runs:
         alike.setdefault(tuple(sorted(_settings(run).items())), []).append(run)
-    parts: list[list[RunRecord]] = []
-    first = next(iter(alike.values()), [])
-    for found in alike.values():
-        parts += [[*each.values()] for each in _told_apart(found)]
-    parts.sort(key=lambda part: runs.index(part[0]))
-    names = _names(parts)
+    parts = [part for found in alike.values() for part in _told_apart(found)]
+    parts.sort(key=lambda part: runs.index(next(iter(part.values()))))
+    names, baseline = _names([[*part.values()] for part in parts]), next(iter(alike.values()))
     return [
-        SeedGroup(name, {_seed(run): run for run in part}, repeats=place > 0 and part[0] in first)
+        SeedGroup(name, part, repeats=place > 0 and next(iter(part.values())) in baseline)
         for place, (name, part) in enumerate(zip(names, parts, strict=True))
     ]
 
@@ -112,7 +110,7 @@ class GroupResult:
 
     group: SeedGroup
     losses: dict[int, float]  # at the end, by seed
-    difference: SeedDifference | None  # None of the baseline, and where no seed is common
+    difference: SeedDifference | None  # None of the baseline, where no seed is common, and where a run broke off
     broken_off: list[int]  # seeds that came to no end of their own
     speedup: float | None
 
@@ -159,7 +157,8 @@ class SeedComparison:
                     left_out.setdefault(why, []).append(run.name)
                 else:
                     losses[seed] = loss
-            difference = SeedDifference.of(losses, results[0].losses) if results else None
+            # Where a run of a group broke off, a mean of the others would flatter it.
+            difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
             speedup = (speedups or {}).get(group.name) or _speedup(group, base)
             results.append(GroupResult(group, losses, difference, broken_off, speedup if results else None))
         counted = [run for seed, run in base.runs.items() if seed in results[0].losses]
@@ -260,7 +259,7 @@ class SeedComparison:
             return f"{base} over {seeds}: loss {_level(self.baseline.losses)}."
         words: dict[str, list[str]] = {}  # each verdict, and what has it
         for each in self.others:
-            too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS and not each.broken_off
+            too_few = each.difference and len(each.difference.by_seed) < FEWEST_SEEDS
             words.setdefault("too few seeds" if too_few else self._verdict(each), []).append(each.group.name)
         verdicts = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in words.items())
         return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."

@@ -16,6 +16,7 @@ from pretrain.settings.config import flatten, load_recipe, resolved
 STEPS, TOKENS = 100, 4096  # a step
 SLOPE = -0.2  # nats for each factor e of tokens
 ANNEALED = 0.3  # nats by which the decay lowers the loss
+KINDS = {"code": 0.5, "prose": 2.0}  # of a loss above the baseline's, what each kind of text has
 RECIPE = {
     "name": "evidence_tiny",
     "model": {"config": {"model_type": "qwen3", "hidden_size": 32}},
@@ -95,7 +96,8 @@ def _run(cell: MadeCell, seed: int, above: float | None) -> dict[str, Any]:
         "evaluations": evaluations,
         "endpoints": {
             "before_decay": {"held_out_loss": None if lost else before},
-            "final": {"held_out_loss": None if lost else final, "last_word_accuracy": 0.25, "kl_to_baseline": cell.kl},
+            "final": {"held_out_loss": None if lost else final, "last_word_accuracy": 0.25, "kl_to_baseline": cell.kl}
+            | {f"held_out_loss/{kind}": None if lost else level(seed) + part * above for kind, part in KINDS.items()},
         },
     }
 

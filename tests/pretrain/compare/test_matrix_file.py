@@ -186,6 +186,7 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
         "learning_rate": {"optimizer.learning_rate": 0.004, "optimizer.weight_decay": 0.1},
         "demo": {"precision": "fp32"},
         "openmath": {"precision": "bf16"},
+        "seeds": {"seed": 1, "precision": "bf16"},
         "penalty_weight": {"loss.penalty_weight": 0.0},
         "penalty_weight_fineweb_edu": {"loss.penalty_weight": 0.0},
         **{f"evidence_{scale}": {"cell": "bf16", "seed": 1} for scale in ("14m", "35m", "111m", "continued")},

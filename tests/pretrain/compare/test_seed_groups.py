@@ -93,8 +93,9 @@ def test_what_computed_the_products_and_options_of_a_precision_make_other_groups
     runs = [trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more) for n, more in delayed]
     runs.append(trained(tmp_path / "c-seed1", (3.0,) * 4, "seed=1", "precision=delayed", audit={"backend": "emulation"}))
     assert [group.name for group in grouped(runs)] == ["a", "b", "c"] and not any(group.repeats for group in grouped(runs))
-    plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", f"fp8_config.margin={n}") for n in (1, 2)]
-    assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8"
+    others = [(1, "fp8_config.margin=1"), (2, "data.packs=elsewhere")]
+    plain = [trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", other) for n, other in others]
+    assert len(grouped(plain)) == 1, "BF16 has no use for options of FP8, and packs are what their fingerprint says"
 
 
 # ── What is said ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -146,11 +147,13 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
 def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path: Path):
     unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
     lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "schedule.decay=0.2", "precision=mxfp8")
+    sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
     other = seeded(tmp_path / "block-seed=1", 1, 0.0, "precision=block", fingerprint="cd34")
-    found = SeedComparison.over([read_run(path) for path in [*folders, unfinished, lost, other]])
+    found = SeedComparison.over([read_run(path) for path in [*folders, unfinished, lost, sound, other]])
     verdicts = {row[0]: (row[1], row[6]) for row in found.rows()}
     assert verdicts["current"] == verdicts["block"] == ("0", "no seed in common")
-    assert verdicts["mxfp8"] == ("0", "broke off: 1 run of 1") and verdicts["delayed"] == ("3", "equivalent")
+    assert verdicts["mxfp8"] == ("1", "broke off: 1 run of 2") and found.rows()[-2][3] == "–", "no mean without it"
+    assert verdicts["delayed"] == ("3", "equivalent")
     assert found.left_out["not finished"] == ["current-seed=1"]
     assert [names for why, names in found.left_out.items() if "other text" in why] == [["block-seed=1"]]
 
