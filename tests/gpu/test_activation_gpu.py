@@ -210,9 +210,8 @@ def test_quantizers_of_two_recipes_are_refused() -> None:
     hidden, d_activated = inputs(256, 256)
     activated = quantizer("current", "activated")
     kept = swiglu(hidden, activated)[1]
-    for gradient in (None, quantizer("delayed", "gradient")):
-        with pytest.raises(TypeError, match="does not go with"):
-            swiglu_backward(d_activated, hidden, gradient, kept, activated)
+    with pytest.raises(TypeError, match="does not go with"):
+        swiglu_backward(d_activated, hidden, quantizer("delayed", "gradient"), kept, activated)
 
 
 def test_a_step_of_the_real_size_repeats_to_the_bit(recipe: str) -> None:

@@ -212,8 +212,8 @@ def test_rotated_gradients_in_codes_and_kept_queries_change_no_bit(
     from pretrain.model.fused import rotary_kernel
     from pretrain.model.fused.te_arithmetic import TransformerEngineArithmetic
 
-    config = larger(name) | ({} if "head_dim" in ARCHITECTURES[name] else {"num_attention_heads": 4, "num_key_value_heads": 2})
-    config |= {"head_dim": 128}  # a head is a block
+    four_of_128 = {"num_attention_heads": 4, "num_key_value_heads": 2}  # a head is a block
+    config = larger(name) | ({"head_dim": 128} if "head_dim" in ARCHITECTURES[name] else four_of_128)
     made = train(assemble(config, recipe, fused=True, attention="packed_fa4"), steps=3)
     keeping = assemble(config, recipe, fused=True, attention="packed_fa4")
     keeping.fused.arithmetic.keeps_rotated = True

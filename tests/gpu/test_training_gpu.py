@@ -223,8 +223,9 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
     assert {each["effective"] for each in found["products"]} == {precision}
 
 
-@pytest.mark.parametrize("keep", ["[]", "[down_proj]"])
-@pytest.mark.parametrize(("before", "after"), [("delayed", "bf16"), ("bf16", "delayed"), ("current", "delayed")])
+@pytest.mark.parametrize(
+    ("before", "after", "keep"), [("delayed", "bf16", "[]"), ("bf16", "delayed", "[down_proj]"), ("current", "delayed", "[]")]
+)
 def test_the_launcher_changes_its_precision_on_the_way(
     before: str, after: str, keep: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
