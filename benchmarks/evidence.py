@@ -100,6 +100,8 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     training = None if seconds is None else max(seconds - RESERVE - (time.monotonic() - began), LEAST)
     matrix = matrix_of(options, max_hours=None if training is None else training / 3600)
     chosen, results = matrix.only(options.only), Results(options.out)
+    results.check(matrix, options.scale)
+    results.locked().release()  # what measures holds it; another one is told now, before anything is trained
     runs = results.lacking(chosen)
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:

@@ -62,6 +62,7 @@ class HeldOut:
     batches: tuple[Batch, ...]
     compared: tuple[Batch, ...]
     passages: int
+    fingerprint: str = ""  # of the packs that it is a part of
 
     @classmethod
     def of(cls, recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> HeldOut:
@@ -86,7 +87,7 @@ class HeldOut:
         chosen = order[: int(np.searchsorted(tokens, KL_TOKENS)) + 1]
         everything = range(len(documents))
         batches = [tuple(batched(documents, kinds, words, which, device)) for which in (everything, chosen)]
-        return cls(tuple(parts), *batches, passages=sum(map(len, words.values())))
+        return cls(tuple(parts), *batches, passages=sum(map(len, words.values())), fingerprint=found.fingerprint)
 
 
 def last_words(
@@ -236,12 +237,16 @@ class Measuring:
         """Measure what has ended. What waits for its baseline is left for another round, unless this is the `last` one."""
         for run in self.matrix.runs:
             if key_of(run) not in self._failed and is_ready(run) and self.is_due(run, last=last):
-                try:
-                    self.measure(run)
-                except (InputError, OSError, RuntimeError) as error:  # one run less; the others are measured all the same
-                    self._failed.add(key_of(run))
-                    print(f"{key_of(run)}: cannot be measured: {error}", file=sys.stderr, flush=True)
+                self.attempt(key_of(run), lambda run=run: self.measure(run))
         self.compare_baselines()
+
+    def attempt(self, what: str, measure: Callable[[], None]) -> None:
+        """Where it cannot be measured, or the file not be written, that is said, and all else is measured all the same."""
+        try:
+            measure()
+        except (InputError, OSError, RuntimeError) as error:
+            self._failed.add(what)
+            print(f"{what}: cannot be measured: {error}", file=sys.stderr, flush=True)
 
     @property
     def failed(self) -> bool:
@@ -258,14 +263,14 @@ class Measuring:
     def measure(self, run: MatrixRun) -> None:
         """Its endpoints, into the file."""
         held_out = self._held_out = self._held_out or HeldOut.of(run.recipe, tokenizer_of(run.recipe)[0], self.device)
+        self.results.check_fits(run, held_out.fingerprint)
         model, before = final_model(run, self.device), model_before_decay(run, self.device)
         baseline = baseline_of(self.matrix, run)
         distance = None
         if baseline is not None and baseline is not run and is_ready(baseline):
             distance = divergence(self.baseline(baseline), model, held_out)
-        self.results.begin(
-            self.matrix, run, scale=self.scale, command=self.command, parameters=sum(each.numel() for each in model.parameters())
-        )
+        said = {"scale": self.scale, "command": self.command, "held_out": held_out.fingerprint}
+        self.results.begin(self.matrix, run, **said, parameters=sum(each.numel() for each in model.parameters()))
         early = losses(before, held_out) if before is not None else None
         final = losses(model, held_out) | {"kl_to_baseline": distance}
         if early is not None:
@@ -282,11 +287,16 @@ class Measuring:
             run for run in self.matrix.runs if run.values[CELL] == cell and key_of(run) in self.results.runs and is_ready(run)
         ]
         for pair in itertools.combinations(sorted(known, key=lambda run: run.recipe.seed), 2):
-            seeds = [run.recipe.seed for run in pair]
-            if self._held_out is not None and seeds not in [found["seeds"] for found in self.results.pairs]:
-                first, second = map(self.baseline, pair)
-                self.results.pairs.append({"seeds": seeds, "kl": divergence(first, second, self._held_out)})
-                self.results.write(self.order)
+            seeds, what = [run.recipe.seed for run in pair], f"{key_of(pair[0])} beside {key_of(pair[1])}"
+            if self._held_out is None or what in self._failed or seeds in [found["seeds"] for found in self.results.pairs]:
+                continue
+            self.attempt(what, lambda pair=pair: self.compare(*pair))
+
+    def compare(self, first: MatrixRun, second: MatrixRun) -> None:
+        """Two baselines, into the file."""
+        distance = divergence(self.baseline(first), self.baseline(second), self._held_out)
+        self.results.pairs.append({"seeds": [first.recipe.seed, second.recipe.seed], "kl": distance})
+        self.results.write(self.order)
 
     def baseline(self, run: MatrixRun) -> PreTrainedModel:
         if run.name not in self._baselines:
@@ -307,15 +317,18 @@ def main(arguments: Sequence[str] | None = None, wait: Callable[[], object] = sy
     torch.set_num_threads(min(torch.get_num_threads(), 4))  # the runs need the others
     disable_progress_bar()
     matrix = load_matrix(asked.matrix, asked.overrides)
-    measuring = Measuring(matrix, Results(asked.out), scale=asked.scale, command=asked.command, device=device)
     ended = threading.Event()
     threading.Thread(target=lambda: (wait(), ended.set()), daemon=True).start()
-    while True:
-        last = ended.is_set()
-        measuring.round(last=last)
-        if last:
-            return int(measuring.failed)
-        ended.wait(1.0)
+    with Results(asked.out).locked():
+        results = Results(asked.out)
+        results.check(matrix, asked.scale)
+        measuring = Measuring(matrix, results, scale=asked.scale, command=asked.command, device=device)
+        while True:
+            last = ended.is_set()
+            measuring.round(last=last)
+            if last:
+                return int(measuring.failed)
+            ended.wait(1.0)
 
 
 if __name__ == "__main__":

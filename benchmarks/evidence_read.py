@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +16,12 @@ from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
+from pretrain.compare.fairness import describe_unfairness, recipe_of
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.seed_groups import slope_of
 from pretrain.compare.seeds import SeedDifference, TokenSlope
 from pretrain.metrics.run_record import RunRecord
-from pretrain.settings.config import flatten
+from pretrain.settings.config import flatten, identity_of
 
 BASELINE = "bf16"
 REPEAT = "bf16_again"  # the baseline once more: how far runs of one seed and one setting end apart
@@ -104,7 +106,30 @@ class Scale:
             raise InputError(f"{path}: not as `benchmarks.evidence` makes it, at {error}; make it again") from None
         if BASELINE not in scale.cells:
             raise InputError(f"{path}: holds no run of the cell {BASELINE}, which all others are compared with; train it")
+        for cell in scale.cells:
+            scale._check_alike(cell)
         return scale
+
+    def _check_alike(self, cell: str) -> None:
+        """InputError where seeds of a cell were trained otherwise than its first one: their mean would be of two recipes."""
+        first, *others = ((name, _trained(self.records[name])) for name in self.cells[cell].values())
+        for name, settings in others:
+            keys = [key for key in dict.fromkeys([*first[1], *settings]) if first[1].get(key) != settings.get(key)]
+            if keys:
+                told = f"`{keys[0]}`: {first[1].get(keys[0])} and {settings.get(keys[0])}"
+                raise InputError(
+                    f"{self.path}: {first[0]} and {name} are of one cell and differ in {told}; train one of them again"
+                )
+
+    def unlike(self, cell: str) -> str | None:
+        """In what else than what it is about a cell was trained otherwise than the baseline, with both values, so that a
+        difference is no cost of a precision; None where in nothing."""
+        about = ["seed", *(["optimizer.learning_rate"] if cell in RATES else [])]
+        return describe_unfairness(self.record(BASELINE), self.record(cell), about)
+
+    def of_runs(self, key: str) -> dict[str, int]:
+        """What the runs have for a key of theirs, "commit" or "machine", and how many have it."""
+        return Counter(run[key] for run in self.content["runs"].values() if run.get(key))
 
     @cached_property
     def cells(self) -> dict[str, dict[int, str]]:
@@ -178,6 +203,12 @@ class Scale:
         ours, base = (flatten(self.record(each).config) for each in (cell, BASELINE))
         keys = [key for key in dict.fromkeys([*ours, *base]) if ours.get(key) != base.get(key) and key not in _NAMES]
         return {key: str(ours.get(key)) for key in ("precision", "weights", *keys)}
+
+
+def _trained(record: RunRecord) -> dict[str, Any]:
+    identity = identity_of(recipe_of(record), record.data_fingerprint or "")
+    keys = {"precision": record.precision, "backend": record.backend, "evaluate.packs": recipe_of(record).evaluate.packs}
+    return {key: value for key, value in identity.items() if key != "seed"} | keys
 
 
 class Speeds:

@@ -138,6 +138,8 @@ def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
 
 def verdict(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
     """Of a tested cell whether it is equivalent; of others that they are estimates."""
+    if difference is not None and scale.unlike(cell):
+        return "other settings"
     if difference is None or len(difference.by_seed) < FEWEST_SEEDS or cell in TESTED:
         return without_mean(scale, cell) if difference is None else verdict_of(difference, MARGIN)
     return "estimate"
@@ -213,6 +215,13 @@ def notes(scale: Scale) -> str:
     if scale.between:
         mean, pairs = statistics.fmean(scale.between), plural(len(scale.between), "pair")
         said.append(f"KL between seeds of {BASELINE}: {mean:.4f} nats a token, the mean of {pairs}.")
+    for cell in scale.cells:
+        if unlike := scale.unlike(cell):
+            said.append(f"{cell} differs from {BASELINE} in more than it is about, so no cost is told: {unlike}.")
+    for key, what in (("commit", "of the code at"), ("machine", "of")):
+        if len(found := scale.of_runs(key)) > 1:
+            each = ", ".join(f"{value} ({plural(number, 'run')})" for value, number in found.items())
+            said.append(f"The runs are {what} {each}.")
     return listed(*said)
 
 

@@ -2,6 +2,8 @@
 
 A run that stands in the file is not trained again, also where its folder is gone. The file is written whenever a run has been
 measured, as the machine may go at any time. `python -m pretrain report` reads it as it reads run folders.
+
+Figures of two recipes, or of other held-out text, never come into one file: what stands there is held against the matrix first.
 """
 
 from __future__ import annotations
@@ -14,15 +16,23 @@ from typing import Any
 
 from benchmarks.collect_runs import figures
 from foundation.errors import InputError
-from foundation.files import replace_file
-from foundation.reading import load_object
+from foundation.files import FileLock, replace_file
+from foundation.reading import load_object, reason_of
+from pretrain.compare.fairness import in_words, recipe_of
+from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun
 from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
+from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
+from pretrain.settings.recipe import Recipe
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
-_HEAD = ("scale", "parameters", "tokens", "command", "side_by_side", "environment", "settings")
+_HEAD = ("scale", "parameters", "tokens", "command", "side_by_side", "environment", "held_out", "settings")
+# No part of a training's identity, but of what is kept of it: what it is measured on, and the cells that differ in these alone.
+_MEASURED = ("evaluate.packs", "model.fused")
+_MEASURED_IF_QUANTIZED = ("fp8_config.backend", "fp8_config.use_autocast_during_eval")
 BETWEEN = "between_baseline_seeds"
+_REMEDY = "name another file, or move it away"
 
 
 def key_of(run: MatrixRun) -> str:
@@ -45,16 +55,57 @@ def baseline_of(matrix: Matrix, run: MatrixRun) -> MatrixRun | None:
     return next((one for one in matrix.runs if one.values[CELL] == cell and one.recipe.seed == run.recipe.seed), None)
 
 
+def trained_otherwise(run: MatrixRun, found: Recipe) -> str:
+    """In which settings a run of `found` is another than `run`, ours before its; empty where it is none."""
+    ours, theirs = flatten(resolved(run.recipe)), flatten(resolved(found))
+    keys = _MEASURED + (_MEASURED_IF_QUANTIZED if is_quantized(run.recipe.precision) else ())
+    differ = run.unlike(found) | {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+    return in_words(differ)
+
+
 class Results:
-    """The file at `path`, as far as it goes."""
+    """The file at `path`, as far as it goes; InputError for one that is something else."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.content: dict[str, Any] = {}
-        if path.exists():
-            self.content = load_object(path, "name another file, or move it away")
-            if not isinstance(self.content.get("runs"), dict):
-                raise InputError(f"{path}: holds no runs of `benchmarks.evidence`; name another file, or move it away")
+        if not path.exists():
+            return
+        self.content = load_object(path, _REMEDY)
+        runs = self.content.get("runs")
+        if not isinstance(runs, dict) or not isinstance(self.content.get("settings"), dict) or "scale" not in self.content:
+            raise InputError(f"{path}: holds no runs of `benchmarks.evidence`; {_REMEDY}")
+        for key, run in runs.items():
+            try:
+                _ = run["endpoints"]["final"]["kl_to_baseline"], run["cell"], run["seed"]
+            except (KeyError, TypeError):
+                raise InputError(f"{path}: `runs`, {key}: not as `benchmarks.evidence` makes it; {_REMEDY}") from None
+
+    def locked(self) -> FileLock:
+        """For writing; InputError where another process does that, or it cannot be written."""
+
+        def refuse(holder: str) -> None:
+            raise InputError(f"{self.path}: is being written by {holder}; wait for it, or name another file")
+
+        try:
+            return FileLock(self.path.with_name(f".{self.path.name}.lock"), refuse)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be written: {reason_of(error)}; name another file") from None
+
+    def check(self, matrix: Matrix, scale: str) -> None:
+        """InputError where the file is of another scale, or holds a run that was trained otherwise than the matrix says."""
+        if not self.content:
+            return
+        if self.content["scale"] != scale:
+            raise InputError(f"{self.path}: is of the scale {self.content['scale']}, not of {scale}; name another file")
+        ours = {key_of(run): run for run in matrix.runs}
+        for record in read_kept(self.path) if self.runs else ():
+            run = ours.get(record.name)
+            if run and (keys := trained_otherwise(run, recipe_of(record))):
+                raise InputError(
+                    f"{self.path}: {record.name} was trained otherwise than {matrix.path} says now (now, and then): {keys}; "
+                    "name another file for what is trained now, or set it back"
+                )
 
     @property
     def runs(self) -> dict[str, Any]:
@@ -67,13 +118,27 @@ class Results:
     def lacking(self, runs: Iterable[MatrixRun]) -> list[MatrixRun]:
         return [run for run in runs if key_of(run) not in self.runs]
 
+    def check_fits(self, run: MatrixRun, held_out: str) -> None:
+        """InputError where the folder of `run` is of another training, or its text is other text than what the file is of.
+        `held_out`: the fingerprint of the text to be measured on."""
+        record = read_run(run.run_dir)
+        if keys := trained_otherwise(run, recipe_of(record)):
+            remedy = f"set them back, or remove {run.run_dir} to train it again"
+            raise InputError(f"{run.run_dir}: was trained with other settings (now, and then): {keys}; {remedy}")
+        known = {each["summary"].get("data_fingerprint") for each in self.runs.values()} - {None, record.data_fingerprint}
+        if known or self.content.get("held_out", held_out) != held_out:
+            which = "trained on other text" if known else "measured on other held-out text"
+            raise InputError(f"{self.path}: its runs were {which}; name another file, or prepare that text again")
+
     def add(self, run: MatrixRun, endpoints: Mapping[str, Any]) -> None:
-        settings = flatten(read_run(run.run_dir).config)
+        record = read_run(run.run_dir)
         shared = self.content["settings"]
-        own = {key: value for key, value in settings.items() if key not in _NAMES and (key, value) not in shared.items()}
+        settings = flatten(record.config).items()
+        own = {key: value for key, value in settings if key not in _NAMES and (key not in shared or shared[key] != value)}
+        self.content["side_by_side"] = bool(self.content.get("side_by_side")) or record.side_by_side
         self.runs[key_of(run)] = record_of(run, own, endpoints)
 
-    def begin(self, matrix: Matrix, run: MatrixRun, *, scale: str, command: str, parameters: int) -> None:
+    def begin(self, matrix: Matrix, run: MatrixRun, *, scale: str, command: str, parameters: int, held_out: str) -> None:
         """What is said once, by the first run that is measured."""
         if "settings" in self.content:
             return
@@ -82,7 +147,7 @@ class Results:
         record = read_run(run.run_dir)
         config, environment = flatten(record.config), record.environment
         tokens = record.summary["steps"] * run.recipe.batch.tokens
-        values = (scale, parameters, tokens, command, record.side_by_side, environment)
+        values = (scale, parameters, tokens, command, record.side_by_side, environment, held_out)
         settings = {key: value for key, value in config.items() if key not in differ and key not in _NAMES}
         self.content = {**dict(zip(_HEAD, (*values, settings), strict=True)), "runs": {}, BETWEEN: []}
 
@@ -106,6 +171,7 @@ def record_of(run: MatrixRun, settings: dict[str, Any], endpoints: Mapping[str, 
         "cell": run.values[CELL],
         "seed": run.recipe.seed,
         "commit": (environment.get("git") or {}).get("commit"),
+        "machine": machine_of(environment),
         "date": ended.strftime("%Y-%m-%d %H:%M"),
         "settings": kept["settings"],
         "audit": kept["audit"],
@@ -119,6 +185,12 @@ def record_of(run: MatrixRun, settings: dict[str, Any], endpoints: Mapping[str, 
         ],
         "endpoints": dict(endpoints),
     }
+
+
+def machine_of(environment: Mapping[str, Any]) -> str:
+    """What a run was computed by: "NVIDIA H200, torch 2.11.0"."""
+    gpus, torch = environment.get("gpus") or [], (environment.get("packages") or {}).get("torch")
+    return ", ".join(filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""]))
 
 
 def rounded(values: Iterable[float | None]) -> list[float | None]:

@@ -83,8 +83,7 @@ class MatrixRun:
     def is_finished(self) -> bool:
         """Whether the run folder holds this very training, and it has reached its end.
 
-        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since. What the recipe leaves open
-        of a model's vocabulary, its launcher took from the tokenizer.
+        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since.
         """
         config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
         if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
@@ -93,8 +92,16 @@ class MatrixRun:
             found = parse(Recipe, load_yaml(config), str(config))
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
             return False
+        return not self.unlike(found)
+
+    def unlike(self, found: Recipe) -> dict[str, tuple[Any, Any]]:
+        """The keys by which a run of `found` was another training, with our value and its; None where one has no such key.
+
+        What the recipe leaves open of a model's vocabulary, its launcher took from the tokenizer.
+        """
         ours, theirs = identity_of(self.recipe, ""), identity_of(found, "")
-        return ours == {key: value for key, value in theirs.items() if key in ours or not _FROM_TOKENIZER.fullmatch(key)}
+        keys = [key for key in dict.fromkeys([*ours, *theirs]) if key in ours or not _FROM_TOKENIZER.fullmatch(key)]
+        return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -123,6 +124,7 @@ def test_what_ends_is_measured_once_and_not_trained_again(
 ):
     out, matrix = tmp_path / "out.json", load_matrix(matrix_file)
     ran = {key_of(run): run for run in matrix.runs}
+    again = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]
     assert list(ran) == ["bf16-seed1", "bf16-seed2", "again-seed1", "current-seed1"]
 
     def train(*keys: str) -> None:
@@ -154,8 +156,25 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     kept = out.read_bytes()
     measure()
     assert out.read_bytes() == kept
+    with Results(out).locked():
+        assert evidence.main([*again, "--only", "seed=1"]) == 2
+        assert "is being written by process" in capsys.readouterr().err
+    results, baseline = Results(out), ran["bf16-seed1"]
+    with pytest.raises(InputError, match="measured on other held-out text; name another file"):
+        results.check_fits(baseline, "of other text")
+    results.check_fits(baseline, found["held_out"])
+    fewer = load_matrix(matrix_file, ["evaluate.packs=5"]).runs[0]
+    assert is_ready(fewer), "the same training"
+    with pytest.raises(InputError, match=r"was trained with other settings .*: `evaluate\.packs`: 5 and 7; set them back"):
+        results.check_fits(fewer, found["held_out"])
     shutil.rmtree(tmp_path / "runs")  # on another machine
-    assert evidence.main(["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]) == 0
+    for change in ("optimizer.learning_rate=0.5", "schedule.warmup=1", "evaluate.packs=5", "train.steps=6", "weights=bf16"):
+        assert evidence.main([*again, change]) == 2
+        wrong = capsys.readouterr().err
+        assert f"bf16-seed1 was trained otherwise than {matrix_file} says now" in wrong and change.partition("=")[0] in wrong
+    assert evidence.main(["--scale", "large", *again[2:]]) == 2
+    assert "is of the scale tiny, not of large; name another file" in capsys.readouterr().err
+    assert evidence.main(again) == 0
     assert "4 of 4 runs stand in" in capsys.readouterr().out and out.read_bytes() == kept and not (tmp_path / "runs").exists()
     assert not Results(out).lacking(matrix.runs)
 
@@ -175,6 +194,27 @@ def test_what_waits_for_its_baseline_is_measured_at_the_end_at_the_latest(matrix
     assert not measuring.is_due(current, last=False) and measuring.is_due(current, last=True)
     results.runs["bf16-seed1"] = {}  # measured elsewhere: its model will not come
     assert measuring.is_due(current, last=False)
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"runs": {}}, {"scale": "tiny", "settings": {}, "runs": {"bf16-seed1": {"cell": "bf16", "seed": 1}}}]
+)
+def test_a_file_of_something_else_is_never_written_over(content: dict[str, Any], matrix_file: Path, tmp_path: Path, capsys):
+    out = tmp_path / "out.json"
+    out.write_text(json.dumps(content))
+    assert evidence.main(["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]) == 2
+    assert "name another file, or move it away" in capsys.readouterr().err and json.loads(out.read_text()) == content
+
+
+def test_where_the_file_cannot_be_written_that_is_said_and_the_rest_goes_on(matrix_file: Path, tmp_path: Path, capsys):
+    matrix, results = load_matrix(matrix_file), Results(tmp_path / "none.json")
+    measuring = evidence_endpoints.Measuring(matrix, results, scale="", command="", device=torch.device("cpu"))
+
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    measuring.attempt("bf16-seed1", full)
+    assert measuring.failed and "bf16-seed1: cannot be measured: [Errno 28] No space left" in capsys.readouterr().err
 
 
 def test_cells_without_names_and_two_of_one_name_are_refused(matrix_file: Path):

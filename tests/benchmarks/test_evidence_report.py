@@ -168,6 +168,35 @@ def test_the_report_reads_such_a_file_as_it_reads_run_folders(files: list[Path],
     assert f"The slope of bf16: {minus(f'{SLOPE:+.4f}')} nats" in said and "bf16_again repeats bf16" in said
 
 
+def test_seeds_of_one_cell_are_of_one_training(files: list[Path]):
+    content = json.loads(files[0].read_text())
+    for change in (
+        {"settings": {"optimizer.learning_rate": 0.001}},
+        {"summary": {"data_fingerprint": "cd34"}},
+        {"audit": {"backend": "TE"}},
+    ):
+        runs = dict(content["runs"])
+        key, value = next(iter(change.items()))
+        runs["delayed-seed2"] = runs["delayed-seed2"] | {key: runs["delayed-seed2"][key] | value}
+        files[0].write_text(json.dumps(content | {"runs": runs}))
+        with pytest.raises(InputError, match="delayed-seed1 and delayed-seed2 are of one cell and differ in"):
+            Scale.read(files[0])
+
+
+def test_a_cell_of_another_recipe_has_no_verdict_and_several_commits_are_said(page: Path):
+    cells = CELLS | {"delayed": MadeCell(("precision=delayed", "schedule.warmup=7"), FIVE)}
+    file, speeds = make_evidence(page.with_name("e.json"), cells), make_speeds(page.with_name("speeds.json"), SPEEDS)
+    content = json.loads(file.read_text())
+    for number, run in enumerate(content["runs"].values()):
+        run["commit"] = "a1" if number else "b2"
+    file.write_text(json.dumps(content))
+    text = " ".join(written([file, speeds], page).split())
+    assert rows(page.read_text())["delayed"]["verdict"] == "other settings"
+    assert "delayed differs from bf16 in more than it is about, so no cost is told: `schedule.warmup`: 0 and 7." in text
+    assert "lr2_bf16 differs" not in text, "a rate is what such a cell is about"
+    assert f"The runs are of the code at b2 (1 run), a1 ({len(content['runs']) - 1} runs)." in text
+
+
 def test_files_that_are_something_else_are_refused_with_what_to_do(files: list[Path], page: Path, tmp_path: Path):
     content = json.loads(files[0].read_text())
     for change, named in (
