@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pretrain.metrics.run_record import is_step, read_metrics, read_run
+from pretrain.metrics.run_record import is_step, read_run
 from pretrain.settings.config import flatten
 
 # Where a run is kept, what it is called: different in each, and no part of what is compared.
@@ -49,15 +49,15 @@ def _same(key: str, settings: dict[Path, dict[str, Any]]) -> bool:
 
 def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from other runs."""
-    audit = json.loads((path / "audit.json").read_text())
-    steps, schedule = [record for record in read_metrics(path) if is_step(record)], {}
+    audit, run = json.loads((path / "audit.json").read_text()), read_run(path)
+    steps, schedule = [record for record in run.metrics if is_step(record)], {}
     if "schedule" in audit:
         of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
         schedule = {"schedule": audit["schedule"], "precisions": of_phases}
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
-        "summary": json.loads((path / "summary.json").read_text()),
+        "summary": {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint} | run.summary,
         "losses": [record["loss"] for record in steps],
         "gradient_norms": [record["gradient_norm"] for record in steps],
         "frozen_updates": [record["frozen_updates"] for record in steps],

@@ -238,6 +238,8 @@ class Measuring:
         for run in self.matrix.runs:
             if key_of(run) not in self._failed and is_ready(run) and self.is_due(run, last=last):
                 self.attempt(key_of(run), lambda run=run: self.measure(run))
+            elif last and self.results.runs and key_of(run) not in self.results.runs and run.has_halted():
+                self.attempt(key_of(run), lambda run=run: self.note_halted(run))
         self.compare_baselines()
 
     def attempt(self, what: str, measure: Callable[[], None]) -> None:
@@ -259,6 +261,11 @@ class Measuring:
             return here and baseline is not run and known["endpoints"]["final"]["kl_to_baseline"] is None
         elsewhere = baseline is None or key_of(baseline) in self.results.runs
         return here or elsewhere or last
+
+    def note_halted(self, run: MatrixRun) -> None:
+        self.results.add_halted(run)
+        self.results.write(self.order)
+        print(f"{key_of(run)}: was halted, which the file says; its cell has no mean", flush=True)
 
     def measure(self, run: MatrixRun) -> None:
         """Its endpoints, into the file."""

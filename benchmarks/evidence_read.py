@@ -141,8 +141,9 @@ class Scale:
 
     @cached_property
     def kinds(self) -> list[str]:
-        """Of the held-out text, as the baseline's first run has them."""
-        found = next(run for run in self.content["runs"].values() if run["cell"] == BASELINE)["endpoints"]["final"]
+        """Of the held-out text, as the baseline's runs have them."""
+        finals = [self.content["runs"][name]["endpoints"]["final"] for name in self.cells[BASELINE].values()]
+        found = max(finals, key=len)  # of a run that was halted there are none
         return [key.partition("/")[2] for key in found if key.startswith(_KIND)]
 
     @cached_property

@@ -138,6 +138,13 @@ class Results:
         self.content["side_by_side"] = bool(self.content.get("side_by_side")) or record.side_by_side
         self.runs[key_of(run)] = record_of(run, own, endpoints)
 
+    def add_halted(self, run: MatrixRun) -> None:
+        """A run that came to no end, of which there is no model to measure. It stands in the file, so that nobody takes the mean
+        of its cell's other seeds for that of all."""
+        self.add(
+            run, {"before_decay": None, "final": {"held_out_loss": None, "last_word_accuracy": None, "kl_to_baseline": None}}
+        )
+
     def begin(self, matrix: Matrix, run: MatrixRun, *, scale: str, command: str, parameters: int, held_out: str) -> None:
         """What is said once, by the first run that is measured."""
         if "settings" in self.content:
@@ -166,7 +173,7 @@ def record_of(run: MatrixRun, settings: dict[str, Any], endpoints: Mapping[str, 
     """`settings`: those in which it differs from what all share."""
     kept = figures(run.run_dir, settings)
     environment = json.loads((run.run_dir / "environment.json").read_text(encoding="utf-8"))
-    ended = datetime.fromtimestamp((run.run_dir / "summary.json").stat().st_mtime, UTC)
+    ended = datetime.fromtimestamp((run.run_dir / "metrics.jsonl").stat().st_mtime, UTC)
     return {
         "cell": run.values[CELL],
         "seed": run.recipe.seed,

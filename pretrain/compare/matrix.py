@@ -151,17 +151,20 @@ class Screen:
 
 
 def write_report(matrix: Matrix) -> str:
-    """Write the report over all finished runs that are comparable (an axis may be a learning rate); returns what to print."""
+    """Write the report over all runs that have come to an end and are comparable (an axis may be a learning rate); returns what
+    to print. A run that was halted is named in it: without it, the mean of its other seeds would flatter its cell."""
     finished = [run.run_dir for run in matrix.runs if run.is_finished()]
     if not finished:
         return "No cell is finished, so there is nothing to report yet."
     baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
+    halted = {run.run_dir for run in matrix.runs if run.run_dir not in finished and run.has_halted()}
+    ended = [run.run_dir for run in matrix.runs if run.run_dir in halted or run.run_dir in finished]
     name = matrix.folder / matrix.settings.name
     vary = list(dict.fromkeys(key for run in matrix.runs for key in run.settings))
     endings = {"out": "png", "tables_file": "md", "page": "html"}
     files = {what: name.with_name(f"{name.name}.{ending}") for what, ending in endings.items()}
-    text = report.write(finished, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
-    missing = len(matrix.runs) - len(finished)
+    text = report.write(ended, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
+    missing = len(matrix.runs) - len(ended)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
 
 

@@ -19,6 +19,7 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
+from pretrain.metrics.run_record import read_run
 from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
@@ -88,11 +89,21 @@ class MatrixRun:
         config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
         if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
             return False
+        return self._is_in_its_folder()
+
+    def has_halted(self) -> bool:
+        """Whether the run folder holds this very training, and its health has stopped it."""
         try:
-            found = parse(Recipe, load_yaml(config), str(config))
+            return "halted" in read_run(self.run_dir).summary and self._is_in_its_folder()
+        except InputError:  # not begun, or damaged
+            return False
+
+    def _is_in_its_folder(self) -> bool:
+        config = self.run_dir / "config.yaml"
+        try:
+            return not self.unlike(parse(Recipe, load_yaml(config), str(config)))
         except InputError:  # damaged, or of another version: its launcher decides whether it can go on
             return False
-        return not self.unlike(found)
 
     def unlike(self, found: Recipe) -> dict[str, tuple[Any, Any]]:
         """The keys by which a run of `found` was another training, with our value and its; None where one has no such key.

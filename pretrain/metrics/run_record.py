@@ -97,8 +97,10 @@ class RunRecord:
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether the horizon that its recipe names in steps or tokens is still to come."""
+        """Whether the horizon that its recipe names is still to come."""
         train, tokens = self.config.get("train") or {}, self.tokens_per_step
+        if epochs := train.get("epochs"):
+            return (self.summary["epoch"] or 0.0) < epochs * (1 - 1e-9)  # whole steps: the last one ends there, or just beyond
         horizon = train.get("steps") or (tokens and train.get("tokens") and math.ceil(train["tokens"] / tokens))
         return bool(horizon) and self.summary["steps"] < horizon
 

@@ -19,6 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import evidence, evidence_endpoints
 from benchmarks.evidence_endpoints import HeldOut, batched, divergence, is_ready, last_words, losses
+from benchmarks.evidence_read import Scale
 from benchmarks.evidence_results import Results, check_named, key_of
 from foundation.errors import InputError
 from pretrain.compare.matrix_file import Matrix, load_matrix
@@ -167,6 +168,15 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     assert is_ready(fewer), "the same training"
     with pytest.raises(InputError, match=r"was trained with other settings .*: `evaluate\.packs`: 5 and 7; set them back"):
         results.check_fits(fewer, found["held_out"])
+    halted, folder = {key: run for key, run in found["runs"].items() if key != "current-seed1"}, ran["current-seed1"].run_dir
+    out.write_text(json.dumps(found | {"runs": halted}))
+    (folder / "summary.json").unlink()
+    *steps, last, _ = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join([*steps, json.dumps(json.loads(last) | {"halted": "it broke"})]) + "\n")
+    halted = measure()["runs"]["current-seed1"]
+    assert halted["summary"]["halted"] == "it broke" and halted["endpoints"]["final"]["held_out_loss"] is None
+    assert Scale.read(out).broken_off("current") == [1] and Scale.read(out).difference("current") is None
+    out.write_bytes(kept)
     shutil.rmtree(tmp_path / "runs")  # on another machine
     for change in ("optimizer.learning_rate=0.5", "schedule.warmup=1", "evaluate.packs=5", "train.steps=6", "weights=bf16"):
         assert evidence.main([*again, change]) == 2

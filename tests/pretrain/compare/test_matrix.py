@@ -245,6 +245,20 @@ def test_the_report_is_over_the_finished_cells_against_the_baseline(matrix):
     assert {"m.md", "m.png"} <= {path.name for path in found.folder.iterdir()}
 
 
+def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
+    found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
+    for cell in found.runs:
+        lost = cell.values == {"seed": 4, "weights": "bf16"}
+        leave_behind(cell, 2.0, done=not lost)
+        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+        if lost:
+            metrics = cell.run_dir / "metrics.jsonl"
+            *steps, last = metrics.read_text().splitlines()
+            metrics.write_text("\n".join([*steps, json.dumps(json.loads(last) | {"halted": "the loss is nan"})]) + "\n")
+    said = write_report(found)
+    assert "broke off: 1 run of 4: bf16" in said and "are not finished" not in said
+
+
 def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
     found = matrix({"optimizer.learning_rate": [0.01, 0.02], "weights": ["fp32", "bf16"]})
     for cell in found.runs:
