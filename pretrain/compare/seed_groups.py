@@ -272,7 +272,8 @@ def verdict_of(difference: SeedDifference, margin: float) -> str:
 def verdicts_note(baseline: str, margin: float) -> str:
     return (
         f"Equivalent: the {whole_percent(EQUIVALENCE)} interval lies within ± {100 * margin:g} % of {baseline}'s loss (two "
-        "one-sided t tests at 5 %). Worse, better: it does not, and lies on one side of zero. Each row is judged by itself."
+        f"one-sided t tests at 5 %). Worse, better: it does not, and the {whole_percent(CONFIDENCE)} interval lies on one side "
+        "of zero. Each row is judged by itself."
     )
 
 

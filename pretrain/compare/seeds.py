@@ -58,14 +58,14 @@ class SeedDifference:
         return t_quantile(number - 1, confidence) * math.sqrt(variance / number)
 
     def verdict(self, margin: float = MARGIN) -> str | None:
-        """By the interval at EQUIVALENCE: "equivalent" where it lies within ± `margin` of the baseline's loss; else "worse" or
-        "better" where it lies on one side of zero, or "cannot tell". None for fewer than FEWEST_SEEDS."""
-        half, within = self.half_width(EQUIVALENCE), margin * abs(self.baseline)
-        if half is None:
+        """ "equivalent" where the interval at EQUIVALENCE lies within ± `margin` of the baseline's loss; else "worse" or "better"
+        where that at CONFIDENCE, which is shown, lies on one side of zero, or "cannot tell". None for fewer than FEWEST_SEEDS."""
+        half, whole, within = self.half_width(EQUIVALENCE), self.half_width(), margin * abs(self.baseline)
+        if half is None or whole is None:
             return None
         if abs(self.mean) + half < within:
             return EQUIVALENT
-        return CANNOT_TELL if abs(self.mean) <= half else WORSE if self.mean > 0 else BETTER
+        return CANNOT_TELL if abs(self.mean) <= whole else WORSE if self.mean > 0 else BETTER
 
 
 @dataclass(frozen=True)

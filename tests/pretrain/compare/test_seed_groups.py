@@ -134,7 +134,8 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
     command = ["report", *map(str, folders), "--out", str(tmp_path / "x.png")]
     assert main([*command, "--speedups", str(tmp_path / "speeds.yaml"), "--margin", "0.05"]) == 0
     found = rows(capsys.readouterr().out)
-    assert found["delayed"][0][5] == "worse" and found["delayed"][0][7] == "1.25 ×"
+    assert (found["delayed"][0][5], found["nvfp4"][0][5]) == ("cannot tell", "worse")
+    assert found["delayed"][0][7] == "1.25 ×"
     assert found["delayed"][0][8] == f"{0.002 + SLOPE * math.log(1.25):+.4f}".replace("-", "−")
     assert found["nvfp4"][0][8] == f"{0.102 + SLOPE * math.log(2):+.4f}".replace("-", "−")
     assert found["bf16_again"][0][7:9] == ["1.00 ×", "−0.0005"], "its own: it had its machine for itself"
@@ -149,13 +150,22 @@ def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path
     lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "schedule.decay=0.2", "precision=mxfp8")
     sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
     other = seeded(tmp_path / "block-seed=1", 1, 0.0, "precision=block", fingerprint="cd34")
-    found = SeedComparison.over([read_run(path) for path in [*folders, unfinished, lost, sound, other]])
+    late = seeded(tmp_path / "late-seed=1", 1, 0.0, "precision=block")
+    lines = (late / "metrics.jsonl").read_text().splitlines()
+    (late / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # the last step is done, its evaluation is not
+    found = SeedComparison.over([read_run(path) for path in [*folders, unfinished, lost, sound, late, other]])
     verdicts = {row[0]: (row[1], row[6]) for row in found.rows()}
     assert verdicts["current"] == verdicts["block"] == ("0", "no seed in common")
     assert verdicts["mxfp8"] == ("1", "broke off: 1 run of 2") and found.rows()[-2][3] == "–", "no mean without it"
     assert verdicts["delayed"] == ("3", "equivalent")
     assert found.left_out["not finished"] == ["current-seed=1"]
+    assert found.left_out["not evaluated at its end yet"] == ["late-seed=1"]
     assert [names for why, names in found.left_out.items() if "other text" in why] == [["block-seed=1"]]
+
+
+def test_a_run_whose_horizon_is_in_epochs_is_unfinished_too(tmp_path: Path):
+    assert trained(tmp_path / "going", (3.0,) * 4, "train={epochs: 1.25}").is_unfinished, "four steps are an epoch"
+    assert not trained(tmp_path / "done", (3.0,) * 5, "train={epochs: 1.25}").is_unfinished
 
 
 def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: Path):

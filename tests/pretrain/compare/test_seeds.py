@@ -119,6 +119,11 @@ def test_a_verdict_is_by_the_interval_of_two_one_sided_tests(mean: float, verdic
     assert found.verdict(0.003) == verdict, "the margin is 0.006 nats"
 
 
+def test_what_is_worse_lies_beyond_the_interval_that_is_shown():
+    spread = (-0.01, 0.0, 0.01)  # half a width of 0.0169 at 90 %, and of 0.0248 at 95 %
+    assert [difference([mean + each for each in spread]).verdict() for mean in (0.02, 0.025)] == [CANNOT_TELL, WORSE]
+
+
 def test_seeds_that_lie_far_apart_tell_nothing_and_two_have_no_interval():
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
     assert difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
