@@ -25,6 +25,7 @@ from typing import Any
 
 from benchmarks.evidence_results import Results, baseline_of, check_named, key_of
 from foundation.errors import InputError
+from foundation.files import FileLock
 from foundation.signals import StopRequest
 from foundation.tables import markdown, or_dash
 from pretrain.compare.matrix import Outcome, run_all
@@ -101,15 +102,14 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     matrix = matrix_of(options, max_hours=None if training is None else training / 3600)
     chosen, results = matrix.only(options.only), Results(options.out)
     results.check(matrix, options.scale)
-    results.locked().release()  # what measures holds it; another one is told now, before anything is trained
     runs = results.lacking(chosen)
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:
         return 0
     if options.baselines_again:
         runs = with_baselines(matrix, runs)
-    with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:
-        measuring = start_measuring(options, matrix.path, command)
+    with RunFolder(matrix.folder), results.locked() as lock, StopRequest(passed_on=True) as stop:
+        measuring = start_measuring(options, matrix.path, command, lock)
         try:
             outcomes = run_all(matrix, runs, stop, Ranking(matrix))
         finally:
@@ -119,6 +119,7 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
             failed = measuring.wait(left) != 0
         except subprocess.TimeoutExpired:
             measuring.terminate()
+            measuring.wait()
             failed = False
             print("hours are over; what is not measured yet will be, by the same command", file=sys.stderr)
     return told(outcomes, chosen, Results(options.out), stop, failed=failed)
@@ -131,14 +132,16 @@ def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun]) -> list[MatrixRun]
     return [*again.values(), *runs]
 
 
-def start_measuring(options: argparse.Namespace, matrix: Path, command: str) -> subprocess.Popen[bytes]:
-    """A process of its own, so that torch is read once and nothing waits for it; it ends after its standard input does."""
+def start_measuring(options: argparse.Namespace, matrix: Path, command: str, lock: FileLock) -> subprocess.Popen[bytes]:
+    """A process of its own, so that torch is read once and nothing waits for it; it ends after its standard input does. It shares
+    the file's `lock`, as it may outlive us."""
     asked = [str(matrix), *options.overrides, "--out", str(options.out), "--scale", options.scale, "--command", command]
     launched = [sys.executable, "-m", "benchmarks.evidence_endpoints", *asked]
     environment = dict(os.environ)
     if not options.gpus:
         environment.setdefault("OMP_NUM_THREADS", "1")  # on a CPU the runs need the cores
-    return subprocess.Popen(launched, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+    shared = {"start_new_session": True, "env": environment, "pass_fds": [lock.fileno()]}
+    return subprocess.Popen(launched, stdin=subprocess.PIPE, **shared)
 
 
 def told(outcomes: Sequence[Outcome], chosen: Sequence[MatrixRun], results: Results, stop: StopRequest, *, failed: bool) -> int:

@@ -326,16 +326,13 @@ def main(arguments: Sequence[str] | None = None, wait: Callable[[], object] = sy
     matrix = load_matrix(asked.matrix, asked.overrides)
     ended = threading.Event()
     threading.Thread(target=lambda: (wait(), ended.set()), daemon=True).start()
-    with Results(asked.out).locked():
-        results = Results(asked.out)
-        results.check(matrix, asked.scale)
-        measuring = Measuring(matrix, results, scale=asked.scale, command=asked.command, device=device)
-        while True:
-            last = ended.is_set()
-            measuring.round(last=last)
-            if last:
-                return int(measuring.failed)
-            ended.wait(1.0)
+    measuring = Measuring(matrix, Results(asked.out), scale=asked.scale, command=asked.command, device=device)
+    while True:
+        last = ended.is_set()
+        measuring.round(last=last)
+        if last:
+            return int(measuring.failed)
+        ended.wait(1.0)
 
 
 if __name__ == "__main__":

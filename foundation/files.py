@@ -150,6 +150,10 @@ class FileLock:
             return None
         return path if path.exists() else None
 
+    def fileno(self) -> int:
+        """The open file, for `pass_fds`: a child that has it holds the lock too, until both have ended."""
+        return self._file.fileno()
+
     def release(self) -> None:
         """Remove the file, unless another has taken its place, and let go of the lock; releasing twice is harmless."""
         if not self._file.closed:

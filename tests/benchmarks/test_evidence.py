@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,9 +159,6 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     kept = out.read_bytes()
     measure()
     assert out.read_bytes() == kept
-    with Results(out).locked():
-        assert evidence.main([*again, "--only", "seed=1"]) == 2
-        assert "is being written by process" in capsys.readouterr().err
     results, baseline = Results(out), ran["bf16-seed1"]
     with pytest.raises(InputError, match="measured on other held-out text; name another file"):
         results.check_fits(baseline, "of other text")
@@ -204,6 +203,17 @@ def test_what_waits_for_its_baseline_is_measured_at_the_end_at_the_latest(matrix
     assert not measuring.is_due(current, last=False) and measuring.is_due(current, last=True)
     results.runs["bf16-seed1"] = {}  # measured elsewhere: its model will not come
     assert measuring.is_due(current, last=False)
+
+
+def test_two_at_once_never_write_one_file(matrix_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(tmp_path / "out.json")]
+    lock = Results(tmp_path / "out.json").locked()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock.fileno()])
+    lock._file.close()  # as where its holder is killed: what measures has it still
+    assert evidence.main(command) == 2 and "is being written by process" in capsys.readouterr().err
+    assert not list((tmp_path / "runs").glob("*/config.yaml")), "nothing was trained"
+    child.communicate(b"\n")
+    Results(tmp_path / "out.json").locked().release()
 
 
 @pytest.mark.parametrize(
