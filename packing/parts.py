@@ -41,13 +41,13 @@ def stream_parts(settings: DataSettings) -> dict[str, DataSettings]:
     return made
 
 
-def source_names(settings: DataSettings) -> list[str]:
+def source_names(settings: DataSettings, key: str = "data.sources") -> list[str]:
     """The name of each of `data.sources`: its own, or else the last part of its source without suffixes."""
     names = [each.name or Path(str(each.source)).name.split(".")[0] for each in settings.sources or ()]
     if nameless := [each.source for each, name in zip(settings.sources or (), names, strict=True) if not SOURCE_NAME.match(name)]:
-        raise InputError(f"data.sources: {nameless[0]}: gives no name for its packs and figures; set its `name`")
+        raise InputError(f"{key}: {nameless[0]}: gives no name for its packs and figures; set its `name`")
     if twice := [name for name in names if names.count(name) > 1]:
-        raise InputError(f"data.sources: two are called {twice[0]}; give each a `name` of its own")
+        raise InputError(f"{key}: two are called {twice[0]}; give each a `name` of its own")
     return names
 
 
@@ -61,6 +61,7 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
         # Their weights mean nothing: each is evaluated whole, or by an equally large part.
         weighted = [WeightedSource(**each.model_dump(include=each.model_fields_set), weight=1 / len(several)) for each in several]
         part = settings.model_copy(update={"packs": packs, "source": None, "sources": tuple(weighted), "validation": None})
+        source_names(part, "data.validation.sources")  # which says of those that they cannot be told apart
     else:
         part = _part(settings, settings.validation, packs)
     # What is evaluated on is packed before the run: whole, and of a hub's dataset without a download.

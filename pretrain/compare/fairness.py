@@ -111,7 +111,10 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs."""
+    """Whether both were evaluated on the same packs; of older runs, which say nothing of these, by their settings."""
+    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
+    if all(told) and told[0] != told[1]:
+        return False
     keys = ("data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
     others = [(run.config.get("data") or {}).get("validation") for run in (first, second)]
     return (

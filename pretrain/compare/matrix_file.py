@@ -184,6 +184,10 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
+    if idle := [
+        key for key in (text.partition("=")[0].strip() for text in overrides) if all(key in run.settings for run in runs)
+    ]:
+        raise InputError(f"command line: `{idle[0]}` is set by every cell of {path} itself, so it changes nothing; leave it out")
     return Matrix(Path(path), settings, tuple(runs), _find_baseline(path, settings.baseline, runs), launch)
 
 

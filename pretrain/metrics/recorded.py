@@ -49,6 +49,7 @@ class RecordedEnvironment(BaseModel):
 
     model_config = ConfigDict(strict=True)
     data_fingerprint: str | None = None
+    held_out_fingerprint: str | None = None
     system: str | None = None
     packages: dict[str, str | None] | None = None
     gpus: list[str] | None = None

@@ -37,6 +37,9 @@ def introduce(run: Run, notes: list[str]) -> None:
     if run.accelerator.is_main_process:
         environment = describe_environment(describe_topology(run.accelerator))
         run.folder.write_yaml(run.folder.config, settings)
-        run.folder.write_json(run.folder.environment, {"data_fingerprint": run.job.data.train.fingerprint} | environment)
+        fingerprints = {"data_fingerprint": run.job.data.train.fingerprint}
+        if run.job.data.held_out is not None:
+            fingerprints["held_out_fingerprint"] = run.job.data.held_out.fingerprint
+        run.folder.write_json(run.folder.environment, fingerprints | environment)
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     run.trackers.start(settings)

@@ -25,6 +25,7 @@ from benchmarks.evidence_read import Scale
 from benchmarks.evidence_results import Results, check_named, key_of
 from foundation.errors import InputError
 from pretrain.compare.matrix_file import Matrix, load_matrix
+from pretrain.metrics.run_record import read_run
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("code", "prose")
@@ -163,6 +164,7 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     with pytest.raises(InputError, match="measured on other held-out text; name another file"):
         results.check_fits(baseline, "of other text")
     results.check_fits(baseline, found["held_out"])
+    assert found["held_out"] == read_run(baseline.run_dir).environment["held_out_fingerprint"]
     fewer = load_matrix(matrix_file, ["evaluate.packs=5"]).runs[0]
     assert is_ready(fewer), "the same training"
     with pytest.raises(InputError, match=r"was trained with other settings .*: `evaluate\.packs`: 5 and 7; set them back"):

@@ -313,6 +313,8 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
     several = {"sources": [{"source": str(folder / "short.jsonl"), "name": "fresh", "text": "body"}, {"source": again["source"]}]}
     assert refused(validation=several, held_out=0.0).startswith("data.validation (")
+    twice = {"sources": several["sources"][:1] * 2}
+    assert refused(validation=twice, held_out=0.0).startswith("data.validation.sources: two are called fresh")
     links = tmp_path / "all"
     links.mkdir()
     (links / "web.jsonl").symlink_to(folder / "web.jsonl")

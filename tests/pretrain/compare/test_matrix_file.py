@@ -178,6 +178,19 @@ def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: di
         matrix(**keys)
 
 
+def test_an_override_that_every_cell_sets_itself_is_refused_as_it_would_change_nothing(matrix):
+    cells = {"a": {"weights": "fp32"}, "b": {"weights": "bf16"}}
+    groups = [{"axes": {"seed": [1]}, "cells": cells}]
+    with pytest.raises(InputError, match=r"command line: `weights` is set by every cell of .*m\.yaml itself"):
+        matrix("weights=bf16_exact", axes=None, groups=groups)
+    groups[0]["cells"]["c"] = {"precision": "delayed"}
+    assert [run.recipe.weights for run in matrix("weights=bf16_exact", axes=None, groups=groups).runs] == [
+        "fp32",
+        "bf16",
+        "bf16_exact",
+    ]
+
+
 @pytest.mark.parametrize("path", MATRICES, ids=lambda path: path.stem)
 def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)

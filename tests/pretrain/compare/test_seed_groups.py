@@ -149,10 +149,14 @@ def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path
     unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
     lost = make_run(tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "schedule.decay=0.2", "precision=mxfp8")
     sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
-    other = seeded(tmp_path / "block-seed=1", 1, 0.0, "precision=block", fingerprint="cd34")
+    other = seeded(tmp_path / "block-seed=1", 1, 0.0, "precision=block")
     late = seeded(tmp_path / "late-seed=1", 1, 0.0, "precision=block")
     lines = (late / "metrics.jsonl").read_text().splitlines()
     (late / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # the last step is done, its evaluation is not
+    texts = {folders[0]: "ef56", other: "gh78"}
+    for path, text in texts.items():
+        environment = path / "environment.json"
+        environment.write_text(json.dumps(json.loads(environment.read_text()) | {"held_out_fingerprint": text}))
     found = SeedComparison.over([read_run(path) for path in [*folders, unfinished, lost, sound, late, other]])
     verdicts = {row[0]: (row[1], row[6]) for row in found.rows()}
     assert verdicts["current"] == verdicts["block"] == ("0", "no seed in common")
