@@ -28,7 +28,6 @@ from benchmarks.evidence_read import (
     last_word_accuracy,
     loss_before_decay,
     loss_of_kind,
-    trained_loss,
 )
 from benchmarks.throughput_report import check_place, put_between
 from foundation.errors import InputError
@@ -110,7 +109,7 @@ def baseline_row(scale: Scale) -> list[str]:
     """Losses themselves; its own divergence is the unit of the others'."""
     finals = [*scale.values(BASELINE, final_loss).values()]
     before, after, trained = (
-        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, trained_loss)
+        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, scale.trained_loss)
     )
     spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
     said = without_mean(scale, BASELINE) if scale.broken_off(BASELINE) else "baseline"
@@ -120,7 +119,7 @@ def baseline_row(scale: Scale) -> list[str]:
 
 def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
     difference, speedup, slope = scale.difference(cell), speeds.over_baseline(scale, cell), scale.slope
-    before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, trained_loss))
+    before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, scale.trained_loss))
     return [
         cell,
         seeds_of(scale, cell, difference),
