@@ -57,7 +57,7 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
     image = f"![loss against speed, by precision]({Path(os.path.relpath(picture, here)).as_posix()})"
     made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and the picture."
     sections = [part for scale in scales for part in section(scale, speeds, here)]
-    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, made])
+    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, _wrapped(made)])
 
 
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
@@ -81,6 +81,10 @@ def introduction(scale: Scale, here: Path) -> str:
     ]
     link = f"[`{scale.path.name}`]({Path(os.path.relpath(scale.path, here)).as_posix()})"
     said = f"{', '.join(filter(None, parts))} ({link}, by `{content['command']}`)."
+    return _wrapped(said)
+
+
+def _wrapped(said: str) -> str:
     return textwrap.fill(said, PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
