@@ -17,8 +17,8 @@ from pretrain.precision.quantizers.rounding import round_to_grid
 
 @pytest.fixture(scope="session", autouse=True)
 def languages_patched_once() -> Iterator[None]:
-    """The interpreter looks through all of Triton's language at every call of a function within a kernel, in order to replace what
-    it has replaced already: a third of the time. Here once a launch."""
+    """At every call of a function within a kernel the interpreter looks through all of Triton's language, to replace what it has
+    replaced already: a third of the time. Here once a launch."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
