@@ -114,7 +114,10 @@ def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
 
     def check(ours: Tensor, theirs: Tensor) -> None:
         assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
-        differ = (ours.contiguous().view(torch.int32) != theirs.contiguous().view(torch.int32)) & ~(ours.isnan() & theirs.isnan())
+        bits = [each.contiguous().view(torch.int32) for each in (ours, theirs)]
+        if torch.equal(*bits):  # one pass over ten million values, not eight
+            return
+        differ = (bits[0] != bits[1]) & ~(ours.isnan() & theirs.isnan())
         first = differ.nonzero()[:5].tolist()
         shown = [(place, ours[tuple(place)].item(), theirs[tuple(place)].item()) for place in first]
         assert not differ.any(), f"{differ.sum()} of {differ.numel()} differ; first (place, ours, theirs): {shown}"
