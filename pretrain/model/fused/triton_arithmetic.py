@@ -50,7 +50,7 @@ class TritonArithmetic(Arithmetic):
     ) -> tuple[Operand, tuple[Tensor, ...]]:
         weight, *bias = (parameter.detach().to(x.dtype) for parameter in norm.parameters)
         if norm.kind == "rms":
-            if not norm_kernel.is_taken(x):
+            if not norm_kernel.divides(x, None):
                 return super().norm(x, norm, product, residual)
             y, *statistics = norm_kernel.rms_norm(x, _contiguous(residual), weight, norm.eps)
         else:
@@ -64,7 +64,7 @@ class TritonArithmetic(Arithmetic):
     ) -> tuple[Tensor, list[Tensor]]:
         weight, *bias = (parameter.detach().to(x.dtype) for parameter in norm.parameters)
         if norm.kind == "rms":
-            if not norm_kernel.is_taken(x):
+            if not norm_kernel.divides(x, None):
                 return super().norm_backward(dy, x, statistics, norm, residual)
             dx, of_weight = norm_kernel.rms_norm_backward(dy, x, *statistics, weight, _contiguous(residual))
             return dx, [of_weight]
