@@ -1,6 +1,6 @@
 """The arithmetic of fused layers in BF16 on a GPU without Transformer Engine: by Triton, cublasLt and torch, all of which come
-with torch. It rounds where Transformer Engine does: norms and SwiGLU in FP32 from BF16, rounded once. Imported only where Triton
-is.
+with torch. It rounds where Transformer Engine does: norms and SwiGLU in FP32 from BF16, rounded once; an RMSNorm of a width that
+is no multiple of 64 is that of the base class. Imported only where Triton is.
 """
 
 from __future__ import annotations
