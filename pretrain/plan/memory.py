@@ -346,6 +346,8 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     result += number * width if parts.head_norms else 0
     if backend == "packed_sdpa":  # KV heads as many as queries', and the mask in the compute dtype
         return result + number * (3 * query + length)
+    if backend == "packed_documents":
+        return result + number * 3 * query
     return result + number * width
 
 

@@ -36,8 +36,8 @@ class ModelSettings(Settings):
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
-    # a GPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
-    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
+    # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
+    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"] = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
