@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 WIDTH = 8.0  # inches; at 800 pixels an inch has 100
 ROW_INCHES = 3.1
 BAND = "#E8E8E8"
+NEAR = 0.1  # in speed over the baseline's, in which a name has no room
 LINEAR = 1.0  # per cent of the baseline's loss, up to which the scale is linear
 
 
@@ -52,9 +54,9 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     left, right = panels[-1]
     left.set_xticks(range(len(apart)), apart, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
     left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
-    left.set_xlabel("without a speed here")
+    left.set_xlabel("no speed\nhere")
     fastest = max((each.speedup for drawn in found for each in drawn if each.speedup), default=1.0)
-    right.set_xlim(0.96, max(fastest, 1.05) + 0.09)  # for the names of the first and the last
+    right.set_xlim(0.96, max(fastest, 1.05) + 0.12)  # for the name of the last
     right.set_xlabel(f"speed over BF16: {speeds.model} on one {speeds.device}")
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
     said += f"; dotted: {BASELINE} repeated" if any(scale.floor is not None for scale in scales) else ""
@@ -98,23 +100,28 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
     left.set_ylabel(f"loss minus that of {BASELINE}, %")
     content, seeds = scale.content, plural(len(scale.values(BASELINE, final_loss)), "seed")
     said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {seeds}"
-    left.set_title(f"{content['scale']}: {said}", loc="left", fontsize="medium", weight="bold")
+    # Over both panels: a title of the left one would be given its width, and push the right one away.
+    at = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
+    title = left.annotate(f"{content['scale']}: {said}", **at, fontsize="medium", weight="bold")
+    title.set_in_layout(False)
+    right.set_title(" ", fontsize="medium")  # its height
 
 
 def name(panel: Axes, drawn: Sequence[EvidencePoint]) -> None:
-    """Names beside points: above and below by turns, as neighbours are close."""
-    for place, each in enumerate(sorted(drawn, key=lambda each: each.speedup or 0.0)):
-        above = place % 2 == 0
-        at = (each.speedup, each.mean + (each.half if above else -each.half))
-        offset, anchor = (7, "bottom") if above else (-7, "top")
-        panel.annotate(each.cell, at, xytext=(0, offset), textcoords="offset points", ha="center", va=anchor, fontsize="small")
+    """Names at the right of points, or at the left where the next one is too near."""
+    ordered = sorted(drawn, key=lambda each: each.speedup or 0.0)
+    for each, following in zip_longest(ordered, ordered[1:]):
+        leftwards = following is not None and following.speedup - each.speedup < NEAR
+        offset, anchor = (-7, "right") if leftwards else (7, "left")
+        at = (each.speedup, each.mean)
+        panel.annotate(each.cell, at, xytext=(offset, 4), textcoords="offset points", ha=anchor, va="bottom", fontsize="small")
 
 
 def reach(panel: Axes, ends: Sequence[float]) -> None:
     """Room for all `ends` and the margin, in per cent; logarithmic beyond LINEAR where some lie far beyond it."""
     margin = 100 * MARGIN
     low, high = min([*ends, -margin]), max([*ends, margin])
-    if max(-low, high) > 2 * LINEAR:
+    if max(-low, high) > 4 * LINEAR:
         panel.set_yscale("symlog", linthresh=LINEAR, linscale=2.0)
         panel.set_yticks(
             [tick for tick in (-10, -5, -2, -1, -margin, 0, margin, 1, 2, 5, 10, 20, 50, 100) if low <= tick <= high]

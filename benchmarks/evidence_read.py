@@ -21,6 +21,7 @@ from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.seed_groups import slope_of
 from pretrain.compare.seeds import SeedDifference, TokenSlope
 from pretrain.metrics.run_record import RunRecord
+from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import flatten, identity_of
 
 BASELINE = "bf16"
@@ -47,6 +48,7 @@ RATES = {
     "lr2_delayed": "lr2_bf16",
     "lr2_nvfp4": "lr2_bf16",
 }
+IN_ITS_PRECISION = "fp8_config.use_autocast_during_eval"  # the setting by which a run evaluates so
 _KIND = "held_out_loss/"
 _NAMES = ("name", "seed", "run_dir")  # in which runs of a cell, and cells of a training, may differ
 
@@ -69,7 +71,7 @@ def loss_of_kind(kind: str) -> Measure:
 
 
 def trained_loss(run: Mapping[str, Any]) -> float | None:
-    """Held-out loss of the last weights in the precision that trained them."""
+    """Held-out loss of the last weights as the run itself evaluated them; see `Scale.trained_loss`."""
     return run["evaluations"][-1]["held_out_loss"] if run["evaluations"] else None
 
 
@@ -152,6 +154,11 @@ class Scale:
         return [pair["kl"] for pair in self.content.get("between_baseline_seeds", [])]
 
     @property
+    def trained_loss(self) -> Measure:
+        """Held-out loss of the last weights in the precision that trained them; None where runs evaluated in BF16."""
+        return trained_loss if self.content["settings"].get(IN_ITS_PRECISION) else lambda run: None
+
+    @property
     def precisions(self) -> list[str]:
         """The cells that answer which precision to train in, in the file's order, the baseline left out."""
         return [cell for cell in self.cells if cell not in (BASELINE, *CONTROLS, *RATES)]
@@ -200,8 +207,9 @@ class Scale:
         return difference.root_mean_square if difference else None
 
     def settings(self, cell: str) -> dict[str, str]:
-        """Precision and weights of a cell, and what else it sets differently from the baseline, as a command line has them."""
-        ours, base = (flatten(self.record(each).config) for each in (cell, BASELINE))
+        """Precision and weights of a cell, and what else it sets differently from the baseline, as a command line has them:
+        without the options that a run writes down as its precision's defaults."""
+        ours, base = (_without_defaults(flatten(self.record(each).config)) for each in (cell, BASELINE))
         keys = [key for key in dict.fromkeys([*ours, *base]) if ours.get(key) != base.get(key) and key not in _NAMES]
         return {key: str(ours.get(key)) for key in ("precision", "weights", *keys)}
 
@@ -210,6 +218,12 @@ def _trained(record: RunRecord) -> dict[str, Any]:
     identity = identity_of(recipe_of(record), record.data_fingerprint or "")
     keys = {"precision": record.precision, "backend": record.backend, "evaluate.packs": recipe_of(record).evaluate.packs}
     return {key: value for key, value in identity.items() if key != "seed"} | keys
+
+
+def _without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    precision = PRECISIONS.get(str(settings["precision"]))
+    defaults = {f"fp8_config.{name}": option.default for name, option in precision.options.items()} if precision else {}
+    return {key: value for key, value in settings.items() if key not in defaults or value != defaults[key]}
 
 
 class Speeds:

@@ -28,7 +28,6 @@ from benchmarks.evidence_read import (
     last_word_accuracy,
     loss_before_decay,
     loss_of_kind,
-    trained_loss,
 )
 from benchmarks.throughput_report import check_place, put_between
 from foundation.errors import InputError
@@ -58,7 +57,7 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
     image = f"![loss against speed, by precision]({Path(os.path.relpath(picture, here)).as_posix()})"
     made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and the picture."
     sections = [part for scale in scales for part in section(scale, speeds, here)]
-    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, made])
+    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, _wrapped(made)])
 
 
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
@@ -82,6 +81,10 @@ def introduction(scale: Scale, here: Path) -> str:
     ]
     link = f"[`{scale.path.name}`]({Path(os.path.relpath(scale.path, here)).as_posix()})"
     said = f"{', '.join(filter(None, parts))} ({link}, by `{content['command']}`)."
+    return _wrapped(said)
+
+
+def _wrapped(said: str) -> str:
     return textwrap.fill(said, PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -110,7 +113,7 @@ def baseline_row(scale: Scale) -> list[str]:
     """Losses themselves; its own divergence is the unit of the others'."""
     finals = [*scale.values(BASELINE, final_loss).values()]
     before, after, trained = (
-        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, trained_loss)
+        or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, scale.trained_loss)
     )
     spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
     said = without_mean(scale, BASELINE) if scale.broken_off(BASELINE) else "baseline"
@@ -120,7 +123,7 @@ def baseline_row(scale: Scale) -> list[str]:
 
 def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
     difference, speedup, slope = scale.difference(cell), speeds.over_baseline(scale, cell), scale.slope
-    before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, trained_loss))
+    before, trained = (mean_of(scale, cell, measure, difference) for measure in (loss_before_decay, scale.trained_loss))
     return [
         cell,
         seeds_of(scale, cell, difference),

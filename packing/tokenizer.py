@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,7 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 hex of everything that decides which ids a text gets; formatting and order of keys do not count."""
-        content = json.loads(self.tokenizer.to_str())
-        content = {key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
-        canonical = json.dumps(_without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()
+        return _fingerprint_of(self.tokenizer.to_str())
 
     @property
     def vocab_size(self) -> int:
@@ -89,18 +86,41 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
         file, config = _from_hub(name, revision)
     try:
         text = str(read_regular(file), "utf-8")
-        parse_json(text)
+        _check_json(text)
     except (OSError, ValueError) as error:
         raise InputError(f"data.tokenizer: {file}: not a readable tokenizer.json: {reason_of(error)}; {_REMEDY}") from None
     try:
-        tokenizer = Tokenizer.from_str(text)
+        tokenizer = _parsed(text)
     except Exception as error:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
         raise InputError(f"data.tokenizer: {file}: valid JSON, but no tokenizer: {error}; {_REMEDY}") from None
+    return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
+
+
+# A run asks for its tokenizer three times, to check packs, vocabulary and prompts; one of 150,000 tokens takes a second to parse.
+# Kept by the text, so that a file that changes is parsed anew.
+
+
+@lru_cache(maxsize=2)
+def _check_json(text: str) -> None:
+    parse_json(text)
+
+
+@lru_cache(maxsize=2)
+def _parsed(text: str) -> Tokenizer:
+    """Nobody may change it: who asks for the same again gets the same object."""
+    tokenizer = Tokenizer.from_str(text)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    return TextTokenizer(name, tokenizer, _special_ids(tokenizer, config))
+    return tokenizer
+
+
+@lru_cache(maxsize=2)
+def _fingerprint_of(text: str) -> str:
+    content = {key: value for key, value in json.loads(text).items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
+    canonical = json.dumps(_without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def _from_hub(name: str, revision: str | None) -> tuple[Path, Path]:

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import importlib
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 from foundation.errors import InputError
 
@@ -45,7 +47,7 @@ def main(arguments: list[str]) -> int:
     Ctrl-C broke it off."""
     if arguments and arguments[0] in COMMANDS:
         try:
-            module = importlib.import_module(COMMANDS[arguments[0]][0])
+            module = imported(COMMANDS[arguments[0]][0])
             status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
             sys.stdout.flush()
             return status
@@ -73,6 +75,17 @@ def main(arguments: list[str]) -> int:
         print(f"error: unknown command {arguments[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""), file=sys.stderr)
     print(usage, file=sys.stderr)
     return 2
+
+
+def imported(name: str) -> ModuleType:
+    """Imports leave no garbage: looking for it, while those of torch and transformers make a million objects, takes a second."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 if __name__ == "__main__":

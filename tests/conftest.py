@@ -224,12 +224,17 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     from accelerate.state import AcceleratorState
 
     import train_accelerate
+    from tests import blank_picture
+
+    ran = False
 
     def run(*arguments: str) -> tuple[int, str, str]:
+        nonlocal ran
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
+            patch.setattr(train_accelerate, "plot_losses", blank_picture.plot_losses)
             patch.setenv("ACCELERATE_USE_CPU", "true")
             patch.setenv("XDG_CACHE_HOME", caches)
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
@@ -241,6 +246,9 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
                 logging.getLogger().removeHandler(warnings)
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
+        if not ran:
+            gc.freeze()  # a run collects garbage at its end; what the first one has imported stays, and is looked through no more
+            ran = True
         return status, out.getvalue(), err.getvalue()
 
     return run

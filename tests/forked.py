@@ -9,13 +9,17 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import sys
 
-IMPORTED_LATE = ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.distributed.fsdp", "pretrain.metrics.trackers")
+from tests.blank_picture import plot_losses
+
+IMPORTED_LATE = ("torch.distributed.fsdp", "pretrain.metrics.trackers")
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 
 gc.disable()
 for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
+sys.modules["train_accelerate"].plot_losses = plot_losses
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without

@@ -3,7 +3,7 @@
 Two needs come on top of what is there all the time, and the larger of them makes the peak: what the loss takes while every
 layer's activations are kept, or what the backward of one layer takes, when the layers behind it have given theirs back.
 
-A fused layer keeps for backward what the nodes of `pretrain.model.fused.functions` save. Numbers a token:
+A fused layer keeps for backward what the nodes of `pretrain.model.fused.layers` save. Numbers a token:
 
     2 · hidden               in the compute dtype      the layer's input, and the attention's residual sum
     2 · hidden               as operands               the outputs of the two norms; their statistics, 4 bytes each, beside
@@ -25,9 +25,10 @@ H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of t
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 On four, DDP and shards are within 3 % (h200_x4_*.json), of 8 B and 14 B models too.
 
-Not counted: workspaces (a tenth of a GiB) but that of searched products, what NCCL takes, one layer's stacked gradients under
-FSDP2, and the mask of `sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate
-says, and tries on the device.
+Not counted: workspaces (a tenth of a GiB) but that of searched products, the FP32 sum that a search for a weight's gradient tries
+algorithms into, once and only where there is room, what NCCL takes, one layer's stacked gradients under FSDP2, and the mask of
+`sdpa` attention in layers that are not fused. So `batch.microbatch: auto` only begins where this estimate says, and tries on the
+device.
 """
 
 from __future__ import annotations
@@ -345,6 +346,8 @@ def _attention(parts: Parts, number: int, backend: str, length: int) -> int:
     result += number * width if parts.head_norms else 0
     if backend == "packed_sdpa":  # KV heads as many as queries', and the mask in the compute dtype
         return result + number * (3 * query + length)
+    if backend == "packed_documents":
+        return result + number * 3 * query
     return result + number * width
 
 

@@ -1,8 +1,10 @@
-"""What memory that is left over is spent on: longer chunks of the loss, and queries and keys that backward need not make again.
+"""What the memory of devices decides beside the microbatch: whether queries, keys and values are kept that backward else makes
+again, and chunks of the loss that are shorter than usual where those would not fit.
 
-On one H200 with Qwen3-1.7B in FP8 both together make steps 1.5 % shorter (benchmarks/results/h200_fused_steps.json); chunks of
-8,192 tokens in place of 4,096 alone gained nothing (h200_attention_in_steps.json). Microbatches of up to 32,768 tokens go before
-both, and what both leave goes to larger ones with `batch.microbatch: auto`.
+On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter, together with chunks of 8,192 tokens in place of 4,096
+(benchmarks/results/h200_fused_steps.json). Such chunks alone gained nothing (h200_attention_in_steps.json) and take memory, so
+none is longer than usual. Microbatches of up to 32,768 tokens go before what is kept, and what that leaves goes to larger ones
+with `batch.microbatch: auto`.
 
 The choices follow from settings and the device's memory alone. Chunks change the order of sums, so a checkpoint says which ones
 its run took (pretrain.run.resume); what is kept changes no number.
@@ -13,18 +15,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pretrain.plan.plan import Plan
-from pretrain.settings.recipe import USUAL_CHUNK
 
 KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 FULL_SPEED = 32_768  # tokens of a microbatch, beyond which a larger one gains less than what is decided here
-LONG_CHUNK = 8192
 SHORT_CHUNKS = (2048, 1024)  # where the usual one would not fit at all
 
 
 def spend_spare_memory(plan: Plan) -> Plan:
     """`plan` with what its devices' memory allows; plans for devices of unknown memory, and for CPUs, stay as they are."""
     plan = replace(plan, chunk=None, keeps_rotated=False)
-    if plan.devices.memory is None or plan.devices.name == "CPU":  # neither pays on a CPU
+    if plan.devices.memory is None or plan.devices.name == "CPU":  # nothing is kept on a CPU
         return plan
     fits = [size for size in plan.microbatch_sizes if size <= min(_enough(plan), plan.expected_microbatch)]
     packs = plan.microbatch or max(fits, default=1)
@@ -33,20 +33,15 @@ def spend_spare_memory(plan: Plan) -> Plan:
     keeping = replace(plan, keeps_rotated=True)
     recomputed = plan.recipe.model.gradient_checkpointing != "none"
     spends = not recomputed and keeping.memory.total(packs) > plan.memory.total(packs)
-    return keeping if spends and _has_room(keeping, packs) else plan
+    return keeping if spends and keeping.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory else plan
 
 
-def _chunk(plan: Plan, packs: int) -> int:
-    if _has_room(replace(plan, chunk=LONG_CHUNK), packs):
-        return LONG_CHUNK
-    for chunk in (USUAL_CHUNK, *SHORT_CHUNKS):
+def _chunk(plan: Plan, packs: int) -> int | None:
+    """None: the usual one."""
+    for chunk in (None, *SHORT_CHUNKS):
         if replace(plan, chunk=chunk).memory.total(packs) <= plan.devices.memory:
             return chunk
     return SHORT_CHUNKS[-1]
-
-
-def _has_room(plan: Plan, packs: int) -> bool:
-    return plan.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
 
 
 def _enough(plan: Plan) -> int:

@@ -329,10 +329,10 @@ class Products:
                 self._chosen[problem] = named[0] if named else None
                 return self._chosen[problem]
         runs = [(chosen, functools.partial(self._run, chosen, a, b, added, d)) for chosen in named]
-        same, told = _same_as_first(runs, d)
+        same, told = _same_as_first(runs, d, added)
         if not same:
             return None
-        if not told:  # as of a gradient of zeros: the next product of this kind will tell more
+        if not told:  # the next product of this kind will tell more
             return same[0][0]
         best, _ = same[fastest(_times([run for _, run in same])) if len(same) > 1 else 0]
         self.searched += 1
@@ -344,16 +344,22 @@ class Products:
 _Run = tuple[_Chosen, Callable[[], int]]
 
 
-def _same_as_first(runs: Sequence[_Run], d: Tensor) -> tuple[list[_Run], bool]:
-    """Those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that is
-    more than zeros, which any of them would write."""
+def _same_as_first(runs: Sequence[_Run], d: Tensor, added: Tensor | None) -> tuple[list[_Run], bool]:
+    """Those that run and write into d the bits of the first of them, by the sum of all that they write; and whether that tells
+    anything. It does not of a product of zeros, which leaves zeros or what it is `added` to, nor where d is not finite: any
+    algorithm would write that."""
     ran, sums = [], []
     for each in runs:
         if each[1]() == SUCCESS:
             ran.append(each)
             sums.append(d.view(torch.int64).sum())
-    found = torch.stack(sums).tolist() if sums else []
-    return [each for each, bits in zip(ran, found, strict=True) if bits == found[0]], any(found[:1])
+    if not ran:
+        return [], False
+    unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
+    finite = d.sum(dtype=torch.float64).isfinite().long()  # of the last one, as of all: the operands decide it
+    *found, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
+    told = bool(finite) and found[0] not in (0, unchanged)
+    return [each for each, bits in zip(ran, found, strict=True) if bits == found[0]], told
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:

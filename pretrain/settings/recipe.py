@@ -36,8 +36,8 @@ class ModelSettings(Settings):
     revision: PathText | None = None  # branch, tag or commit of a hub model; null: its main branch
     trust_remote_code: bool = False  # run the Python code that comes with a hub model
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is, else cudnn with Transformer Engine; otherwise varlen on
-    # a GPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
-    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"] = "auto"
+    # a GPU, documents on a CPU, sdpa elsewhere. flash_attn: FlashAttention-4 where it runs, else version 2's package.
+    attention: Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"] = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or each n-th.
     gradient_checkpointing: Literal["none", "full"] | EveryNthLayer = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
@@ -138,7 +138,7 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
-    # chunked: tokens whose logits exist at once; auto: 8192 where a GPU has the memory, else 4096, fewer where they do not fit.
+    # chunked: tokens whose logits exist at once; auto: 4096, on a GPU fewer where those do not fit.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
     # largest p. Held-out loss is cross-entropy alone.

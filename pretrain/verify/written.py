@@ -30,9 +30,8 @@ def norms_by_kernel(run: Situation) -> bool:
     from pretrain.model.fused import norm_kernel as kernel
 
     precision, states = run.active.precision, torch.empty(ROWS, Shape.of(run.hf).hidden, dtype=run.dtype, device="meta")
-    if _without_library(run):
-        return kernel.is_taken(states)
-    return kernel.divides(states, kernel.BlockScaled if precision.quantized and precision.block_scaled else None)
+    to = (kernel.BlockScaled if precision.block_scaled else kernel.TensorScaled) if precision.quantized else None
+    return kernel.divides(states, to)
 
 
 def norm(run: Situation) -> Compared:

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from pretrain.settings.config import flatten, load_recipe, resolved
+from pretrain.settings.launch_environment import with_precision
 
 STEPS, TOKENS = 100, 4096  # a step
 SLOPE = -0.2  # nats for each factor e of tokens
@@ -26,6 +27,7 @@ RECIPE = {
     "optimizer": {"learning_rate": 3.0e-3},
     "schedule": {"kind": "wsd", "decay": 0.2},
     "train": {"steps": STEPS},
+    "fp8_config": {"use_autocast_during_eval": True},
 }
 
 
@@ -49,7 +51,7 @@ def make_evidence(path: Path, cells: Mapping[str, MadeCell], *, between: Sequenc
     recipe = path.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump(RECIPE))
     settings = {
-        f"{name}-seed{seed}": flatten(resolved(load_recipe(recipe, [*cell.settings, f"seed={seed}"])))
+        f"{name}-seed{seed}": flatten(resolved(with_precision(load_recipe(recipe, [*cell.settings, f"seed={seed}"]), {})))
         for name, cell in cells.items()
         for seed in range(1, len(cell.above) + 1)
     }

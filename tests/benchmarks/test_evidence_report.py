@@ -215,3 +215,11 @@ def test_files_that_are_something_else_are_refused_with_what_to_do(files: list[P
         Speeds(files[0])
     page.write_text("no place\n")
     assert main([str(files[0]), "--page", str(page), "--throughput", str(files[1])]) == 2
+
+
+def test_losses_that_were_evaluated_in_bf16_are_not_shown_as_trained(files: list[Path]):
+    content = json.loads(files[0].read_text())
+    content["settings"]["fp8_config.use_autocast_during_eval"] = False
+    files[0].write_text(json.dumps(content))
+    scale = Scale.read(files[0])
+    assert scale.values("delayed", final_loss) and not scale.values("delayed", scale.trained_loss)

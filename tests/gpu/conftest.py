@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,37 @@ import torch
 
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.rounding import round_to_grid
+
+
+@pytest.fixture(scope="session", autouse=True)
+def languages_patched_once() -> Iterator[None]:
+    """At every call of a function within a kernel the interpreter looks through all of Triton's language, to replace what it has
+    replaced already: a third of the time. Here once a launch."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    theirs, patched = interpreter._patch_lang, set()
+
+    def once(function: Any) -> Any:
+        languages = {name for name, language in (("tl", tl), ("core", tl.core)) if language in modules_of(function)}
+        if languages <= patched:
+            return interpreter._LangPatchScope()
+        scope = theirs(function)
+        restore = scope.restore
+        scope.restore = lambda: (patched.clear(), restore())  # a launch calls it at its end, a function within it never
+        patched.update(languages)
+        return scope
+
+    interpreter._patch_lang = once
+    yield
+    interpreter._patch_lang = theirs
+
+
+def modules_of(function: Any) -> list[ModuleType]:
+    return [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
 
 
 @pytest.fixture(scope="module")

@@ -122,6 +122,16 @@ def test_bf16_is_written_as_it_is(width: int, add: bool):
     assert torch.equal(y, normed(x, weight, rstd).bfloat16())
 
 
+@pytest.mark.parametrize(("width", "tile"), [(128, (8, 128)), (2048, (2, 2048)), (5120, (4, 1024)), (8192, (1, 8192))])
+def test_a_tile_in_bf16_leaves_registers_free(width: int, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch):
+    """128 threads with 255 registers at most: 8 rows of 2,048 values would take 128 in each for x alone."""
+    x, _, weight = inputs(16, width, add=False)
+    tiles, sized = [], kernel._tile
+    monkeypatch.setattr(kernel, "_tile", lambda *given: tiles.append(sized(*given)) or tiles[-1])
+    kernel.rms_norm(x, None, weight, EPS)
+    assert tiles[0][:2] == tile
+
+
 @settings(max_examples=8, deadline=None)
 @given(
     tokens=st.sampled_from([1, 24, 1030] if INTERPRETED else [1, 24, 1030, 4096]),
@@ -196,10 +206,13 @@ def test_the_same_input_gives_the_same_bits():
 def test_shapes_and_dtypes_of_no_whole_tiles_are_not_taken():
     takes = {
         shape: [kernel.divides(torch.zeros(shape, dtype=torch.bfloat16), to) for to in (None, TensorScaled, BlockScaled)]
-        for shape in ((128, 128), (48, 576), (8, 128), (128, 80))
+        for shape in ((128, 128), (48, 576), (7, 192), (128, 80))
     }
-    assert takes == {(128, 128): [True] * 3, (48, 576): [True, True, False], (8, 128): [False] * 3, (128, 80): [False] * 3}
+    assert takes == {
+        (128, 128): [True] * 3,
+        (48, 576): [True, True, False],
+        (7, 192): [True, False, False],
+        (128, 80): [False] * 3,
+    }
     assert not kernel.divides(torch.zeros(128, 128), None)
-    assert kernel.is_taken(torch.zeros(7, 192, dtype=torch.bfloat16)) and not kernel.is_taken(torch.zeros(8, 128))
-    assert not kernel.is_taken(torch.zeros(8, 80, dtype=torch.bfloat16))
     assert not kernel.divides(torch.zeros(128, 256, dtype=torch.bfloat16)[:, ::2], None)

@@ -25,12 +25,12 @@ from pretrain.model.fused.triton_arithmetic import SearchedProduct, TritonArithm
 from pretrain.model.gradients import attach_main_gradients, gradient_of
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import fuse
+from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision import products, transformer_engine
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.settings.recipe import LossSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -52,14 +52,16 @@ def assemble(
     *,
     arithmetic: type[Arithmetic],
     dtype: torch.dtype = torch.bfloat16,
+    weights: torch.dtype | None = None,
     attention: str = "packed_sdpa",
     **changes: Any,
 ) -> PackedLanguageModel:
-    """Always the same weights, values of BF16, computed with in `dtype`; gradients in FP32."""
+    """Always the same weights, values of BF16, stored as `weights` (None: as computed with) and computed with in `dtype`;
+    gradients in FP32."""
     depth = {"n_layer": LAYERS} if "n_layer" in ARCHITECTURES[name] else {"num_hidden_layers": LAYERS}
     hf = build(ARCHITECTURES[name] | depth | changes, torch.float32, DEVICE, attention)
     model.round_weights(hf, torch.bfloat16)
-    model.round_weights(hf, dtype)
+    model.round_weights(hf, weights or dtype)
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
     packed.fused = fuse(decoder_layers(hf), {}, arithmetic(packed.context))
     assert not packed.fused.left_out
@@ -93,6 +95,27 @@ def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
     mine, theirs = errors(gradients, exact), errors(plain, exact)
     for parameter, error in mine.items():
         assert error < 1.3 * theirs[parameter] + 2**-8, (parameter, error, theirs[parameter])
+
+
+def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
+    """With parameters in FP32: their working copies are kept for the microbatches of a step, and made anew in evaluation."""
+    batch = inputs(seed=0, device=DEVICE, length=LENGTH)
+    kept, recomputed = (assemble("qwen3", arithmetic=TritonArithmetic, weights=torch.float32) for _ in range(2))
+    wrap_layers(
+        recomputed, ModelSettings(source="none", gradient_checkpointing="full"), cast_to=torch.bfloat16, compile_layers=False
+    )
+    wrap_layers(kept, ModelSettings(source="none", gradient_checkpointing="none"), cast_to=torch.bfloat16, compile_layers=False)
+    losses, gradients = train(kept)
+    again_losses, again = train(recomputed)
+    assert again_losses == losses
+    assert max(errors(again, gradients).values()) < 2**-8
+    exact = assemble("qwen3", arithmetic=Arithmetic, dtype=torch.float32)
+    with torch.no_grad():
+        for packed in (kept, exact):
+            for weight in packed.fused.stacks[-1]:
+                weight.normal_(generator=torch.Generator(DEVICE).manual_seed(1))
+        found, expected = (packed.eval()(**batch).item() / 1000 for packed in (kept, exact))
+    assert abs(found - expected) < abs(expected - losses[0]) / 4
 
 
 # ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -19,8 +19,15 @@ import train_accelerate
 from pretrain.metrics.run_record import read_metrics
 from pretrain.precision.emulation import EmulatedProduct, Operand
 from pretrain.precision.registry import PRECISIONS
+from tests.conftest import BLOCK_LENGTH
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
+
+
+@pytest.fixture
+def low_precision_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
+    """In steps of half the size, which these tests can do with."""
+    return low_precision_recipe | {"batch": {"tokens": 4 * BLOCK_LENGTH, "microbatch": 2}}
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands.config.config_args import ClusterConfig
+from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from pretrain.metrics.run_record import read_metrics
@@ -81,6 +82,11 @@ def test_two_processes_have_the_loss_curve_of_one(one: Any, two: Any) -> None:
 @pytest.mark.parametrize("two", ["ddp"], indirect=True)
 def test_a_launched_run_lets_the_allocator_grow_its_segments(two: Any) -> None:
     assert json.loads((two.run_dir / "environment.json").read_text())["allocator"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize("two", ["ddp"], indirect=True)
+def test_a_launched_run_leaves_a_picture_of_its_losses(two: Any) -> None:
+    assert imread(two.run_dir / "loss.png").shape[:2] == (975, 1350)
 
 
 def test_gradients_summed_over_two_processes_are_those_of_all_their_documents(two: Any) -> None:

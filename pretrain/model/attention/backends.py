@@ -27,6 +27,7 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
 from pretrain.model.attention import cudnn, flash
+from pretrain.model.attention.documents import attend_by_document
 from pretrain.model.attention.heads import Heads
 
 try:
@@ -34,14 +35,15 @@ try:
 except ImportError:  # version 2's package, an extra for GPUs before Hopper
     flash_attn_varlen_func = None
 
-Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "sdpa"]
+Setting = Literal["auto", "cudnn", "varlen", "flash_attn", "documents", "sdpa"]
 # FlashAttention has two packages, 4 and 2: `flash_attn` to a user. For names with "flash" transformers loads kernels of its own.
-Kind = Literal["fa4", "cudnn", "varlen", "fa2", "sdpa"]
+Kind = Literal["fa4", "cudnn", "varlen", "fa2", "documents", "sdpa"]
 FASTEST_FIRST: tuple[Kind, ...] = get_args(Kind)
 # Of a whole step of Qwen3-1.7B on an H200 (benchmarks/results/h200_attention_in_steps.json), or of attention alone.
 _FASTER: dict[Kind, str] = {
     "fa4": ": steps are 1.5 % shorter than with cudnn on an H200",
     "cudnn": ": 0.71 of varlen's time on an H200",
+    "documents": ", on a CPU",
 }
 MIN_MEASURED_HEAD_DIM = 64  # of what benchmarks/attention_speed.py measures; below, nobody has looked which is faster
 DROPOUTS = ("attention_dropout", "attn_pdrop")  # of attention's probabilities, as configurations call them
@@ -59,7 +61,7 @@ class Choice(NamedTuple):
 
 def register() -> None:
     """Make the names of the functions below, such as `packed_varlen`, names that transformers' models accept."""
-    for attention in (packed_sdpa, packed_varlen, packed_fa2, packed_fa4, packed_cudnn):
+    for attention in (packed_sdpa, packed_documents, packed_varlen, packed_fa2, packed_fa4, packed_cudnn):
         AttentionInterface.register(attention.__name__, attention)
 
 
@@ -193,14 +195,25 @@ def packed_sdpa(
     Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
     with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
     """
-    heads = query.shape[1]
 
     def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
-        states = states.unflatten(0, (-1, max_seqlen)).transpose(1, 2)
-        return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
+        return _repeated(states, query.shape[1]).unflatten(0, (-1, max_seqlen)).transpose(1, 2)
 
     output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=document_mask, scale=scale)
     return output.transpose(1, 2).flatten(0, 1)
+
+
+@_packed
+def packed_documents(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, max_seqlen: int, _: Tensor | None, scale: float
+) -> Tensor:
+    """By torch's kernel for CPUs, a document at a time (pretrain.model.attention.documents)."""
+    return attend_by_document(query, *(_repeated(each, query.shape[1]) for each in (key, value)), cu_seqlens, scale)
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    """[T, KV heads, D] -> [T, heads, D]."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
 
 
 @_packed
@@ -261,6 +274,8 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, le
     """Why a backend cannot run here and what would help; None if it can."""
     if kind == "sdpa":
         return None
+    if kind == "documents":
+        return None if device_type == "cpu" else f"is for CPUs, this is {device_type}"
     if kind == "fa4" and not flash.installed():
         return "needs the package flash-attn-4, or flash-attn on GPUs before Hopper: pip install -r requirements-cuda.txt"
     if kind == "fa2" and flash_attn_varlen_func is None:

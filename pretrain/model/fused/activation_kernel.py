@@ -339,10 +339,10 @@ def forward_bf16(hidden: Tensor) -> Tensor:
     return activated
 
 
-def backward_bf16(d_activated: Tensor, hidden: Tensor, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
     of `forward_bf16`."""
-    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), tile or _whole_tile(hidden)
+    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _whole_tile(hidden)
     arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return d_hidden, activated

@@ -216,7 +216,8 @@ class StackedProduct:
 
 
 class Arithmetic:
-    """One model's. Norms and activations are computed in FP32 and rounded once, to the context's compute dtype."""
+    """One model's. Norms and activations are computed in FP32 and rounded to the context's compute dtype: once, but for RMSNorm
+    here, which rounds before it multiplies by its weight as well, as transformers does. Kernels for GPUs do not."""
 
     by = ""  # for the audit, behind the number of layers
 

@@ -46,7 +46,7 @@ from pretrain.precision.fp8_tile import (
 )
 
 VECTOR = tl.constexpr(8)  # BF16 values in 16 bytes
-LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile: smaller ones would be slower than what they replace
+LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile, the rows of one of codes: smaller ones would be slower than what they replace
 CACHED = 1 << 17  # bytes of x that one program may leave in the cache meanwhile; as 264 run at once, H200's holds 34 MB of them
 
 
@@ -235,23 +235,19 @@ def _rms_norm_backward(
 
 
 def divides(x: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
-    """Whether the kernels that write as `to` says (None: BF16) take `x` [tokens, width]: contiguous BF16, whole tiles."""
-    rows, columns = (BLOCKS.rows, BLOCKS.columns) if to is BlockScaled else (LEAST_ROWS, LEAST_COLUMNS)
+    """Whether the kernels that write as `to` says take `x` [tokens, width]: contiguous BF16, whole tiles. None: those that write
+    BF16, backward too, which take any number of tokens."""
+    rows, columns = (BLOCKS.rows, BLOCKS.columns) if to is BlockScaled else (LEAST_ROWS if to else 1, LEAST_COLUMNS)
     whole = x.shape[0] % rows == 0 and x.shape[1] % columns == 0
     return whole and x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
 def rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, tiling: NormTiling = BY_ROWS
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, tiling: NormTiling | None = None
 ) -> tuple[Tensor, Tensor]:
     """Add `residual` to x [tokens, width] in place, both BF16; return the norm of the sum, BF16, and its rstd [tokens], FP32."""
     normed = torch.empty_like(x)
     return normed, _launch(x, residual, weight, eps, tiling or _by_rows(x), normed=normed)
-
-
-def is_taken(x: Tensor) -> bool:
-    """Whether `rms_norm` and its backward take `x` [tokens, width], of any number of tokens: contiguous BF16."""
-    return x.shape[1] % LEAST_COLUMNS == 0 and x.dtype == torch.bfloat16 and x.is_contiguous()
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The arithmetic of fused layers in BF16 on a GPU without Transformer Engine: by Triton, cublasLt and torch, all of which come
-with torch. It rounds where Transformer Engine does: norms and SwiGLU in FP32 from BF16, rounded once. Imported only where Triton
-is.
+with torch. It rounds where Transformer Engine does: norms and SwiGLU in FP32 from BF16, rounded once; an RMSNorm of a width that
+is no multiple of 64 is that of the base class. Imported only where Triton is.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TritonArithmetic(Arithmetic):
     ) -> tuple[Operand, tuple[Tensor, ...]]:
         weight, *bias = (parameter.detach().to(x.dtype) for parameter in norm.parameters)
         if norm.kind == "rms":
-            if not norm_kernel.is_taken(x):
+            if not norm_kernel.divides(x, None):
                 return super().norm(x, norm, product, residual)
             y, *statistics = norm_kernel.rms_norm(x, _contiguous(residual), weight, norm.eps)
         else:
@@ -64,7 +64,7 @@ class TritonArithmetic(Arithmetic):
     ) -> tuple[Tensor, list[Tensor]]:
         weight, *bias = (parameter.detach().to(x.dtype) for parameter in norm.parameters)
         if norm.kind == "rms":
-            if not norm_kernel.is_taken(x):
+            if not norm_kernel.divides(x, None):
                 return super().norm_backward(dy, x, statistics, norm, residual)
             dx, of_weight = norm_kernel.rms_norm_backward(dy, x, *statistics, weight, _contiguous(residual))
             return dx, [of_weight]

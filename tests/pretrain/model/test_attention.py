@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from foundation.errors import InputError
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
+from pretrain.model.attention import documents as by_document
 from pretrain.model.attention.heads import Heads
 from pretrain.precision import transformer_engine
 
@@ -78,15 +80,16 @@ pack_lengths = st.lists(st.integers(1, LENGTH), min_size=1, max_size=8).map(
 )
 
 
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents"])
 @pytest.mark.parametrize("model_type", CONFIGS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(lengths=st.lists(pack_lengths, min_size=1, max_size=3), spare=st.integers(0, 3))
 def test_a_packed_batch_gives_the_logits_and_gradients_of_its_documents_alone(
-    model_type: str, lengths: list[list[int]], spare: int
+    model_type: str, name: str, lengths: list[list[int]], spare: int
 ) -> None:
     inputs = packed(lengths, spare)
     ids = torch.randint(VOCABULARY, (1, inputs["position_ids"].shape[1]))
-    model, plain = build(model_type, "packed_sdpa"), build(model_type, "eager")
+    model, plain = build(model_type, name), build(model_type, "eager")
 
     logits = model(input_ids=ids, **inputs).logits
     expected = torch.cat([plain(document[None]).logits for document in documents(ids, inputs["cu_seqlens"])], dim=1)
@@ -128,7 +131,7 @@ def test_autocast_with_fp32_parameters_computes_attention_in_bf16() -> None:
     torch.testing.assert_close(half.float(), model(input_ids=ids, **inputs).logits, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize("name", ["packed_sdpa", "packed_cudnn"])
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_cudnn"])
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(name: str, cudnn_on_a_cpu: None) -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
@@ -181,9 +184,45 @@ def test_a_layer_that_asks_for_what_is_not_computed_is_an_error() -> None:
             attention.packed_sdpa(None, states, states, states, None, max_seqlen=LENGTH, document_mask=mask, **option)
 
 
-def test_auto_takes_sdpa_on_a_cpu_and_says_why() -> None:
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=8),
+    heads=st.sampled_from([(4, 4, 16), (4, 2, 8), (3, 1, 24)]),
+    spare=st.integers(0, 3),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_documents_alone_attend_as_the_formula_says(
+    lengths: list[int], heads: tuple[int, int, int], spare: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    (query, kv, dim), tokens = heads, sum(lengths)
+    states = [torch.randn(1, count, tokens, dim, dtype=dtype, requires_grad=True) for count in (query, kv, kv)]
+    ends = torch.tensor([0, *itertools.accumulate(lengths), *[tokens] * spare], dtype=torch.int32)
+    output, _ = attention.packed_documents(None, *states, None, cu_seqlens=ends, max_seqlen=tokens, scaling=0.3)
+    gradient = torch.randn_like(output)
+    found = [output, *torch.autograd.grad(output, states, gradient)]
+
+    exact = [each.detach().double().requires_grad_() for each in states]
+    q, k, v = (each[0].repeat_interleave(query // each.shape[1], dim=0) for each in exact)
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    sees = (document[:, None] == document).tril()
+    expected = ((0.3 * q @ k.mT).masked_fill(~sees, -math.inf).softmax(-1) @ v).transpose(0, 1)[None]
+    for mine, theirs in zip(found, [expected, *torch.autograd.grad(expected, exact, gradient.double())], strict=True):
+        assert mine.shape == theirs.shape and mine.dtype == dtype
+        rounding = 1e-5 if dtype == torch.float32 else 2e-2
+        largest = theirs.detach().abs().max().item()
+        torch.testing.assert_close(mine.double(), theirs, rtol=rounding, atol=rounding * (largest + 0.1))
+
+
+def test_attention_by_documents_keeps_what_an_operator_promises() -> None:
+    q, k, v = (torch.randn(7, 2, 8, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(by_document._attend, (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 0.3))
+
+
+def test_auto_takes_a_document_at_a_time_on_a_cpu_and_says_why() -> None:
     choice = attention.choose("auto", "cpu", HEADS_OF_QWEN3, torch.bfloat16, LENGTH)
-    assert choice.name == "packed_sdpa"
+    assert choice.name == "packed_documents"
     assert "cudnn needs a CUDA device" in choice.reason and "varlen needs a CUDA device" in choice.reason
 
 
@@ -269,7 +308,7 @@ def test_where_bits_are_to_repeat_auto_takes_what_has_a_fixed_order_and_fits(on_
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
     attention.register()
     ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(ours) == 5 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
+    assert len(ours) == 6 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
 
 
 def test_fp32_on_a_gpu_is_left_to_sdpa(on_an_h200: pytest.MonkeyPatch) -> None:

@@ -48,22 +48,20 @@ def of(plan: Plan, *, memory: int | None = H200, name: str = "NVIDIA H200", **ch
     return spend_spare_memory(replace(plan, devices=devices, recipe=plan.recipe.model_copy(update=sections)))
 
 
-def test_an_h200_has_room_for_long_chunks_and_for_queries_and_keys(plan: Plan) -> None:
-    """Twice the logits, of 4 bytes each; and 28 layers' queries, keys and values of 4,096 values in BF16."""
+def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(plan: Plan) -> None:
+    """28 layers' queries, keys and values of 4,096 values in BF16."""
     made = of(plan)
-    assert (made.chunk, made.loss.chunk, made.keeps_rotated) == (8192, 8192, True)
-    more = made.memory.total(8) - plan.memory.total(8)
-    assert more == 28 * 2 * 4096 * 32_768 + 4096 * 4 * 151_936
-    assert "by the memory that is there: loss in chunks of 8,192 tokens, queries, keys and values kept" in render(made)
+    assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
+    assert made.memory.total(8) - plan.memory.total(8) == 28 * 2 * 4096 * 32_768
+    assert "by the memory that is there: queries, keys and values kept" in render(made)
 
 
-def test_chunks_come_first_and_shorten_only_where_nothing_else_helps(plan: Plan) -> None:
-    needed = {chunk: replace(plan, chunk=chunk).memory.total(8) for chunk in (8192, 4096, 2048, 1024)}
-    spared = {chunk: int(size / (1 - KEPT_FREE)) + 1 for chunk, size in needed.items()}
-    made = of(plan, memory=spared[8192])
-    assert (made.chunk, made.keeps_rotated) == (8192, False)
-    assert [of(plan, memory=size).chunk for size in (spared[8192] - 2, needed[4096], needed[4096] - 1)] == [4096, 4096, 2048]
-    assert [of(plan, memory=size).chunk for size in (needed[1024], needed[1024] - 1)] == [1024, 1024]
+def test_chunks_shorten_only_where_nothing_else_helps(plan: Plan) -> None:
+    needed = {chunk: replace(plan, chunk=chunk).memory.total(8) for chunk in (4096, 2048, 1024)}
+    for size, chunk in ((needed[4096], None), (needed[4096] - 1, 2048), (needed[1024], 1024), (needed[1024] - 1, 1024)):
+        made = of(plan, memory=size)
+        assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (chunk, chunk or 4096, False)
+    assert "by the memory that is there: loss in chunks of 1,024 tokens" in render(made)
 
 
 @given(memory=st.integers(2**32, 2**38), microbatch=st.sampled_from(["auto", 1, 4, 32]))
@@ -71,7 +69,7 @@ def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, m
     made = of(plan, memory=memory, batch={"microbatch": microbatch})
     assert made == of(made, memory=memory)  # settings and memory alone decide
     packs = min(8, plan.with_microbatch(8).packs_per_rank) if microbatch == "auto" else microbatch
-    if made.keeps_rotated or made.chunk == 8192:
+    if made.keeps_rotated:
         without = replace(made, chunk=None, keeps_rotated=False)
         assert made.memory.total(min(packs, without.expected_microbatch)) <= (1 - KEPT_FREE) * memory
 
@@ -79,7 +77,7 @@ def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, m
 def test_nothing_is_kept_of_layers_that_are_recomputed_or_have_nothing_to_keep(plan: Plan) -> None:
     assert not of(plan, model={"gradient_checkpointing": "full"}).keeps_rotated
     unrotated = replace(plan, layers=[replace(layer, rotated=0) for layer in plan.layers])
-    assert not of(unrotated).keeps_rotated and of(unrotated).chunk == 8192
+    assert not of(unrotated).keeps_rotated
 
 
 def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> None:
@@ -94,7 +92,7 @@ def test_a_chunk_that_is_set_stays(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize(
-    ("set_to", "record", "taken"), [("auto", None, 8192), ("auto", {"loss_chunk": 2048}, 2048), ("auto", {}, 4096)]
+    ("set_to", "record", "taken"), [("auto", None, 4096), ("auto", {"loss_chunk": 8192}, 8192), ("auto", {}, 4096)]
 )
 def test_a_resumed_run_keeps_the_chunk_that_it_began_with(
     plan: Plan, tmp_path: Any, set_to: str, record: dict[str, int] | None, taken: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,40 @@ def test_the_least_median_wins_where_it_is_worth_a_change():
     assert fastest([[10.0, 10.0, 10.0], [9.0, 30.0, 9.5], [9.6, 9.6, 9.6]]) == 1
     assert fastest([[10.0], [9.95], [10.5]]) == 0
     assert fastest([[10.0]]) == 0
+
+
+def runs_into(d: Tensor, *writes: Tensor | None) -> list[tuple[int, Callable[[], int]]]:
+    """Algorithms by number, each of which writes one of these into `d`, or does not run."""
+    return [
+        (number, lambda each=each: 1 if each is None else int(d.copy_(each).numel() == 0)) for number, each in enumerate(writes)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+@pytest.mark.parametrize("adds", [False, True])
+def test_only_algorithms_with_the_bits_of_the_first_are_compared(dtype: torch.dtype, adds: bool):
+    y = torch.randn(32, 16).to(dtype)
+    other = y.clone()
+    other[3, 5] = torch.nextafter(y[3, 5], torch.tensor(torch.inf, dtype=dtype))
+    d, added = torch.empty_like(y), torch.randn(32, 16).to(dtype) if adds else None
+    same, told = products._same_as_first(runs_into(d, None, y, other, None, y.clone()), d, added)
+    assert ([number for number, _ in same], told) == ([1, 4], True)
+    assert products._same_as_first(runs_into(d, None, None), d, added) == ([], False)
+
+
+@pytest.mark.parametrize("empty", [0.0, -0.0, 1.5])
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_products_of_zeros_and_what_is_not_finite_tell_nothing(dtype: torch.dtype, empty: float):
+    """Any algorithm would leave zeros or the sum that was there, and NaN; so no choice is kept for later runs."""
+    added, d = torch.full((32, 16), empty, dtype=dtype), torch.empty(32, 16, dtype=dtype)
+    nothing, product = torch.zeros_like(added), torch.randn(32, 16).to(dtype)
+    assert not products._same_as_first(runs_into(d, nothing, nothing), d, None)[1]
+    assert not products._same_as_first(runs_into(d, added + nothing), d, added)[1]
+    assert products._same_as_first(runs_into(d, added + product), d, added)[1]
+    for number in (torch.nan, torch.inf, -torch.inf):
+        broken = (added + product).index_fill(0, torch.tensor([7]), number)
+        same, told = products._same_as_first(runs_into(d, broken, broken), d, added)
+        assert len(same) == 2 and not told
 
 
 # ── The file ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -315,9 +315,13 @@ def test_auto_goes_on_to_the_next_attention_and_audit_and_screen_say_why(
     run = train_broken()
     assert run.status == 0, run.output
     found = json.loads((run.run_dir / "audit.json").read_text())
-    assert found["attention"]["kind"] == "packed_sdpa" and "varlen disagrees with its formula" in found["attention"]["reason"]
-    (record,) = found["kernels"]
-    assert not record["agrees"] and record["instead"] == "packed_sdpa" and record["errors"]["dq"] == pytest.approx(0.3, rel=1e-3)
+    attends = found["attention"]
+    assert attends["kind"] == "packed_documents" and "varlen disagrees with its formula" in attends["reason"]
+    wrong, right = found["kernels"]
+    assert (
+        not wrong["agrees"] and wrong["instead"] == "packed_documents" and wrong["errors"]["dq"] == pytest.approx(0.3, rel=1e-3)
+    )
+    assert right["agrees"]
     assert "NOT USED: the kernel `attention packed_varlen`, which disagrees" in " ".join(run.output.split())
 
 
