@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model.attention.heads import Heads
+from pretrain.model.attention.operator import differentiable
 from pretrain.precision import transformer_engine
 
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell; others have no variable-length kernel, or statistics of the old kind
@@ -163,34 +164,8 @@ def _kernels() -> ModuleType:
     return fused_attn
 
 
-# ── One operator to autograd and torch.compile, which is told shapes alone ────────────────────────────────────────────────────
-
-_attend = torch.library.custom_op("pretrain::cudnn_attention", cudnn_forward, mutates_args=())
-_attend_backward = torch.library.custom_op("pretrain::cudnn_attention_backward", cudnn_backward, mutates_args=())
+def _statistics(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty((*q.shape[:2], 1), dtype=torch.float32), q.new_empty(2, dtype=torch.int64)
 
 
-@_attend.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = q.new_empty((*q.shape[:2], 1), dtype=torch.float32)
-    return q.new_empty(q.shape), statistics, q.new_empty(2, dtype=torch.int64)
-
-
-@_attend_backward.register_fake
-def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # nothing flows into the statistics
-
-
-def _differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if d_output is None:
-        return (None,) * 6
-    *saved, cu_seqlens = ctx.saved_tensors
-    return *_attend_backward(d_output, *saved, cu_seqlens, ctx.max_seqlen, ctx.scale), None, None, None
-
-
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend = differentiable("cudnn_attention", cudnn_forward, cudnn_backward, _statistics)

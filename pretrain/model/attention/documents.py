@@ -10,10 +10,11 @@ Everything is computed in one order, so bits repeat with the same number of thre
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from pretrain.model.attention.operator import differentiable
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -64,33 +65,4 @@ def _log_sums(q: Tensor) -> Tensor:
     return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-# ── One operator to autograd and torch.compile, which is told shapes alone ────────────────────────────────────────────────────
-
-_attend = torch.library.custom_op("pretrain::attend_by_document", _forward, mutates_args=())
-_attend_backward = torch.library.custom_op("pretrain::attend_by_document_backward", _backward, mutates_args=())
-
-
-@_attend.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), _log_sums(q)
-
-
-@_attend_backward.register_fake
-def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # nothing flows into the logarithms
-
-
-def _differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if d_output is None:
-        return (None,) * 5
-    *saved, cu_seqlens = ctx.saved_tensors
-    return *_attend_backward(d_output, *saved, cu_seqlens, ctx.scale), None, None
-
-
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend = differentiable("attend_by_document", _forward, _backward, lambda q: (_log_sums(q),))

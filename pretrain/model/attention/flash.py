@@ -17,12 +17,12 @@ import importlib.util
 import os
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from foundation.files import cache_folder
+from pretrain.model.attention.operator import differentiable
 from pretrain.precision import transformer_engine
 
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
@@ -115,33 +115,8 @@ def _kernels() -> ModuleType:
     return interface
 
 
-# ── One operator to autograd and torch.compile, which is told shapes alone ────────────────────────────────────────────────────
-
-_attend = torch.library.custom_op("pretrain::flash_attention", flash_forward, mutates_args=())
-_attend_backward = torch.library.custom_op("pretrain::flash_attention_backward", flash_backward, mutates_args=())
+def _log_sums(q: Tensor) -> tuple[Tensor]:
+    return (q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),)
 
 
-@_attend.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-@_attend_backward.register_fake
-def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.max_seqlen, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # nothing flows into the logarithms
-
-
-def _differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-    if d_output is None:
-        return (None,) * 6
-    *saved, cu_seqlens = ctx.saved_tensors
-    return *_attend_backward(d_output, *saved, cu_seqlens, ctx.max_seqlen, ctx.scale), None, None, None
-
-
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend = differentiable("flash_attention", flash_forward, flash_backward, _log_sums)
