@@ -6,8 +6,6 @@ even, nor keep subnormals; they are replaced here by ones that do.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import triton
@@ -29,12 +27,10 @@ from pretrain.precision.fp8_tile import (
 )
 from pretrain.precision.quantizers import block, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    *GPU_OR_INTERPRETER,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities and NaN
     pytest.mark.usefixtures("conversions_that_round"),
 ]

@@ -6,7 +6,6 @@ The Triton kernels' cases run on a CPU too, under Triton's interpreter (TRITON_I
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import replace
 from functools import cache
@@ -34,15 +33,14 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 from pretrain.verify.kernels import TABLE, choose, try_kernel
 from pretrain.verify.one_layer import Situation
 from pretrain.verify.operands import compare_operands
+from tests.gpu import interpreted
+from tests.gpu.interpreted import GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device(interpreted.DEVICE)
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    *GPU_OR_INTERPRETER,
     pytest.mark.usefixtures("conversions_that_round"),
 ]
-cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 SMALLER = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
 

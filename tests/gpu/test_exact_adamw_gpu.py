@@ -6,7 +6,6 @@ skips what the kernel stores as BF16 by rounding.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -15,15 +14,10 @@ from torch import Tensor, nn
 
 from pretrain.optimizer.adamw import ExactAdamW
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, join, split
+from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
-]
+pytestmark = GPU_OR_INTERPRETER
 rounds_to_bf16 = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter truncates to BF16")
-cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # A value, an odd tail, exact blocks, a tensor of several blocks with a tail that is aligned and one that is not.

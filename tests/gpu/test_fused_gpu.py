@@ -28,7 +28,7 @@ from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, that_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -95,10 +95,8 @@ def train(packed: PackedLanguageModel, steps: int = 2) -> tuple[list[float], dic
 
 
 def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter, of those whose gradient is not next to nothing: the bias of keys shifts all scores alike."""
-    largest = max(gradient.norm() for gradient in other.values())
-    counted = [name for name, gradient in other.items() if gradient.norm() > 1e-3 * largest]
-    return {name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item() for name in counted}
+    """By parameter."""
+    return {name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item() for name in that_count(other)}
 
 
 @pytest.fixture(autouse=True)

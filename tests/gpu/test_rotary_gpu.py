@@ -5,7 +5,6 @@ The small ones run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,14 +17,9 @@ from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.rotary import has_kernel, rotate, rotate_backward, rotate_backward_by_formula, rotate_by_formula
 from pretrain.precision.quantizers import block, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
-]
-cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+pytestmark = GPU_OR_INTERPRETER
 
 FP32, BF16 = torch.float32, torch.bfloat16
 # Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off; FP32's roundings add up in the norm.

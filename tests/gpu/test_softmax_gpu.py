@@ -6,7 +6,6 @@ Runs on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1).
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -22,15 +21,12 @@ from pretrain.model.loss.head import IGNORE
 from pretrain.model.loss.softmax_kernel import FASTEST, SoftmaxTiling, quantized_softmax_gradient
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
+from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, cuda_only
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device or TRITON_INTERPRET=1"),
+    *GPU_OR_INTERPRETER,
     pytest.mark.usefixtures("conversions_that_round"),
 ]
-cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 GRIDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative, of a gradient
 
