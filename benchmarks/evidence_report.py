@@ -29,6 +29,7 @@ from benchmarks.evidence_read import (
     loss_before_decay,
     loss_of_kind,
 )
+from benchmarks.evidence_results import machine_of
 from benchmarks.throughput_report import check_place, put_between
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
@@ -71,21 +72,14 @@ def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
 
 
 def introduction(scale: Scale, here: Path) -> str:
-    content, environment = scale.content, scale.content["environment"]
-    gpus = environment.get("gpus") or []
-    torch = (environment.get("packages") or {}).get("torch")
-    parts = [
-        f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {plural(len(scale.records), 'run')}",
-        f"on {gpus[0]}" if gpus else "on a CPU",
-        f"torch {torch}" if torch else "",
-    ]
+    content, runs = scale.content, plural(len(scale.records), "run")
+    sizes = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {runs}"
     link = f"[`{scale.path.name}`]({Path(os.path.relpath(scale.path, here)).as_posix()})"
-    said = f"{', '.join(filter(None, parts))} ({link}, by `{content['command']}`)."
-    return _wrapped(said)
+    return _wrapped(f"{sizes}, on {machine_of(content['environment'])} ({link}, by `{content['command']}`).")
 
 
-def _wrapped(said: str) -> str:
-    return textwrap.fill(said, PAGE_WIDTH, break_long_words=False, break_on_hyphens=False)
+def _wrapped(said: str, width: int = PAGE_WIDTH) -> str:
+    return textwrap.fill(said, width, break_long_words=False, break_on_hyphens=False)
 
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,8 +223,7 @@ def notes(scale: Scale) -> str:
 
 
 def listed(*said: str) -> str:
-    lines = (textwrap.wrap(each, PAGE_WIDTH - 2, break_long_words=False, break_on_hyphens=False) for each in said)
-    return "\n".join("* " + "\n  ".join(each) for each in lines)
+    return "\n".join("* " + _wrapped(each, PAGE_WIDTH - 2).replace("\n", "\n  ") for each in said)
 
 
 # ── Rates and controls ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from foundation.reading import load_object, reason_of
 from pretrain.compare.fairness import in_words, recipe_of
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun
-from pretrain.metrics.run_record import is_evaluation, read_metrics, read_run
+from pretrain.metrics.run_record import RunRecord, is_evaluation, read_run
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 from pretrain.settings.recipe import Recipe
@@ -136,7 +136,7 @@ class Results:
         settings = flatten(record.config).items()
         own = {key: value for key, value in settings if key not in _NAMES and (key not in shared or shared[key] != value)}
         self.content["side_by_side"] = bool(self.content.get("side_by_side")) or record.side_by_side
-        self.runs[key_of(run)] = record_of(run, own, endpoints)
+        self.runs[key_of(run)] = kept_of(run, record, own, endpoints)
 
     def add_halted(self, run: MatrixRun) -> None:
         """A run that came to no end, of which there is no model to measure. It stands in the file, so that nobody takes the mean
@@ -169,10 +169,9 @@ class Results:
         replace_file(self.path, ("{\n " + ",\n ".join(parts) + "\n}\n").encode())
 
 
-def record_of(run: MatrixRun, settings: dict[str, Any], endpoints: Mapping[str, Any]) -> dict[str, Any]:
+def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoints: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from what all share."""
-    kept = figures(run.run_dir, settings)
-    environment = json.loads((run.run_dir / "environment.json").read_text(encoding="utf-8"))
+    kept, environment = figures(run.run_dir, settings), record.environment
     ended = datetime.fromtimestamp((run.run_dir / "metrics.jsonl").stat().st_mtime, UTC)
     return {
         "cell": run.values[CELL],
@@ -186,9 +185,9 @@ def record_of(run: MatrixRun, settings: dict[str, Any], endpoints: Mapping[str, 
         "losses": rounded(kept["losses"]),
         "gradient_norms": rounded(kept["gradient_norms"]),
         "evaluations": [
-            {"step": record["step"], "tokens": record["step"] * run.recipe.batch.tokens}
-            | {key: value for key, value in record.items() if key.split("/")[0] == "held_out_loss"}
-            for record in filter(is_evaluation, read_metrics(run.run_dir))
+            {"step": each["step"], "tokens": each["step"] * run.recipe.batch.tokens}
+            | {key: value for key, value in each.items() if key.split("/")[0] == "held_out_loss"}
+            for each in filter(is_evaluation, record.metrics)
         ],
         "endpoints": dict(endpoints),
     }

@@ -270,20 +270,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     margin, speedups = options.margin / 100, read_speedups(options.speedups) if options.speedups else None
     tolerance = TOLERANCE if options.gate is None else options.gate
 
-    def make(every: float | None = None) -> RunComparison:
+    def make(every: float | None = None) -> tuple[RunComparison, SeedComparison | None]:
         runs = read_runs(options.runs, options.baseline)
         seeds = over_seeds(runs, options.vary, margin, speedups)
         comparison = RunComparison.over(runs, tolerance)
         save_file(page, render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=published))
-        return comparison
+        return comparison, seeds
 
     if options.watch is not None:
-        follow(options.runs, page, make, options.watch)
+        follow(options.runs, page, lambda every: make(every)[0], options.watch)
     elif page:
-        comparison = make()
-        runs = [each.run for each in comparison.standings]
-        seeds = over_seeds(runs, options.vary, margin, speedups)
-        said = tables(runs, seeds)
+        comparison, seeds = make()
+        said = tables([each.run for each in comparison.standings], seeds)
         shown = seeds.said() if seeds and seeds.others else [f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said]
         print("\n\n".join([*shown, f"Page: {page}"]))
         if options.markdown:
