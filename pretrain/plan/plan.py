@@ -70,7 +70,7 @@ class Plan:
     vocabulary: str | None = None  # where a model from scratch has its vocabulary from
     tokens_per_second: float | None = None  # stated or measured
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
-    chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes a shorter one than usual (pretrain.plan.spare)
+    chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual (pretrain.plan.spare)
     keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
     phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
     low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn

@@ -1,10 +1,11 @@
 """What the memory of devices decides beside the microbatch: whether queries, keys and values are kept that backward else makes
-again, and chunks of the loss that are shorter than usual where those would not fit.
+again, and the chunks of the loss: longer than usual where words are few, shorter where usual ones do not fit.
 
 On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter, together with chunks of 8,192 tokens in place of 4,096
-(benchmarks/results/h200_fused_steps.json). Such chunks alone gained nothing (h200_attention_in_steps.json) and take memory, so
-none is longer than usual. Microbatches of up to 32,768 tokens go before what is kept, and what that leaves goes to larger ones
-with `batch.microbatch: auto`.
+(benchmarks/results/h200_fused_steps.json). Such chunks alone gained nothing (h200_attention_in_steps.json) and take memory: with
+its 151,936 words 4,096 tokens keep a GPU busy. With 8,192 words they do not, and launching them takes longer than computing them,
+so a chunk has as many tokens as make `LOGITS` of them. Microbatches of up to 32,768 tokens go before what is kept, and what that
+leaves goes to larger ones with `batch.microbatch: auto`.
 
 The choices follow from settings and the device's memory alone. Chunks change the order of sums, so a checkpoint says which ones
 its run took (pretrain.run.resume); what is kept changes no number.
@@ -12,12 +13,15 @@ its run took (pretrain.run.resume); what is kept changes no number.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from pretrain.plan.plan import Plan
+from pretrain.settings.recipe import USUAL_CHUNK
 
 KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 FULL_SPEED = 32_768  # tokens of a microbatch, beyond which a larger one gains less than what is decided here
+LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072 words
 SHORT_CHUNKS = (2048, 1024)  # where the usual one would not fit at all
 
 
@@ -38,8 +42,13 @@ def spend_spare_memory(plan: Plan) -> Plan:
 
 def _chunk(plan: Plan, packs: int) -> int | None:
     """None: the usual one."""
+    memory = plan.devices.memory
+    tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
+    longer = 2 ** int(math.log2(max(tokens, 1)))
+    if longer > USUAL_CHUNK and replace(plan, chunk=longer).memory.total(packs) <= (1 - KEPT_FREE) * memory:
+        return longer
     for chunk in (None, *SHORT_CHUNKS):
-        if replace(plan, chunk=chunk).memory.total(packs) <= plan.devices.memory:
+        if replace(plan, chunk=chunk).memory.total(packs) <= memory:
             return chunk
     return SHORT_CHUNKS[-1]
 

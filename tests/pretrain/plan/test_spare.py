@@ -64,6 +64,18 @@ def test_chunks_shorten_only_where_nothing_else_helps(plan: Plan) -> None:
     assert "by the memory that is there: loss in chunks of 1,024 tokens" in render(made)
 
 
+@given(words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]), packs=st.sampled_from([1, 2, 8]))
+def test_with_few_words_a_chunk_has_more_tokens(plan: Plan, words: int, packs: int) -> None:
+    shape = replace(plan.flops.shape, vocabulary=words)
+    small = replace(plan, flops=replace(plan.flops, shape=shape))
+    chunk = of(small, batch={"microbatch": packs}).loss.tokens_at_once
+    tokens = packs * plan.recipe.data.length
+    assert 4096 <= chunk <= max(tokens, 4096)
+    assert chunk == 4096 or chunk * words <= 2**29
+    assert chunk * 2 > tokens or chunk * 2 * words > 2**29  # no longer one would do
+    assert of(small, batch={"microbatch": packs}, memory=small.memory.total(packs)).chunk is None
+
+
 @given(memory=st.integers(2**32, 2**38), microbatch=st.sampled_from(["auto", 1, 4, 32]))
 def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, microbatch: int | str) -> None:
     made = of(plan, memory=memory, batch={"microbatch": microbatch})
