@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -273,3 +277,24 @@ def test_what_transformer_engine_refuses_is_refused_before_training_with_its_rea
     kernel_of("cudnn", SHAPES[0])
     message = cudnn.obstacle(Heads(2, 2, 264), LENGTH, torch.bfloat16)  # wider than any backward
     assert message is not None and message.startswith("is refused by Transformer Engine: ")
+
+
+def test_a_second_process_finds_what_flash_attention_4_has_compiled(tmp_path: Path) -> None:
+    """Where Transformer Engine, which imports the package itself, is there first."""
+    if obstacle := flash.obstacle():
+        pytest.skip(f"flash_attn {obstacle}")
+    script = """
+import torch
+from pretrain.model.attention import flash
+from pretrain.precision import transformer_engine
+transformer_engine.missing()
+q, k, v = (torch.randn(256, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+flash.flash_attention(q, k, v, torch.tensor([0, 100, 256], device="cuda", dtype=torch.int32), 256, 0.1).sum().backward()
+"""
+    kept = {}
+    for name in ("first", "second"):
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+        environment.pop("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", None)  # this process's own
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+        kept[name] = {path: path.stat().st_mtime_ns for path in (tmp_path / "pretrain" / "flash_attn_4").rglob("*.o")}
+    assert len(kept["first"]) >= 3 and kept["second"] == kept["first"]

@@ -25,6 +25,10 @@ from foundation.files import cache_folder
 from pretrain.model.attention.operator import differentiable
 from pretrain.precision import transformer_engine
 
+# Both are read when the package is imported, and Transformer Engine imports it too: so they are set before either can be.
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
+
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
 
 
@@ -108,8 +112,6 @@ def installed() -> bool:
 def _kernels() -> ModuleType:
     # Transformer Engine goes first: once FlashAttention-4's libraries are loaded, it takes parts of another cuDNN and cannot be.
     transformer_engine.missing()
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # read when the package is imported
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
     from flash_attn.cute import interface
 
     return interface

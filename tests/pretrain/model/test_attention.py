@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -262,6 +265,15 @@ def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on
     passed_over = "fa4 is not measured with heads of 32; cudnn is not measured with heads of 32"
     assert choice == ("packed_varlen", f"fastest that runs here; {passed_over}")
     assert attention.choose("cudnn", "cuda", narrow, torch.bfloat16, 4096) == ("packed_cudnn", "requested")
+
+
+def test_flash_attention_4_is_told_where_to_keep_its_kernels_before_anything_can_import_it() -> None:
+    """Transformer Engine imports it, and is itself imported by a call, never with our modules."""
+    script = "import os, sys, train_accelerate; print(os.environ['FLASH_ATTENTION_CUTE_DSL_CACHE_DIR'], *sys.modules)"
+    unset = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ATTENTION")}
+    said = subprocess.run([sys.executable, "-c", script], env=unset, capture_output=True, text=True, check=True).stdout.split()
+    assert said[0].endswith("pretrain/flash_attn_4")
+    assert not {"transformer_engine", "transformer_engine.pytorch", "flash_attn"} & set(said)
 
 
 def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h200: pytest.MonkeyPatch) -> None:
