@@ -19,6 +19,7 @@ of a tile would fuse two operations and others not.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -76,6 +77,18 @@ BLOCK_SCALED = CodesTiling(BLOCK.value, 16, 128, 264, 1)  # 128 of them share a 
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
 IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
+
+
+class _Codes(NamedTuple):
+    """Where a kernel writes codes, and what it has to know for it. No compile-time constants: Triton turns those of a
+    tuple into run-time values."""
+
+    rows: Any  # pointers, or None
+    rows_scale_inv: Any
+    columns: Any
+    columns_scale_inv: Any
+    tokens: Any
+    epsilon: Any
 
 
 @triton.jit
@@ -272,9 +285,10 @@ def _rotate_backward_in_codes(
     step = tl.num_programs(0) // (query + 2 * kv) * height
     finds_amax: tl.constexpr = rows is None and columns is None
     records: tl.constexpr = not blocks and (finds_amax or scale is not None)
-    value = 1.0
+    to = _Codes(rows, rows_scale_inv, columns, columns_scale_inv, tokens, epsilon)
+    scale_of_all = None
     if not blocks and not finds_amax:
-        value = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
+        scale_of_all = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
     largest = tl.zeros([height], tl.float32)
     if head < query + kv:
         is_query = head < query
@@ -304,23 +318,8 @@ def _rotate_backward_in_codes(
                 dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
             dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
-            _write_head(
-                dx1,
-                dx2,
-                rows,
-                rows_scale_inv,
-                columns,
-                columns_scale_inv,
-                value,
-                first,
-                head * dim,
-                tokens,
-                width,
-                epsilon,
-                blocks,
-                power_of_two,
-                fp8,
-            )
+            if not finds_amax:
+                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
         if query_norm is not None and not finds_amax:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
@@ -331,64 +330,36 @@ def _rotate_backward_in_codes(
             dx1 = tl.load(dy_at).to(tl.float32)
             dx2 = tl.load(dy_at + half).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
-            _write_head(
-                dx1,
-                dx2,
-                rows,
-                rows_scale_inv,
-                columns,
-                columns_scale_inv,
-                value,
-                first,
-                head * dim,
-                tokens,
-                width,
-                epsilon,
-                blocks,
-                power_of_two,
-                fp8,
-            )
+            if not finds_amax:
+                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
     if records:
         record_amax(amax, largest)
 
 
 @triton.jit
-def _write_head(
-    d1,  # FP32 [height, dim / 2] that was BF16: the first halves of a head's gradients
-    d2,
-    rows,
-    rows_scale_inv,
-    columns,
-    columns_scale_inv,
-    value,  # the scale for all
-    first,  # token
-    column,
-    tokens,
-    width: tl.constexpr,
-    epsilon,
-    blocks: tl.constexpr,
-    power_of_two: tl.constexpr,
-    fp8: tl.constexpr,
-):
+def _write_head(d1, d2, scale, to, first, column, width: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
+    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, `to` a `_Codes` from the token
+    `first` and the column `column` on. `scale`: of all values; None: one for every 128."""
     half: tl.constexpr = d1.shape[1]
     # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums over a
     # head would have another order than in `_rotate_backward`.
     i = tl.max_contiguous(first + tl.arange(0, d1.shape[0]), IN_A_THREAD)
     j = tl.max_contiguous(column + tl.arange(0, half), IN_A_THREAD)
-    if blocks:
-        if rows is not None:  # a head is a block
+    if scale is not None:
+        store_tensor_scaled(d1, scale, to.rows, to.columns, i, j, to.tokens, width, fp8)
+        store_tensor_scaled(d2, scale, to.rows, to.columns, i, j + half, to.tokens, width, fp8)
+    else:
+        if to.rows is not None:  # a head is a block
             tl.static_assert(2 * half == BLOCK)
             largest = tl.maximum(largest_magnitude(d1, 1), largest_magnitude(d2, 1))
-            of_rows = scale_from_amax(largest, epsilon, BF16_MAX, power_of_two, fp8)
-            tl.store(rows_scale_inv + (column // BLOCK).to(tl.int64) * tokens + i, reciprocal(of_rows, power_of_two))
-            store_rows(fp8_codes(d1, of_rows[:, None], fp8), rows, i, j, width)
-            store_rows(fp8_codes(d2, of_rows[:, None], fp8), rows, i, j + half, width)
-        at, of, row = column + half, columns_scale_inv, tl.cast(first, tl.int32)
-        store_block_scaled(d1, None, None, columns, of, row, column, tokens, width, epsilon, power_of_two, fp8)
-        store_block_scaled(d2, None, None, columns, of, row, at, tokens, width, epsilon, power_of_two, fp8)
-    else:
-        store_tensor_scaled(d1, value, rows, columns, i, j, tokens, width, fp8)
-        store_tensor_scaled(d2, value, rows, columns, i, j + half, tokens, width, fp8)
+            of_rows = scale_from_amax(largest, to.epsilon, BF16_MAX, power_of_two, fp8)
+            tl.store(to.rows_scale_inv + (column // BLOCK).to(tl.int64) * to.tokens + i, reciprocal(of_rows, power_of_two))
+            store_rows(fp8_codes(d1, of_rows[:, None], fp8), to.rows, i, j, width)
+            store_rows(fp8_codes(d2, of_rows[:, None], fp8), to.rows, i, j + half, width)
+        inverse, row = to.columns_scale_inv, tl.cast(first, tl.int32)
+        store_block_scaled(d1, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
+        column += half
+        store_block_scaled(d2, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
 
 
 def rotate(
