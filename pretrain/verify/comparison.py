@@ -17,6 +17,7 @@ from pretrain.verify.reference_model import whole
 # there is rounding noise without a direction. Only one thing is asked: has the measured side made something of nothing?
 NEGLIGIBLE = 1e-6
 SHOWN = 10  # rows of a table, the worst ones
+TOTAL = "all of them together"
 
 Gradients = Mapping[str, Tensor | None]
 
@@ -76,6 +77,13 @@ def total_norm(found: Mapping[str, Distance], side: str = "reference") -> float:
     return math.sqrt(sum(getattr(each, side) ** 2 for each in found.values()))
 
 
+def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
+    """The tensors, and all of them as one."""
+    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
+    together = Distance(*norms, *(sum(getattr(each, key) for each in found.values()) for key in ("values", "product")))
+    return [*found.items(), (TOTAL, together)]
+
+
 def typical_error(found: Mapping[str, Distance]) -> float:
     """The median relative error of the tensors whose gradient is not negligible."""
     least = NEGLIGIBLE * total_norm(found)
@@ -108,6 +116,10 @@ class TensorParity:
     def cells(self) -> tuple[str, ...]:
         cosine, ratio = ("-" if each is None else f"{each:.5f}" for each in (self.cosine, self.norm_ratio))
         return self.name, f"{self.error:.2e}", f"{self.tolerated:.2e}", cosine, ratio, f"{self.share:.1e}"
+
+
+def worst_first(tensors: list[TensorParity]) -> tuple[TensorParity, ...]:
+    return tuple(sorted(tensors, key=lambda tensor: tensor.excess, reverse=True))
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,10 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
-from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -52,15 +49,14 @@ from pretrain.optimizer.adamw_update import local_part
 from pretrain.precision.linear import holding
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import (
-    NEGLIGIBLE,
     SHOWN,
     Comparison,
     Distance,
-    TensorParity,
     aligned,
     distances,
     total_norm,
-    typical_error,
+    with_total,
+    worst_first,
 )
 from pretrain.verify.products import ProductParity, ProductProbe, noise_of, record_of
 from pretrain.verify.reference_model import (
@@ -75,6 +71,7 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
     whole,
 )
+from pretrain.verify.tolerance import QUANTIZED_LEEWAY, ROUNDING_LEEWAY, NoiseTolerance, RoundingTolerance
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
@@ -82,10 +79,6 @@ PLAIN_BYTES = 12  # a parameter: plain weights, their gradient, and one to compa
 LONGEST = TOKENS // 2  # what is taken of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 DRAWS = 2  # of the noise that stands in for quantization
-# How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
-ROUNDING_LEEWAY, QUANTIZED_LEEWAY, NORM_LEEWAY = 2.0, 1.5, 2.0
-FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, one of n values n times less often
-ON_A_LINE = 0.9  # cosine, at least, of a noisy gradient with itself that has one direction only
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 
 
@@ -248,7 +241,7 @@ class _Check:
             found = distances(fast.gradients, reference.gradients)
             dtypes = {self.context.compute_dtype, *(g.dtype for g in fast.gradients.values() if g is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
-            rounding = _Rounding(noise, resolution)
+            tolerance = RoundingTolerance(noise, resolution)
             plain = Comparison(
                 "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
                 "plain transformers",
@@ -257,7 +250,7 @@ class _Check:
                 loss_noise * resolution * (1.0 if text.different >= DIFFERENT else ROUNDING_LEEWAY),  # equal tokens err alike
                 total_norm(found, "measured"),
                 total_norm(found),
-                _worst_first([rounding.allow(name, each) for name, each in with_total(found)]),
+                worst_first([tolerance.allow(name, each) for name, each in with_total(found)]),
             )
             # Rounding equal rows by chance errs alike in all of them, and then a sample says nothing.
             if not self.active.precision.quantized or text.different < DIFFERENT:
@@ -285,8 +278,8 @@ class _Check:
                 losses.append(abs(noisy.loss - unquantized.loss) / share)
             # To first order; a few draws of one number may all be small by chance.
             spread = math.sqrt(self._loss_variance(unquantized.gradients, sizes)) / share
-        noisy_draws, own = _Draws(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
-        tensors = [noisy_draws.allow(name, each, own.get(name, 0.0)) for name, each in with_total(found)]
+        tolerance, of_product = NoiseTolerance(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
+        tensors = [tolerance.allow(name, each, of_product.get(name, 0.0)) for name, each in with_total(found)]
         quantized = Comparison(
             "the quantized path",
             "the unquantized one",
@@ -295,7 +288,7 @@ class _Check:
             2 * QUANTIZED_LEEWAY * (max(losses) + spread) + plain.loss_tolerated,
             total_norm(found, "measured"),
             total_norm(found),
-            _worst_first(tensors),
+            worst_first(tensors),
         )
         worst = self._largest(products[0].excess if products else 0.0)
         return Parity(tuple(batch), plain, tuple(products), worst > 1, tuple(histories), quantized, self.seconds)
@@ -453,91 +446,6 @@ class _Check:
         if self.accelerator.device.type == "cuda":
             torch.cuda.synchronize(self.accelerator.device)
         self.seconds[what] = round(time.perf_counter() - began, 3)
-
-
-# ── What is tolerated ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-TOTAL = "all of them together"
-
-
-def with_total(found: Mapping[str, Distance]) -> list[tuple[str, Distance]]:
-    """The tensors, and all of them as one."""
-    norms = (total_norm(found, side) for side in ("measured", "reference", "apart"))
-    together = Distance(*norms, *(sum(getattr(each, key) for each in found.values()) for key in ("values", "product")))
-    return [*found.items(), (TOTAL, together)]
-
-
-class _Rounding:
-    """How far BF16 took each tensor: itself, those of its kind in all layers, and the median one. For a tensor of few values, or
-    one that is small because much cancels in it, its own draw may be small by chance."""
-
-    def __init__(self, noise: Mapping[str, Distance], resolution: float) -> None:
-        self._noise, self._resolution = noise, resolution
-        self._typical = typical_error({name: each for name, each in noise.items() if name != TOTAL})
-        squares: dict[str, list[float]] = defaultdict(list)
-        for name, each in noise.items():
-            if each.reference > NEGLIGIBLE * noise[TOTAL].reference:
-                squares[_kind(name)].append(each.error**2)
-        self._kinds = {kind: math.sqrt(mean(errors)) for kind, errors in squares.items()}
-
-    def allow(self, name: str, each: Distance) -> TensorParity:
-        own = self._noise.get(name, Distance(0.0, each.reference, 0.0))
-        usual = max(self._typical, self._kinds.get(_kind(name), 0.0))
-        apart = few(each) * ROUNDING_LEEWAY * self._resolution * max(own.apart, usual * each.reference)
-        return _tensor(name, each, apart, self._noise[TOTAL].reference)
-
-
-class _Draws:
-    """What noise in the weights made of each kind of tensor, over all layers: in deep models some tensors of a layer are turned
-    round by a draw and others hardly touched, and which ones is chance."""
-
-    def __init__(self, draws: list[dict[str, Distance]]) -> None:
-        self.total = draws[0][TOTAL].reference
-        self.typical = median(typical_error({n: d for n, d in draw.items() if n != TOTAL}) for draw in draws)
-        self._errors: dict[str, list[float]] = defaultdict(list)
-        self._ratios: dict[str, list[float]] = defaultdict(list)
-        self._cosines: dict[str, list[float]] = defaultdict(list)
-        for draw in draws:
-            for name, each in draw.items():
-                if each.reference > NEGLIGIBLE * self.total:
-                    self._errors[_kind(name)].append(each.error)
-                    self._ratios[_kind(name)].append(each.measured / each.reference)
-                    self._cosines[_kind(name)].append(abs(each.cosine or 0.0))
-                else:
-                    self._errors[name].append(each.error if each.reference else 0.0)
-
-    def allow(self, name: str, each: Distance, own: float) -> TensorParity:
-        """`own`: the relative error that rounding makes in the product of this gradient."""
-        errors, ratios = self._errors[_kind(name)] + self._errors[name], self._ratios[_kind(name)]
-        apart = QUANTIZED_LEEWAY * few(each) * math.hypot(max([self.typical, *errors]), own) * each.reference
-        if not ratios:
-            return _tensor(name, each, apart, self.total)
-        # Noise turns a gradient of many values to a side and leaves its size. One that always points along the same line, as a
-        # scalar's does, may become small: then it must only be there.
-        on_a_line = apart > each.reference and min(self._cosines[_kind(name)]) > ON_A_LINE
-        least = NEGLIGIBLE if on_a_line else min(ratios) / NORM_LEEWAY
-        return _tensor(name, each, apart, self.total, least, max(ratios) * NORM_LEEWAY)
-
-
-def few(each: Distance) -> float:
-    """By how much more a tensor of so many values may be off than its draw was: much for a scalar, hardly for a vector."""
-    return 1 + FEW_VALUES / each.values
-
-
-def _kind(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".", name)
-
-
-def _tensor(name: str, each: Distance, apart: float, total: float, least: float = 0.0, largest: float = math.inf) -> TensorParity:
-    negligible = each.reference <= NEGLIGIBLE * total
-    norm = max(each.reference, NEGLIGIBLE * total) or 1.0
-    ratio = None if negligible else each.measured / norm
-    tolerated = (apart + NEGLIGIBLE * total) / norm
-    return TensorParity(name, each.apart / norm, tolerated, each.cosine, ratio, norm / (total or 1.0), least, largest)
-
-
-def _worst_first(tensors: list[TensorParity]) -> tuple[TensorParity, ...]:
-    return tuple(sorted(tensors, key=lambda tensor: tensor.excess, reverse=True))
 
 
 # ── What is compared ────────────────────────────────────────────────────────────────────────────────────────────────────────────

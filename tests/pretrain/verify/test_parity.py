@@ -26,18 +26,8 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.linear import LowPrecisionNorm
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.comparison import NEGLIGIBLE, Distance, distances, total_norm, typical_error
-from pretrain.verify.parity import (
-    DOCUMENTS,
-    LONGEST,
-    TOKENS,
-    TOTAL,
-    _Draws,
-    chosen_of,
-    labelled,
-    training_without_dropout,
-    with_total,
-)
+from pretrain.verify.comparison import NEGLIGIBLE, TOTAL, Distance, distances, total_norm, typical_error, with_total
+from pretrain.verify.parity import DOCUMENTS, LONGEST, TOKENS, chosen_of, labelled, training_without_dropout
 from pretrain.verify.products import ProductParity
 from pretrain.verify.reference_model import (
     Document,
@@ -49,6 +39,7 @@ from pretrain.verify.reference_model import (
     reference_pass,
     valid_tokens_of,
 )
+from pretrain.verify.tolerance import NoiseTolerance
 from tests.pretrain.verify.small_runs import CPU, SmallRun, build_run, random_packs, step_of
 
 LENGTH = 16
@@ -262,7 +253,7 @@ def test_a_gradient_of_one_direction_may_become_small_but_not_nothing() -> None:
     def judged(measured: float, cosine: float) -> bool:
         draw = total | {"layers.0.a": Distance(2.0, 1.0, math.sqrt(5 - 4 * cosine), 64, 2 * cosine)}
         each = Distance(measured, 1.0, 1 - measured, 64, measured)
-        return _Draws([dict(with_total(draw))] * 2).allow("layers.0.a", each, 0.0).excess <= 1
+        return NoiseTolerance([dict(with_total(draw))] * 2).allow("layers.0.a", each, 0.0).excess <= 1
 
     assert judged(0.01, cosine=-0.99) and not judged(0.0, cosine=-0.99)
     assert not judged(0.01, cosine=0.3)
