@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
@@ -18,7 +19,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.attention import flash
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.fused.layers import choose_arithmetic
-from pretrain.model.gradients import attach_main_gradients, clear_main_gradients, gradient_of
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, wrap_layers
@@ -28,13 +29,14 @@ from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, that_count
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTH = 256
 LARGER = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
 GPT2 = {"n_embd": 512, "n_head": 8}
+train = partial(losses_and_gradients, steps=2, packs=4, device="cuda", length=LENGTH)
 
 
 def larger(name: str) -> dict[str, Any]:
@@ -78,20 +80,6 @@ def assemble(
     cast_to = torch.bfloat16 if weights == torch.float32 else None
     wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
     return packed
-
-
-def train(packed: PackedLanguageModel, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of all microbatches, and the gradients of the last step."""
-    losses = []
-    for _ in range(steps):
-        packed.zero_grad()
-        clear_main_gradients(packed.parameters())
-        for index in range(2):
-            packed.context.first_microbatch = index == 0
-            loss = packed(**inputs(packs=4, seed=index, device="cuda", length=LENGTH)) / 1000
-            loss.backward()
-            losses.append(loss.item())
-    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
 
 
 def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:

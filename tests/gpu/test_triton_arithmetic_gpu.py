@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
@@ -22,7 +23,7 @@ from pretrain.model.attention import flash
 from pretrain.model.fused.arithmetic import Arithmetic, StackedWeight
 from pretrain.model.fused.layers import choose_arithmetic
 from pretrain.model.fused.triton_arithmetic import SearchedProduct, TritonArithmetic
-from pretrain.model.gradients import attach_main_gradients, gradient_of
+from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
@@ -32,7 +33,7 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED, cuda_only
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, that_count
+from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
 
 pytestmark = [
     *GPU_OR_INTERPRETER,
@@ -42,6 +43,7 @@ BF16_ACTIVE = ActivePrecision("bf16", PRECISIONS["bf16"], "torch", LowPrecisionS
 LENGTH = 32 if INTERPRETED else 256
 LAYERS = 1 if INTERPRETED else 2
 NAMES = ["qwen3", "llama with biases"] if INTERPRETED else [*ARCHITECTURES]
+train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 
 
 def assemble(
@@ -64,16 +66,6 @@ def assemble(
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed
-
-
-def train(packed: PackedLanguageModel, microbatches: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    losses = []
-    for index in range(microbatches):
-        packed.context.first_microbatch = index == 0
-        loss = packed(**inputs(seed=index, device=DEVICE, length=LENGTH)) / 1000
-        loss.backward()
-        losses.append(loss.item())
-    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
 
 
 def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:

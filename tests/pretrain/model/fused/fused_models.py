@@ -1,4 +1,4 @@
-"""Small models of every architecture that is fused, and packed documents for them."""
+"""Small models of every architecture that is fused, packed documents for them, and the steps that give their gradients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from packing.arrow import Pack
 from packing.batch import build_microbatch
 from pretrain.model import huggingface as model
-from pretrain.model.packed import inputs_of
+from pretrain.model.gradients import clear_main_gradients, gradient_of
+from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.settings.recipe import ModelSettings
 
 LENGTH, VOCABULARY = 64, 97
@@ -69,6 +70,23 @@ def inputs(packs: int = 2, seed: int = 0, device: torch.device | str = "cpu", le
     lengths = [np.array([1, 9, length - 10], dtype=np.int32), np.array([length], dtype=np.int32)]
     made = [Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2]) for pack in range(packs)]
     return inputs_of(build_microbatch(made, mask_boundaries=True), torch.device(device))
+
+
+def losses_and_gradients(
+    packed: PackedLanguageModel, *, steps: int = 1, microbatches: int = 2, **of_inputs: Any
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of all microbatches, and the gradients of the last step, in FP32. Nothing is updated; every step has the same
+    microbatches, each what `inputs` makes of its number and `of_inputs`."""
+    losses = []
+    for _ in range(steps):
+        packed.zero_grad()
+        clear_main_gradients(packed.parameters())
+        for index in range(microbatches):
+            packed.context.first_microbatch = index == 0
+            loss = packed(**inputs(seed=index, **of_inputs)) / 1000
+            loss.backward()
+            losses.append(loss.item())
+    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
 
 
 def that_count(gradients: Mapping[str, Tensor]) -> list[str]:
