@@ -223,16 +223,16 @@ def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     return frozen / max(total, 1)
 
 
-def most_frozen(optimizer: ExactAdamW, model: nn.Module, accelerator: Accelerator, most: int = 3) -> dict[str, float]:
-    """The parameters of which the step just done lost the largest share of updates, and that share; the largest first, parameters
-    that lost none left out. Collective."""
+def most_frozen(optimizer: ExactAdamW, model: nn.Module, accelerator: Accelerator) -> dict[str, float]:
+    """The three parameters of which the step just done lost the largest share of updates, and that share; the largest first,
+    parameters that lost none left out. Collective."""
     counts, none = optimizer.frozen_by_weight(), torch.zeros((), dtype=torch.int64)
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     frozen = torch.stack([counts.get(part.data_ptr(), none).to(accelerator.device) for part in parts.values()])
     values = torch.tensor([part.numel() for part in parts.values()], device=accelerator.device)
     table = accelerator.reduce(torch.stack([frozen, values]), reduction="sum").tolist()
     shares = {name: lost / max(size, 1) for name, lost, size in zip(parts, *table, strict=True) if lost}
-    return dict(sorted(shares.items(), key=lambda each: -each[1])[:most])
+    return dict(sorted(shares.items(), key=lambda each: -each[1])[:3])
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:

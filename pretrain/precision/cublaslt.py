@@ -119,10 +119,10 @@ class CublasLtError(RuntimeError):
 
 
 class CublasLt:
-    """The library at `path`, by default the one that torch has loaded: another could differ in version and in choices."""
+    """The library that torch has loaded: another could differ in version and in choices."""
 
-    def __init__(self, path: str | None = None) -> None:
-        self.path = path or loaded_library()
+    def __init__(self) -> None:
+        self.path = loaded_library()
         self._library = ctypes.CDLL(self.path)
         self._library.cublasLtGetVersion.restype = c_size_t
         self._library.cublasLtGetVersion.argtypes = []

@@ -85,7 +85,7 @@ class ProductParity:
 class ProductProbe:
     """Looks at the products of one quantized pass of `packed`: `watching` around the pass, `found` after it."""
 
-    def __init__(self, packed: PackedLanguageModel, active: ActivePrecision, seed: int = 0) -> None:
+    def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
         self._packed, self._context, self.active = packed, packed.context, active
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         self._rows: dict[tuple[str, Role], Tensor] = {}
@@ -94,7 +94,6 @@ class ProductProbe:
         self._amaxes: dict[tuple[str, Role], dict[int, Tensor]] = defaultdict(dict)
         self._microbatch = -1
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._seed = seed
         head = packed.hf.get_output_embeddings().low_now
         self._head = head.name if head else None  # whose product is called for a chunk of tokens at a time
 
@@ -170,7 +169,7 @@ class ProductProbe:
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
     def _scale(self, name: str, role: Role) -> Tensor | None:
