@@ -61,46 +61,83 @@ class Outcome:
 def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, ranking: Ranking) -> list[Outcome]:
     """Run what is not finished, in its order and at most `matrix.at_once` at a time, until all have ended, a signal comes or the
     matrix's hours are over."""
-    outcomes = {run.name: Outcome(run, "finished before" if run.is_finished() else "not started") for run in runs}
-    waiting = [run for run in runs if outcomes[run.name].status == "not started"]
-    at_once, slots = min(matrix.at_once, len(waiting)), matrix.slots
-    screen, hours = Screen(len(runs), len(runs) - len(waiting)), Hours(matrix.settings.max_hours)
-    running: list[StartedRun] = []
-    for one in filter(None, [StartedRun.found(matrix, run) for run in waiting]):
-        running.append(one)
-        waiting.remove(one.run)
-        screen.say(f"{one.run.name}: is running still, started by a matrix that has ended; its output goes to {one.run.log}")
+    queue = _Queue(matrix, runs, stop, ranking)
+    queue.take_over()
     try:
-        while running or (waiting and not stop.requested and not hours.over):
-            while waiting and len(running) < at_once and not stop.requested and not hours.over:
-                run = waiting.pop(0)
-                try:
-                    one = StartedRun.start(matrix, run, least_busy(slots, running), side_by_side=at_once > (slots or 1))
-                    running.append(one)
-                    screen.say(f"{run.name}: started; its output goes to {run.log}")
-                except InputError as error:
-                    outcomes[run.name].status = "failed"
-                    screen.say(f"{run.name}: failed: {error}")
-            for signal_received in stop.take():
-                screen.say(f"{signal_received.name}: passed on to {', '.join(one.run.name for one in running)}")
-                for one in running:
-                    one.signal(signal_received)
-            if hours.just_over():
-                screen.say(f"`max_hours: {matrix.settings.max_hours:g}` are over; what is running saves and stops")
-                for one in running:
-                    one.signal(signal.SIGTERM)
-            for one in [one for one in running if one.has_ended()]:
-                running.remove(one)
-                outcomes[one.run.name] = outcome = Outcome.of(one, asked_to_stop=bool(stop.requested or hours.over))
-                screen.ended(outcome, one)
-                if running or waiting:
-                    screen.say(f"\n{ranking.table(BEST)}\n")
-            screen.progress(running)
+        while queue.running or (queue.waiting and queue.may_start):
+            queue.start()
+            queue.pass_on_signals()
+            queue.end_with_the_hours()
+            queue.collect()
+            queue.screen.progress(queue.running)
             time.sleep(POLL_SECONDS)
-    finally:
-        for one in running:  # only after an error of our own: nothing may go on that nobody watches
-            one.signal(signal.SIGTERM)
-    return list(outcomes.values())
+    finally:  # only after an error of our own something is running still: nothing may go on that nobody watches
+        queue.signal_all(signal.SIGTERM)
+    return list(queue.outcomes.values())
+
+
+class _Queue:
+    """The runs of a matrix: those that wait, those that are running, and how each has ended."""
+
+    def __init__(self, matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, ranking: Ranking) -> None:
+        self.matrix, self.stop, self.ranking = matrix, stop, ranking
+        self.outcomes = {run.name: Outcome(run, "finished before" if run.is_finished() else "not started") for run in runs}
+        self.waiting = [run for run in runs if self.outcomes[run.name].status == "not started"]
+        self.running: list[StartedRun] = []
+        self.at_once = min(matrix.at_once, len(self.waiting))
+        self.screen = Screen(len(runs), len(runs) - len(self.waiting))
+        self.hours = Hours(matrix.settings.max_hours)
+
+    @property
+    def may_start(self) -> bool:
+        return not self.stop.requested and not self.hours.over
+
+    def take_over(self) -> None:
+        """Watch what a matrix that was killed has left running."""
+        for one in filter(None, [StartedRun.found(self.matrix, run) for run in self.waiting]):
+            self.running.append(one)
+            self.waiting.remove(one.run)
+            said = f"is running still, started by a matrix that has ended; its output goes to {one.run.log}"
+            self.screen.say(f"{one.run.name}: {said}")
+
+    def start(self) -> None:
+        """Start what waits, as far as there is room for it. One that cannot be started has failed."""
+        slots = self.matrix.slots
+        side_by_side = self.at_once > (slots or 1)
+        while self.waiting and len(self.running) < self.at_once and self.may_start:
+            run = self.waiting.pop(0)
+            try:
+                one = StartedRun.start(self.matrix, run, least_busy(slots, self.running), side_by_side=side_by_side)
+            except InputError as error:
+                self.outcomes[run.name].status = "failed"
+                self.screen.say(f"{run.name}: failed: {error}")
+                continue
+            self.running.append(one)
+            self.screen.say(f"{run.name}: started; its output goes to {run.log}")
+
+    def pass_on_signals(self) -> None:
+        for received in self.stop.take():
+            self.screen.say(f"{received.name}: passed on to {', '.join(one.run.name for one in self.running)}")
+            self.signal_all(received)
+
+    def end_with_the_hours(self) -> None:
+        if self.hours.just_over():
+            self.screen.say(f"`max_hours: {self.matrix.settings.max_hours:g}` are over; what is running saves and stops")
+            self.signal_all(signal.SIGTERM)
+
+    def collect(self) -> None:
+        """Take note of what has ended, and show how the cells compare so far unless it was the last one."""
+        for one in [one for one in self.running if one.has_ended()]:
+            self.running.remove(one)
+            outcome = Outcome.of(one, asked_to_stop=not self.may_start)
+            self.outcomes[one.run.name] = outcome
+            self.screen.ended(outcome, one)
+            if self.running or self.waiting:
+                self.screen.say(f"\n{self.ranking.table(BEST)}\n")
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for one in self.running:
+            one.signal(number)
 
 
 class Hours:
