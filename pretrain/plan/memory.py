@@ -37,6 +37,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -97,53 +98,33 @@ class MemoryEstimate:
         those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
         of the model, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do.
         `searches`: the algorithms of its products may be searched (pretrain.precision.products)."""
-        length, stored, products = recipe.data.length, 4 if recipe.weights == "fp32" else 2, PRECISIONS[precision]
-        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))
-        layers = layers or [compiled_layer(flops, products, recipe.weights)] * flops.shape.layers
+        length, shape, products = recipe.data.length, flops.shape, PRECISIONS[precision]
+        computed = products.number_bytes
+        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))  # parameters that a device has
+        layers = layers or [compiled_layer(flops, products, recipe.weights)] * shape.layers
         if keeps_rotated:
             layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
         moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
-
-        shape, kind, computed = flops.shape, recipe.loss.kind, products.number_bytes
         head = shape.vocabulary * shape.hidden
-        head_quantized = products.quantized and recipe.fp8_config.scope != "linear"
-        # Its gradient, its working copy, and a chunk's own gradient, unless products add that to the sum (model.loss.fp8_head).
-        loss = (4 if kind == "chunked" else computed) * head
-        if _weights_are_cast(recipe.weights, products) and not head_quantized and not sharded:
-            loss += computed * head
-        penalised = recipe.loss.penalty is not None
-        if head_quantized and kind == "chunked" and (penalised or not products.fuses_head):
-            loss += computed * head
-        # The chunked loss overwrites a logit with its gradient, or writes that as an FP8 operand in both layouts beside it; the
-        # reference keeps the product, the softmax and its gradient, the last two in FP32, and a second time for a penalty.
-        reference = (16 if penalised else 8) + computed
-        logit = {"chunked": computed + (2 if head_quantized else 0), "reference": reference, "cce": 0}[kind]
-        logits = shape.vocabulary * logit
-        gradients = values * _BYTES[recipe.gradients_kept_in]
-        in_use = backward = 0
-        if sharded:
-            group = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)
-            largest = group if flops.tied else max(group, head)
-            # For each use: a layer, the next one and its copy on the way, and the head from its forward to its backward.
-            in_use = computed * (flops.parameters if gathered else 3 * group + head)
-            gradients += 4 * (flops.parameters if gathered else largest + (head if flops.tied else 0))
-            backward = 4 * largest
+        quantized_head = 2 * head if _head_is_quantized(recipe, products) else 0
+        logits = shape.vocabulary * _logit(recipe, products)
+        shards = _shards(flops, computed, gathered=gathered) if sharded else _Shards(0, 0, 0)
         return cls(
-            parameters=values * stored,
-            gathered_weights=in_use,
-            gradients=gradients,
+            parameters=values * (4 if recipe.weights == "fp32" else 2),
+            gathered_weights=shards.in_use,
+            gradients=values * _BYTES[recipe.gradients_kept_in] + shards.sums,
             moments=2 * values * _BYTES[moments],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
             working_copies=0 if sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
-            quantized_weights=sum(layer.quantized_weights for layer in layers) + (2 * head if head_quantized else 0),
+            quantized_weights=sum(layer.quantized_weights for layer in layers) + quantized_head,
             activations_by_pack=length * sum(kept),
-            loss=loss,
+            loss=head * _head_at_the_loss(recipe, products, sharded=sharded),
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
-            logits_at_most=recipe.loss.tokens_at_once * logits if kind == "chunked" else None,
-            backward=backward,
+            logits_at_most=recipe.loss.tokens_at_once * logits if recipe.loss.kind == "chunked" else None,
+            backward=shards.on_their_way,
             backward_by_pack=length * _backward(layers, kept),
             workspace=WORKSPACE if searches and products.compute_dtype == "bfloat16" else 0,
         )
@@ -199,6 +180,51 @@ def divisors_of(number: int) -> list[int]:
     """All divisors, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
+
+
+def _head_is_quantized(recipe: Recipe, products: Precision) -> bool:
+    return products.quantized and recipe.fp8_config.scope != "linear"
+
+
+def _head_at_the_loss(recipe: Recipe, products: Precision, *, sharded: bool) -> int:
+    """Bytes for each of the head's weights while the loss is computed: its gradient, its working copy, and a chunk's own gradient
+    unless products add that to the sum (pretrain.model.loss.fp8_head)."""
+    chunked, quantized = recipe.loss.kind == "chunked", _head_is_quantized(recipe, products)
+    found = 4 if chunked else products.number_bytes
+    if _weights_are_cast(recipe.weights, products) and not quantized and not sharded:
+        found += products.number_bytes
+    if quantized and chunked and (recipe.loss.penalty is not None or not products.fuses_head):
+        found += products.number_bytes
+    return found
+
+
+def _logit(recipe: Recipe, products: Precision) -> int:
+    """Bytes for each logit that is held."""
+    if recipe.loss.kind == "cce":
+        return 0
+    if recipe.loss.kind == "chunked":  # overwritten with its gradient, or beside it that as an FP8 operand in both layouts
+        return products.number_bytes + (2 if _head_is_quantized(recipe, products) else 0)
+    # The reference keeps the product, the softmax and its gradient, the last two in FP32, and a second time for a penalty.
+    return products.number_bytes + (8 if recipe.loss.penalty is None else 16)
+
+
+class _Shards(NamedTuple):
+    """Bytes that a device needs beside its own part of a sharded model."""
+
+    in_use: int  # weights that are gathered
+    sums: int  # of gradients, of what is gathered
+    on_their_way: int  # of sums, in the backward of a group
+
+
+def _shards(flops: ModelFlops, computed: int, *, gathered: bool) -> _Shards:
+    """Of weights that are gathered in `computed` bytes, for a step if `gathered`, else for each use: then a layer, the next one
+    and its copy on the way, and the head from its forward to its backward."""
+    head = flops.shape.vocabulary * flops.shape.hidden
+    group = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
+    largest = group if flops.tied else max(group, head)
+    in_use = flops.parameters if gathered else 3 * group + head
+    summed = flops.parameters if gathered else largest + (head if flops.tied else 0)
+    return _Shards(computed * in_use, 4 * summed, 4 * largest)
 
 
 def _recomputed(recipe: Recipe, layers: int) -> list[bool]:
