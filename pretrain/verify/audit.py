@@ -173,36 +173,51 @@ def confirming_histories(context: PrecisionContext, active: ActivePrecision) -> 
         yield
     finally:
         context.observers.remove(see)
-    after, stale = context.state(), []
-    for role, (direction, slot) in PLACES.items():
-        histories = [name.removesuffix("/scale") for name in before if name.endswith(f"/{direction}/scale")]
-        if not histories:
+    after, wrong = context.state(), []
+    for role, (direction, _) in PLACES.items():
+        ending = f"/{direction}/scale"
+        names = [name.removeprefix(PREFIX).removesuffix(ending) for name in before if name.endswith(ending)]
+        if not names:
             continue
-        old, new = (
-            [torch.stack([state[f"{name}/{key}"][..., slot] for name in histories], -1) for key in ("amax_history", "scale")]
-            for state in (before, after)
-        )
-        entered = torch.cat([new[0][-1:], old[0][1:]])  # with the microbatch's amaxes where they are noted
-        settings = active.settings
-        rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
-        history, scale = update_scale(entered, old[1], *rule)
-        same = (history == new[0]).all(0) & torch.isclose(scale, new[1], rtol=2**-20, atol=0)
-        stayed = (new[0] == old[0]).all(0) & (new[1] == old[1])
-        names = [name.removeprefix(PREFIX).rpartition("/")[0] for name in histories]
-        nothing = torch.zeros((), dtype=torch.bool, device=same.device)
-        moves = torch.stack([not_zero.get((name, role), nothing) for name in names])
-        # An overflow is left to the health check (a NaN is no amax), and of a history of one microbatch nothing is left to look
-        # at. Zeros are this rank's own: another's amax may have moved the history.
-        known = new[0].isfinite().all(0) & (len(new[0]) > 1)
-        pending = new[0][0] != 0  # noted, and never moved on
-        wrong_ones = (known & ~(same | (stayed & ~moves))) | pending
-        for name in (name for name, wrong in zip(histories, wrong_ones.tolist(), strict=True) if wrong):
-            stale.append(f"{name.removeprefix(PREFIX).rpartition('/')[0]} ({role})")
-    if stale:
+        found = _wrong_histories(names, role, active, before, after, [not_zero.get((name, role)) for name in names])
+        wrong += [f"{name} ({role})" for name, is_wrong in zip(names, found.tolist(), strict=True) if is_wrong]
+    if wrong:
         raise InputError(
-            f"precision {active.precision.name!r}: {len(stale)} delayed scales are not the ones that their histories make: "
-            f"{', '.join(stale[:5])}"
+            f"precision {active.precision.name!r}: {len(wrong)} delayed scales are not the ones that their histories make: "
+            f"{', '.join(wrong[:5])}"
         )
+
+
+def _wrong_histories(
+    names: Sequence[str],
+    role: Role,
+    active: ActivePrecision,
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    not_zero: Sequence[Tensor | None],
+) -> Tensor:
+    """Of each linear of `names`, bool: its history of this operand did not move on by one entry, with the scale that the rule
+    makes of it; and the operand was `not_zero` (None: not seen), or something of the history has changed."""
+    direction, slot = PLACES[role]
+
+    def of_all(state: Mapping[str, Tensor], key: str) -> Tensor:
+        return torch.stack([state[f"{PREFIX}{name}/{direction}/{key}"][..., slot] for name in names], -1)
+
+    old_history, history = (of_all(state, "amax_history") for state in (before, after))
+    old_scale, scale = (of_all(state, "scale") for state in (before, after))
+    entered = torch.cat([history[-1:], old_history[1:]])  # with the microbatch's amaxes where they are noted
+    settings = active.settings
+    rule = (active.precision.grid(settings, role).maximum, settings.margin, settings.amax_compute_algo)
+    right_history, right_scale = update_scale(entered, old_scale, *rule)
+    moved_on = (history == right_history).all(0) & torch.isclose(scale, right_scale, rtol=2**-20, atol=0)
+    stayed = (history == old_history).all(0) & (scale == old_scale)
+    nothing = torch.zeros((), dtype=torch.bool, device=scale.device)
+    moves = torch.stack([nothing if each is None else each for each in not_zero])
+    # An overflow is left to the health check (a NaN is no amax), and of a history of one microbatch nothing is left to look at.
+    # Zeros are this rank's own: another's amax may have moved the history.
+    known = history.isfinite().all(0) & (len(history) > 1)
+    pending = history[0] != 0  # noted, and never moved on
+    return (known & ~(moved_on | (stayed & ~moves))) | pending
 
 
 def check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
