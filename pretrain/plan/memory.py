@@ -217,8 +217,8 @@ class _Shards(NamedTuple):
 
 
 def _shards(flops: ModelFlops, computed: int, *, gathered: bool) -> _Shards:
-    """Of weights that are gathered in `computed` bytes, for a step if `gathered`, else for each use: then a layer, the next one
-    and its copy on the way, and the head from its forward to its backward."""
+    """`computed`: bytes of a number that is gathered. Weights are for a step if `gathered`, else for each use: then they are a
+    layer, the next one and its copy on the way, and the head from its forward to its backward."""
     head = flops.shape.vocabulary * flops.shape.hidden
     group = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
     largest = group if flops.tied else max(group, head)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foundation.progress import advance
@@ -256,107 +256,164 @@ class Run:
 
 def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
     """Build the model of `job` and make it ready to train, in the order that docs/architecture.md explains."""
-    recipe, device = job.recipe, accelerator.device
+    recipe, plan, device = job.recipe, job.plan, accelerator.device
     waited = waited or Waited(shown=False)
     with waited.on("checks", "trying the kernels", "kernels"):
         kernels = choose_kernels(job, accelerator)
-    backend = kernels.attention.name
-    exact = recipe.weights == "bf16_exact"
-    weights = torch.float32 if exact else job.weight_dtype
-    in_parts, why_whole = build_in_parts_of(job, accelerator, weights, backend) if accelerator.is_fsdp2 else (None, None)
-    if in_parts:
-        hf, masters = in_parts.hf, {}
-        require_same_on_all_ranks(accelerator, in_parts.witness | dict(hf.named_buffers()), SAME_MODEL)
-    else:
-        hf = model.build(recipe.model, job.model_config, weights=weights, seed=recipe.seed, device=device, backend=backend)
-        require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
-        masters = model.round_weights(hf, job.weight_dtype) if exact else {}
-    actives = job.plan.actives
-    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in actives}
-    options = {"evaluates_low": job.active.settings.use_autocast_during_eval, "backends": [*filter(None, backends.values())]}
-    context = PrecisionContext(backends[job.precision.name], job.compute_dtype, **options)
-    packed = PackedLanguageModel(hf, backend, job.plan.loss, context)
+    built = _build(job, accelerator, kernels.attention.name)
+    hf = built.hf
+
+    backends = {each.precision.name: make_backend(each, device) if each.precision.quantized else None for each in plan.actives}
+    context = PrecisionContext(
+        backends[job.precision.name],
+        job.compute_dtype,
+        evaluates_low=job.active.settings.use_autocast_during_eval,
+        backends=[*filter(None, backends.values())],
+    )
+    packed = PackedLanguageModel(hf, kernels.attention.name, plan.loss, context)
     layers = model.decoder_layers(hf)
-    decided = {
-        each.precision.name: decide(hf, list(layers.values()), each) if each.precision.quantized else {} for each in actives
-    }
-    arithmetic, not_fused = None, kernels.not_fused
-    if not_fused is None:
-        for each in sorted(actives, key=lambda each: each.precision.quantized):  # of several, the quantized one's serves all
-            arithmetic, not_fused = choose_arithmetic(recipe.model.fused, each, device.type, context)
-            if arithmetic is None:
-                break
-    if arithmetic:
-        arithmetic.keeps_rotated = job.plan.keeps_rotated
-    fused = fuse(layers, {own: decided[name] for name, own in backends.items()}, arithmetic) if arithmetic else None
-    what_is_fused = fused.describe() if fused else not_fused
-    packed.fused = fused = fused if fused and fused.layers else None
-    for name, own in backends.items():
-        with holding(context, backend=own):
-            convert(hf, decided[name], context, fused)
+    stages = {}
+    for each in plan.actives:
+        decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
+        stages[each.precision.name] = Stage(each, backends[each.precision.name], decisions, {})
+
+    fused, what_is_fused = _fuse(job, layers, stages, kernels.not_fused, context, device.type)
+    packed.fused = fused
+    for stage in stages.values():
+        with holding(context, backend=stage.backend):
+            convert(hf, stage.decisions, context, fused)
     # FSDP2 gathers parameters in the compute dtype: its working copies are made by the gathering.
     cast_to = job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
+
+    exact, once_a_step = recipe.weights == "bf16_exact", plan.devices.gathered
     adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
     adamw.by_kernel = kernels.optimizer
-    once_a_step = job.plan.devices.gathered
     packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
-    kept_in, together = recipe.gradients_kept_in, accelerator.num_processes > 1
-    # Autograd sums in the parameters' dtype by itself. A place of its own is needed by another dtype, by products that add to it,
-    # and by ranks that exchange it.
-    adds = fused or together or (job.plan.emulated and kept_in == "fp32")
-    if not accelerator.is_fsdp2 and (adds or WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[recipe.weights]):
-        attach_main_gradients(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), fused.stacks if fused else ())
-        packed.rank_sums = RankSums(packed.parameters()) if together else None
-    for name, parameter in hf.named_parameters():
-        if name in masters:  # taken out one by one, so that the FP32 weights go as moments and remainders come
-            adamw.set_master(parameter, sharded_like(masters.pop(name), parameter))
-        elif in_parts and exact:
-            adamw.set_master(parameter, in_parts.parts.pop(name))
-        elif in_parts:
-            local_part(parameter).copy_(in_parts.parts.pop(name))
+    stacks = fused.stacks if fused else ()
+    summed_in = getattr(torch, WEIGHT_DTYPES[recipe.gradients_kept_in])
+    if not accelerator.is_fsdp2 and _sums_apart(job, accelerator, fused):
+        attach_main_gradients(packed, summed_in, stacks)
+        packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
+    _give_values(built, adamw, exact=exact)
     if accelerator.is_fsdp2:
-        stacks = fused.stacks if fused else ()
-        packed.sharding = Sharding(packed, getattr(torch, WEIGHT_DTYPES[kept_in]), stacks, once_a_step=once_a_step)
+        packed.sharding = Sharding(packed, summed_in, stacks, once_a_step=once_a_step)
     adamw.materialise()
 
-    stages = {}
-    for each in actives:
-        name, own = each.precision.name, backends[each.precision.name]
+    for stage in stages.values():
         with (
-            holding(context, backend=own),
+            holding(context, backend=stage.backend),
             waited.on("checks", "looking at what runs", "packs", total=REHEARSALS if context.state() else 1),
         ):
-            products = rehearse(job.in_precision(each), accelerator, packed, adamw, decided[name])
-            found = {
-                "precision": each.requested,
-                "effective": name,
-                "reason": each.reason,
-                "backend": each.backend,
-                "computes": each.precision.description,
-                "compute_dtype": each.precision.compute_dtype,
-                "computed_by": own.describe() if own else f"torch {torch.__version__}",
-                "loss": hf.get_output_embeddings().describe(),
-                "products": products,
-            }
-        stages[name] = Stage(each, own, decided[name], found)
+            products = rehearse(job.in_precision(stage.active), accelerator, packed, adamw, stage.decisions)
+            stage.found.update(_found_in(stage, hf, products))
     around = {
         "weights": recipe.weights,
-        "gradients": kept_in,
-        "attention": {"kind": backend, "reason": kernels.attention.reason},
+        "gradients": recipe.gradients_kept_in,
+        "attention": {"kind": kernels.attention.name, "reason": kernels.attention.reason},
         "fused": what_is_fused,
-        **({"built": why_whole or IN_PARTS} if accelerator.is_fsdp2 else {}),
+        **({"built": built.how} if built.how else {}),
         "compiled": what_is_compiled(compiled, context, fused),
         "deterministic": determinism.describe(device.type, os.environ),
         "kernels": [verdict.record() for verdict in kernels.verdicts],
     }
     if (algorithms := describe_algorithms()) is not None:
         around["algorithms"] = algorithms
-    if job.plan.phases:
-        begins = {begin + 1: active.precision.name for begin, active in job.plan.timetable.items()}
-        around |= {"schedule": job.plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
+    if plan.phases:
+        begins = {begin + 1: active.precision.name for begin, active in plan.timetable.items()}
+        around |= {"schedule": plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
     return Assembly(hf, packed, adamw, job.active, context, stages, stages[job.precision.name].found | around)
+
+
+@dataclass(frozen=True)
+class _Built:
+    """A model, and the values that its parameters get once they have their place on the devices."""
+
+    hf: PreTrainedModel
+    aside: dict[str, Tensor]  # by parameter: of `bf16_exact` the FP32 values; of a model in parts, this process's rows
+    in_parts: bool = False
+    how: str | None = None  # in parts, or why not; None where the topology asks for none
+
+
+def _build(job: Job, accelerator: Accelerator, attention: str) -> _Built:
+    """The model of `job`, the same on all ranks: in parts under FSDP2 where that can be done, else whole. Collective."""
+    recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
+    weights = torch.float32 if exact else job.weight_dtype
+    why_whole = None
+    if accelerator.is_fsdp2:
+        found, why_whole = build_in_parts_of(job, accelerator, weights, attention)
+        if found:
+            require_same_on_all_ranks(accelerator, found.witness | dict(found.hf.named_buffers()), SAME_MODEL)
+            return _Built(found.hf, found.parts, in_parts=True, how=IN_PARTS)
+    options = {"weights": weights, "seed": recipe.seed, "device": accelerator.device, "backend": attention}
+    hf = model.build(recipe.model, job.model_config, **options)
+    require_same_on_all_ranks(accelerator, dict(hf.named_parameters()) | dict(hf.named_buffers()), SAME_MODEL)
+    return _Built(hf, model.round_weights(hf, job.weight_dtype) if exact else {}, how=why_whole)
+
+
+def _fuse(
+    job: Job,
+    layers: Mapping[str, nn.Module],
+    stages: Mapping[str, Stage],
+    why_not: str | None,
+    context: PrecisionContext,
+    device_type: str,
+) -> tuple[FusedLayers | None, str]:
+    """Fuse what can be fused, unless `why_not` says why nothing is to be. Returns None where no layer is, and what the audit says
+    of it."""
+    if why_not is not None:
+        return None, why_not
+    for active in sorted(
+        job.plan.actives, key=lambda each: each.precision.quantized
+    ):  # of several, the quantized one's serves all
+        arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
+        if arithmetic is None:
+            return None, why_not
+    arithmetic.keeps_rotated = job.plan.keeps_rotated
+    fused = fuse(layers, {stage.backend: stage.decisions for stage in stages.values()}, arithmetic)
+    return fused if fused.layers else None, fused.describe()
+
+
+def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
+    """Whether gradients are summed in a place of their own. Autograd sums in the parameters' dtype by itself: another dtype needs
+    one, products that add to it, and ranks that exchange it."""
+    kept_in = job.recipe.gradients_kept_in
+    if WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[job.recipe.weights]:
+        return True
+    return fused is not None or accelerator.num_processes > 1 or (job.plan.emulated and kept_in == "fp32")
+
+
+def _give_values(built: _Built, adamw: ExactAdamW, *, exact: bool) -> None:
+    """Give the parameters, where they lie now, the values that were set aside: taken out one by one, so that FP32 weights go as
+    moments and remainders come."""
+    for name, parameter in built.hf.named_parameters():
+        if built.in_parts:
+            values = built.aside.pop(name)
+        elif name in built.aside:
+            values = sharded_like(built.aside.pop(name), parameter)
+        else:
+            continue
+        if exact:
+            adamw.set_master(parameter, values)
+        else:
+            local_part(parameter).copy_(values)
+
+
+def _found_in(stage: Stage, hf: PreTrainedModel, products: list[audit.Entry]) -> dict[str, Any]:
+    """What the audit says of one precision, while the model computes in it."""
+    active, backend = stage.active, stage.backend
+    return {
+        "precision": active.requested,
+        "effective": active.precision.name,
+        "reason": active.reason,
+        "backend": active.backend,
+        "computes": active.precision.description,
+        "compute_dtype": active.precision.compute_dtype,
+        "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
+        "loss": hf.get_output_embeddings().describe(),
+        "products": products,
+    }
 
 
 def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:
