@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -148,18 +149,12 @@ def prepare_job(
     whose `packs` gets the time that packs take. Raises InputError.
     """
     # What settings say by themselves.
-    run_dir = config.run_dir_of(recipe)
+    run_dir, device_type = config.run_dir_of(recipe), accelerator.device.type
     check_ours(run_dir)
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:
         check_services(recipe.log.trackers)
-    missing, chosen = missing_on(accelerator.device.type), []
-    for until, use in phases_of(recipe.precision):
-        active = select_precision(use, recipe.fp8_config, missing)
-        if chosen and chosen[-1][1].precision is active.precision:  # by fallback
-            chosen[-1] = (until, chosen[-1][1])
-        else:
-            chosen.append((until, active))
+    chosen = _choose_precisions(recipe, device_type)
     actives = list({each.precision.name: each for _, each in chosen}.values())
     active = actives[0]
     check_settings(recipe, active.precision.name, accelerator.num_processes)
@@ -179,25 +174,16 @@ def prepare_job(
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
-    model.check_architecture(shapes, recipe.data.length, recipe.loss, accelerator.device.type)
+    _check_model(shapes, recipe, actives, device_type)
+    low_linears = _count_low_linears(shapes, actives)
     shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
-    decoder = list(model.decoder_layers(shapes).values())
-    for each in actives:
-        check_fit(each, recipe, shape.layers)
-        check_shapes(shapes, each)
-        check_kept(shapes, decoder, each)
-    low = next((low_precision_linears(shapes, decoder, each) for each in actives if each.precision.quantized), None)
     heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    backend = attention.choose(recipe.model.attention, accelerator.device.type, heads, compute_dtype, recipe.data.length)
+    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype, recipe.data.length)
 
     # The tokenizer, then the packs.
     check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
     tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    for prompt in recipe.evaluate.samples:  # InputError now, and not at the first evaluation
-        try:
-            encoded_prompt(tokenizer, prompt, model_config)
-        except InputError as error:
-            raise InputError(f"`evaluate.samples`: {error}") from None
+    _check_samples(recipe, tokenizer, model_config)
     if data is None and not to_come:
         before = waited.go_on_to("packs") if waited else ""
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
@@ -213,10 +199,7 @@ def prepare_job(
             "the command line plans without it"
         )
 
-    phases = [
-        ActivePhase(until, each, layers_of(shapes, recipe, each, accelerator.device.type, backend.name))
-        for until, each in (chosen if len(chosen) > 1 else ())
-    ]
+    of_layers = {each.precision.name: layers_of(shapes, recipe, each, device_type, backend.name) for each in actives}
     plan = Plan(
         recipe,
         active,
@@ -224,9 +207,9 @@ def prepare_job(
         model_config.model_type,
         ModelFlops.of(shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers=layers_of(shapes, recipe, active, accelerator.device.type, backend.name),
-        phases=phases,
-        low_linears=None if low is None else (len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())),
+        layers=of_layers[active.precision.name],
+        phases=[ActivePhase(until, each, of_layers[each.precision.name]) for until, each in chosen] if len(chosen) > 1 else [],
+        low_linears=low_linears,
         packs=len(data.train) if data and not data.stream else None,
         trained_share=data.trained_share if data else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
@@ -242,6 +225,46 @@ def prepare_job(
         last_steps([phase.until for phase in plan.phases], plan.steps)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend, notices)
+
+
+def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | int | None, ActivePrecision]]:
+    """What the run computes in, phase by phase, each with its `until`. Neighbours that fall back to the same are one."""
+    missing, chosen = missing_on(device_type), []
+    for until, use in phases_of(recipe.precision):
+        active = select_precision(use, recipe.fp8_config, missing)
+        if chosen and chosen[-1][1].precision is active.precision:
+            chosen[-1] = (until, chosen[-1][1])
+        else:
+            chosen.append((until, active))
+    return chosen
+
+
+def _check_model(shapes: PreTrainedModel, recipe: Recipe, actives: Sequence[ActivePrecision], device_type: str) -> None:
+    """InputError where the model is none that is trained here, or does not fit one of the run's precisions."""
+    model.check_architecture(shapes, recipe.data.length, recipe.loss, device_type)
+    decoder = list(model.decoder_layers(shapes).values())
+    for active in actives:
+        check_fit(active, recipe, Shape.of(shapes).layers)
+        check_shapes(shapes, active)
+        check_kept(shapes, decoder, active)
+
+
+def _count_low_linears(shapes: PreTrainedModel, actives: Sequence[ActivePrecision]) -> tuple[int, int] | None:
+    """How many linears compute in the first quantized precision, and of how many; None where nothing is quantized."""
+    active = next((each for each in actives if each.precision.quantized), None)
+    if active is None:
+        return None
+    low = low_precision_linears(shapes, list(model.decoder_layers(shapes).values()), active)
+    return len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())
+
+
+def _check_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, model_config: PretrainedConfig) -> None:
+    """InputError now, and not at the first evaluation."""
+    for prompt in recipe.evaluate.samples:
+        try:
+            encoded_prompt(tokenizer, prompt, model_config)
+        except InputError as error:
+            raise InputError(f"`evaluate.samples`: {error}") from None
 
 
 def fits_gathered(plan: Plan) -> bool:
