@@ -297,37 +297,51 @@ class DatasetSource:
         without `state` names the row alone, to which all is read again."""
         import datasets
 
-        data, begin = self._data, begin or {}
+        data, begin, size = self._data, begin or {}, size or CHUNK_BYTES
         if data.features is not None:
             _check_columns(self.name, data.features.arrow_schema, self.records)
             data = data.select_columns(list(self.records.columns))
-        streamed, total = isinstance(data, datasets.IterableDataset), None
+        streamed, row = isinstance(data, datasets.IterableDataset), begin.get("row", 0)
+        try:
+            for chunk in self._streamed_chunks(data, begin, size) if streamed else self._loaded_chunks(data, row, size):
+                yield chunk
+                row = chunk.after["row"]
+        except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
+            reason = f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}"
+            raise (SourceUnreachable if streamed else InputError)(reason) from None
+
+    def _loaded_chunks(self, data: datasets.Dataset, row: int, size: int) -> Iterator[Chunk]:
+        """From `row` on, with how much of all has been read."""
+        total = len(data)
+        if row >= total:
+            return
+        data = data.select(range(row, total)) if row else data
+        for table in data.with_format("arrow").iter(_ROWS):
+            done = row + len(table)
+            yield from _table_chunks(self._wanted(table), self.name, row, done / total, size)
+            row = done
+
+    def _streamed_chunks(self, data: datasets.IterableDataset, begin: Place, size: int) -> Iterator[Chunk]:
+        """From `begin` on, each with the place after it: inside a batch, the state before it and what to leave out of it."""
         row, skip, state = begin.get("row", 0), begin.get("skip", 0), begin.get("state")
-        if not streamed:
-            total = len(data)
-            if row >= total:
-                return
-            data = data.select(range(row, total)) if row else data
-        elif row - skip and state is None:
+        if state is None and row > skip:
             data = data.skip(row)
         data = data.with_format("arrow")
         if state is not None:
             data.load_state_dict(state)
-        try:
-            for table in data.iter(_ROWS):
-                _check_columns(self.name, table.schema, self.records)
-                rows, done = table.select(list(self.records.columns)).slice(skip), (row - skip + len(table))
-                for chunk in _table_chunks(rows, self.name, row, done / total if total else None, size or CHUNK_BYTES):
-                    after = {"row": chunk.after["row"]}
-                    if streamed and after["row"] < done:
-                        after |= {"state": state, "skip": after["row"] - (done - len(table))}
-                    elif streamed:
-                        after["state"] = data.state_dict()
-                    yield replace(chunk, after=after)
-                row, skip, state = done, 0, data.state_dict() if streamed else None
-        except (OSError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
-            reason = f"data.source: {self.name}: cannot be read after row {row}: {reason_of(error)}"
-            raise (SourceUnreachable if streamed else InputError)(reason) from None
+        for table in data.iter(_ROWS):
+            first = row - skip  # of the batch
+            done = first + len(table)
+            for chunk in _table_chunks(self._wanted(table).slice(skip), self.name, row, None, size):
+                next_row = chunk.after["row"]
+                after = {"state": state, "skip": next_row - first} if next_row < done else {"state": data.state_dict()}
+                yield replace(chunk, after={"row": next_row} | after)
+            row, skip, state = done, 0, data.state_dict()
+
+    def _wanted(self, table: pa.Table) -> pa.Table:
+        """Its columns that are read; InputError where it lacks one."""
+        _check_columns(self.name, table.schema, self.records)
+        return table.select(list(self.records.columns))
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:

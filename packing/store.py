@@ -39,17 +39,28 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
             return open_packs(validation_part(settings), "train")
         settings = settings.model_copy(update={"validation": None})
     if settings.stream:
-        if split == "train":
-            return StreamedPacks(settings)
-        kept = {name: part.packs / FIRST for name, part in stream_parts(settings).items()}
-        found = {name: ArrowPacks(path, split) for name, path in kept.items() if split in read_manifest(path)["splits"]}
-        weights = {name: each.weight for name, each in zip(kept, settings.sources or (), strict=False)}
-        return MixedPacks(settings.packs, found, weights) if settings.sources and found else next(iter(found.values()), None)
+        return StreamedPacks(settings) if split == "train" else _held_out_of_stream(settings)
     if parts := training_parts(settings):
         opened = {name: open_packs(part, split) for name, part in parts.items()}
         weights = dict(zip(parts, (each.weight for each in settings.sources), strict=True))
         found = {name: packs for name, packs in opened.items() if packs is not None}
         return MixedPacks(settings.packs, found, weights) if found else None
+    return _open_store(settings, split)
+
+
+def _held_out_of_stream(settings: DataSettings) -> Packs | None:
+    """What the first part of a stream, or of each of its sources, has set apart."""
+    folders = {name: part.packs / FIRST for name, part in stream_parts(settings).items()}
+    found = {name: ArrowPacks(path, "held_out") for name, path in folders.items() if "held_out" in read_manifest(path)["splits"]}
+    if not found:
+        return None
+    if not settings.sources:
+        return next(iter(found.values()))
+    return MixedPacks(settings.packs, found, {name: each.weight for name, each in zip(folders, settings.sources, strict=False)})
+
+
+def _open_store(settings: DataSettings, split: Split) -> Packs | None:
+    """The packs of one source; of those without a held-out split a share of the training packs, if one is set apart."""
     openers = _find_splits(settings.packs, settings)
     if settings.end_token is not None and openers["train"].func is not TokenBin:
         raise InputError(f"{settings.packs}: `data.end_token` is for token .bin files; these know their documents: leave it out")
