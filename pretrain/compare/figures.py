@@ -164,44 +164,31 @@ NO_DIFFERENCES = (np.array([], dtype=np.int64), np.array([]))
 
 
 def _figure_of_several(runs: Sequence[RunRecord]) -> Figure:
-    baseline = runs[0]
-    columns = _arrange(runs)
+    baseline, columns = runs[0], _arrange(runs)
     lines = [line for column in columns.values() for line in column]
     freezes = any(np.any(line.run.curve("frozen_updates")[1] >= FROZEN_MATTERS) for line in lines)
-    curves, bars = [3.6, 3.6] + [1.2] * freezes, 0.5 + BAR_INCHES * len(lines)
+    rows, bars = [3.6, 3.6] + [1.2] * freezes, 0.5 + BAR_INCHES * len(lines)  # inches high
     margin = 0.065 * max(len(line.label) + 8 for line in lines)  # inches, for the names at the right of each column
-    figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(curves) + bars)
-    above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(curves), bars], hspace=0)
-    panels = above.subplots(len(curves), len(columns), sharex=True, sharey="row", height_ratios=curves, squeeze=False)
-    tokens = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
-    for (name, column), (losses, minus, *frozen) in zip(columns.items(), panels.T, strict=True):
-        for panel in (losses, minus, *frozen):
-            style_panel(panel)
-        _draw_losses(losses, column, legend=len(columns) == 1)
-        subtitle = f"{tokens}; circles: held-out" if any(len(line.run.held_out_curve()[0]) for line in column) else tokens
-        if not any(line.is_baseline for line in column):
-            draw_smoothed(losses, *baseline.curve("loss"), color=GREY, linewidth=0.9)
-            subtitle += f"; grey: {baseline.name}"
-        title(losses, f"weights {name}" if name else f"{len(runs)} runs", subtitle)
-        _draw_differences(minus, column)
-        for panel in frozen:
-            for line in column:
-                steps_and_shares = line.run.curve("frozen_updates")
-                draw_smoothed(panel, *steps_and_shares, color=line.colour, linestyle=line.style, linewidth=1.2)
-            panel.set_yscale("symlog", linthresh=1e-5)
-            panel.set_ylim(0, 1.3)
-            panel.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
+    figure = new_figure(max(9.0, (3.6 + margin) * len(columns)), 1.6 + sum(rows) + bars)
+    above, below = figure.subfigures(2, 1, height_ratios=[1.4 + sum(rows), bars], hspace=0)
+    panels = above.subplots(len(rows), len(columns), sharex=True, sharey="row", height_ratios=rows, squeeze=False)
+    for panel in panels.flat:
+        style_panel(panel)
+    for panel, (name, column) in zip(panels[0], columns.items(), strict=True):
+        _draw_losses(panel, column, legend=len(columns) == 1)
+        _title_losses(panel, f"weights {name}" if name else f"{len(runs)} runs", column, baseline)
     scale_after_the_fall(panels[0, 0], [run.curve("loss")[1] for run in runs], [run.held_out_curve()[1] for run in runs])
+    panels[0, 0].set_ylabel("loss, nats per token")
+    for panel, column in zip(panels[1], columns.values(), strict=True):
+        _draw_differences(panel, column)
     threshold = _scale_differences(panels[1, 0], [line.differences for line in lines])
     for panel, column in zip(panels[1], columns.values(), strict=True):  # only now that the scale is known
         _label_differences(panel, column)
-        banded = any(not line.is_baseline for line in column) and len(column) <= MOST_BANDS
-        said = ["band: ± one sd of single steps"] * banded
-        said += [] if threshold is None else [f"linear up to ±{threshold:g}, logarithmic beyond"]
-        panel.text(0, 1.01, "; ".join(said), transform=panel.transAxes, fontsize="x-small", color=GREY)
-    panels[0, 0].set_ylabel("loss, nats per token")
+        _explain_differences(panel, column, threshold)
     panels[1, 0].set_ylabel(f"loss minus that of\n{baseline.name}")
     if freezes:
+        for panel, column in zip(panels[2], columns.values(), strict=True):
+            _draw_frozen(panel, column)
         panels[2, 0].set_ylabel("frozen\nupdates")
     for panel in panels[-1]:
         panel.set_xlabel("step")
@@ -236,6 +223,17 @@ def _draw_losses(panel: Axes, column: Sequence[DrawnRun], *, legend: bool) -> No
         panel.legend(frameon=False, loc="best", fontsize="small")
 
 
+def _title_losses(panel: Axes, text: str, column: Sequence[DrawnRun], baseline: RunRecord) -> None:
+    """The column's title; where the baseline stands in another column, its curve in grey."""
+    subtitle = f"{count(baseline.summary['tokens'])} tokens, {count(baseline.tokens_per_step)} a step"
+    if any(len(line.run.held_out_curve()[0]) for line in column):
+        subtitle += "; circles: held-out"
+    if not any(line.is_baseline for line in column):
+        draw_smoothed(panel, *baseline.curve("loss"), color=GREY, linewidth=0.9)
+        subtitle += f"; grey: {baseline.name}"
+    title(panel, text, subtitle)
+
+
 def _draw_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
     """The moving mean of each and, of a few, a band of one standard deviation of single steps to either side."""
     panel.axhline(0, color=GREY, linewidth=0.8)
@@ -256,6 +254,7 @@ def _scale_differences(panel: Axes, differences: Sequence[np.ndarray]) -> float 
     """Linear, or logarithmic outside the noise around zero where some runs differ by tens of times what others do: from where."""
     ends = [last_fifth(values) for values in differences if len(values) > 1 and np.any(values)]
     if not ends:
+        panel.autoscale_view()  # now, as labels are placed by the scale
         return None
     means, noise = np.abs([end.mean() for end in ends]), min(end.std() for end in ends)
     lowest, highest = np.quantile(np.concatenate([values[len(values) // 10 :] for values in differences]), [0.005, 0.995])
@@ -285,6 +284,22 @@ def _label_differences(panel: Axes, column: Sequence[DrawnRun]) -> None:
     heights = np.minimum(np.maximum.accumulate([end[0] for end in ends] - places), 1 - places[-1:]) + places
     for height, (_, text, colour) in zip(heights, ends, strict=True):
         panel.text(1.01, height, text, transform=panel.transAxes, color=colour, fontsize="x-small", va="center")
+
+
+def _explain_differences(panel: Axes, column: Sequence[DrawnRun], threshold: float | None) -> None:
+    banded = any(not line.is_baseline for line in column) and len(column) <= MOST_BANDS
+    said = ["band: ± one sd of single steps"] * banded
+    said += [] if threshold is None else [f"linear up to ±{threshold:g}, logarithmic beyond"]
+    panel.text(0, 1.01, "; ".join(said), transform=panel.transAxes, fontsize="x-small", color=GREY)
+
+
+def _draw_frozen(panel: Axes, column: Sequence[DrawnRun]) -> None:
+    """The share of updates that left their stored weight as it was."""
+    for line in column:
+        draw_smoothed(panel, *line.run.curve("frozen_updates"), color=line.colour, linestyle=line.style, linewidth=1.2)
+    panel.set_yscale("symlog", linthresh=1e-5)
+    panel.set_ylim(0, 1.3)
+    panel.set_yticks([0, 1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1], ["0", "", "0.01 %", "", "1 %", "", "100 %"], fontsize="x-small")
 
 
 def _draw_bars(figure: SubFigure, lines: Sequence[DrawnRun]) -> None:

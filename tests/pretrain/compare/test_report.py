@@ -18,6 +18,7 @@ from matplotlib.image import imread
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
+from pretrain.compare import figures
 from pretrain.compare.fairness import PairedDifference, batch_means_error, check_comparable, last_fifth, loss_differences
 from pretrain.compare.figures import plot_losses
 from pretrain.compare.report import comparison_table, grid_tables, summary_table, write
@@ -298,6 +299,14 @@ def test_any_run_can_be_drawn_alone_and_beside_another(losses, tmp_path):
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
     plot_losses([run, trained(tmp_path / "other", (4.0, 3.0, 2.0))], tmp_path / "both.png")
     assert imread(tmp_path / "both.png").std() > 0.05
+
+
+def test_runs_with_the_same_losses_are_named_beside_their_line(tmp_path):
+    drawn = figures._figure_of_several([trained(tmp_path / name, (4.0, 3.0, 2.0)) for name in ("one", "other")])
+    differences = drawn.subfigs[0].axes[1]
+    names = {text.get_text(): text.get_position()[1] for text in differences.texts if text.get_position()[0] > 1}
+    assert [name.split()[0] for name in names] == ["one,", "other"]
+    assert list(names.values()) == pytest.approx([0.5, 0.5 + figures.LABEL_GAP])
 
 
 def test_runs_are_drawn_in_the_colour_of_their_precision(tmp_path):
