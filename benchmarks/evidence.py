@@ -107,7 +107,7 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     if not runs:
         return 0
     if options.baselines_again:
-        runs = with_baselines(matrix, runs)
+        runs = with_baselines(matrix, runs, results)
     with RunFolder(matrix.folder), results.locked() as lock, StopRequest(passed_on=True) as stop:
         measuring = start_measuring(options, matrix.path, command, lock)
         try:
@@ -125,10 +125,15 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     return told(outcomes, chosen, Results(options.out), stop, failed=failed)
 
 
-def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """`runs`, and before them the baselines of their seeds whose models are not here."""
+def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
+    """`runs`, and before them the baselines of their seeds whose models are not here. One that the file has as halted would halt
+    again and leave no model, so that is said instead."""
     wanted = [baseline_of(matrix, run) for run in runs]
     again = {one.name: one for one in wanted if one is not None and one not in runs and not one.is_finished()}
+    halted = [name for name, run in again.items() if results.has_halted(run)]
+    for run in map(again.pop, halted):
+        what = f"{key_of(run)} stands in {results.path} as halted, so it is not trained again"
+        print(f"{what}; the runs of its seed are measured without their distance from it", flush=True)
     return [*again.values(), *runs]
 
 

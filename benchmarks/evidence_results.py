@@ -118,6 +118,10 @@ class Results:
     def lacking(self, runs: Iterable[MatrixRun]) -> list[MatrixRun]:
         return [run for run in runs if key_of(run) not in self.runs]
 
+    def has_halted(self, run: MatrixRun) -> bool:
+        """Whether the file has `run` as one that came to no end."""
+        return "halted" in self.runs.get(key_of(run), {}).get("summary", {})
+
     def check_fits(self, run: MatrixRun, held_out: str) -> None:
         """InputError where the folder of `run` is of another training, or its text is other text than what the file is of.
         `held_out`: the fingerprint of the text to be measured on."""

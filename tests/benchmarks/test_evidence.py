@@ -177,6 +177,19 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     halted = measure()["runs"]["current-seed1"]
     assert halted["summary"]["halted"] == "it broke" and halted["endpoints"]["final"]["held_out_loss"] is None
     assert Scale.read(out).broken_off("current") == [1] and Scale.read(out).difference("current") is None
+    first = found["runs"]["bf16-seed1"]
+    standing = {
+        "bf16-seed1": first | {"summary": first["summary"] | {"halted": "it broke"}},
+        "bf16-seed2": found["runs"]["bf16-seed2"],
+    }
+    out.write_text(json.dumps(found | {"runs": standing}))
+    elsewhere = load_matrix(matrix_file, [], run_dir=f"{tmp_path}/elsewhere/{{cell}}")  # no folder is here
+    baseline, _, once_more, _ = elsewhere.runs
+    assert evidence.with_baselines(elsewhere, [once_more], Results(out)) == [once_more]
+    assert "bf16-seed1 stands in" in (said := capsys.readouterr().out) and "as halted, so it is not trained again" in said
+    standing["bf16-seed1"] = first
+    out.write_text(json.dumps(found | {"runs": standing}))
+    assert evidence.with_baselines(elsewhere, [once_more], Results(out)) == [baseline, once_more]
     out.write_bytes(kept)
     shutil.rmtree(tmp_path / "runs")  # on another machine
     for change in ("optimizer.learning_rate=0.5", "schedule.warmup=1", "evaluate.packs=5", "train.steps=6", "weights=bf16"):
@@ -191,10 +204,10 @@ def test_what_ends_is_measured_once_and_not_trained_again(
 
 
 def test_baselines_that_are_gone_are_trained_again_where_others_are_compared_with_them(matrix_file: Path):
-    matrix = load_matrix(matrix_file)
+    matrix, results = load_matrix(matrix_file), Results(matrix_file.with_name("none.json"))
     first, second, again, current = matrix.runs
-    assert evidence.with_baselines(matrix, [again, current]) == [first, again, current]
-    assert evidence.with_baselines(matrix, [first, second]) == [first, second]
+    assert evidence.with_baselines(matrix, [again, current], results) == [first, again, current]
+    assert evidence.with_baselines(matrix, [first, second], results) == [first, second]
 
 
 def test_what_waits_for_its_baseline_is_measured_at_the_end_at_the_latest(matrix_file: Path, tmp_path: Path):
