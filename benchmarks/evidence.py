@@ -34,6 +34,7 @@ from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_run
+from pretrain.settings.config import begin_of
 
 RESERVE = 40.0  # seconds of the hours in which runs save and what has ended is measured
 LEAST = 20.0  # seconds that training gets, however few hours there are
@@ -106,6 +107,7 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:
         return 0
+    check_begins(runs, results)
     if options.baselines_again:
         runs = with_baselines(matrix, runs, results)
     with RunFolder(matrix.folder), results.locked() as lock, StopRequest(passed_on=True) as stop:
@@ -123,6 +125,18 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
             failed = False
             print("hours are over; what is not measured yet will be, by the same command", file=sys.stderr)
     return told(outcomes, chosen, Results(options.out), stop, failed=failed)
+
+
+def check_begins(runs: Sequence[MatrixRun], results: Results) -> None:
+    """InputError where a run is to begin with a checkpoint that is gone, and that no other of `runs` will make."""
+    folders = {run.run_dir for run in runs}
+    for run in runs:
+        begin = begin_of(run.recipe)
+        if begin is not None and not begin.exists() and begin.parent.parent not in folders:
+            raise InputError(
+                f"{key_of(run)} begins with {begin}, which is not here, and no run that is to be trained makes it; where its run "
+                f"stands in {results.path} already, the folder has to be here, or both go into another file"
+            )
 
 
 def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:

@@ -32,6 +32,7 @@ from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, StartedRun, command_
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import BEST, Ranking
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.settings.config import begin_of
 
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0
@@ -72,8 +73,11 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, rankin
         screen.say(f"{one.run.name}: is running still, started by a matrix that has ended; its output goes to {one.run.log}")
     try:
         while running or (waiting and not stop.requested and not hours.over):
-            while waiting and len(running) < at_once and not stop.requested and not hours.over:
-                run = waiting.pop(0)
+            while len(running) < at_once and not stop.requested and not hours.over:
+                run = next_of(waiting, [one.run for one in running])
+                if run is None:
+                    break
+                waiting.remove(run)
                 try:
                     one = StartedRun.start(matrix, run, least_busy(slots, running), side_by_side=at_once > (slots or 1))
                     running.append(one)
@@ -101,6 +105,16 @@ def run_all(matrix: Matrix, runs: Sequence[MatrixRun], stop: StopRequest, rankin
         for one in running:  # only after an error of our own: nothing may go on that nobody watches
             one.signal(signal.SIGTERM)
     return list(outcomes.values())
+
+
+def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> MatrixRun | None:
+    """The first that may start: all but those that begin with a checkpoint of another run here, which that has still to make."""
+    to_come = {run.run_dir for run in (*waiting, *running)}
+    for run in waiting:
+        begin = begin_of(run.recipe)
+        if begin is None or begin.exists() or begin.parent.parent not in to_come - {run.run_dir}:
+            return run
+    return waiting[0] if waiting and not running else None  # which says what it lacks
 
 
 class Hours:

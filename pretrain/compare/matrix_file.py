@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
@@ -27,12 +27,6 @@ from pretrain.settings.recipe import Recipe
 
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a recipe, each with its values
-# The settings of each cell by its name, or the names alone, of cells whose settings stand in another group. Told apart first, so
-# that a mistake in one form is not reported as one in the other too.
-NamedCells = Annotated[
-    Annotated[dict[str, Values], Field(min_length=1), Tag("mapping")] | Annotated[list[str], Field(min_length=1), Tag("list")],
-    Discriminator(lambda value: "list" if isinstance(value, list) else "mapping"),
-]
 CELL = "cell"  # in the values of a run of a group: what its settings are called
 _FROM_TOKENIZER = re.compile(r"model\.config\.(vocab_size|\w+_token_id)")
 _WITHOUT_KEY = (CELL, "precision", "weights", "scope")  # keys whose values need no key beside them in a run's name
@@ -42,7 +36,7 @@ class MatrixGroup(Settings):
     """Cells by name, each under every combination of the axes; the last axis is fastest, and of all fastest go the cells."""
 
     axes: Axes = Field(default_factory=dict)
-    cells: NamedCells
+    cells: Annotated[dict[str, Values], Field(min_length=1)]  # the settings of each, by its name
 
 
 class MatrixSettings(Settings):
@@ -206,26 +200,18 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Valu
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
-    grouped = []
-    for group, cells in zip(settings.groups, _named_cells(path, settings.groups), strict=True):
-        if both := [f"cell {name} sets `{key}`" for name, cell in cells for key in cell if key in group.axes]:
+    for group in settings.groups:
+        if both := [
+            f"cell {name} sets `{key}`" for name, cell in group.cells.items() for key in flatten(cell) if key in group.axes
+        ]:
             raise InputError(f"{path}: `groups`: {both[0]}, which is an axis of its group; leave it out of one of them")
-        grouped += [({CELL: name, **values}, cell | values) for values in _crossed(group.axes) for name, cell in cells]
+    grouped = [
+        ({CELL: name, **values}, flatten(cell) | values)
+        for group in settings.groups
+        for values in _crossed(group.axes)
+        for name, cell in group.cells.items()
+    ]
     return [*((values, values) for values in [*crossed, *map(flatten, settings.cells)]), *grouped]
-
-
-def _named_cells(path: str | Path, groups: Sequence[MatrixGroup]) -> list[list[tuple[str, Values]]]:
-    """Of each group its cells in their order, each with its settings, with dotted keys, wherever in the file these stand."""
-    known: dict[str, Values] = {}
-    for group in groups:
-        for name, cell in group.cells.items() if isinstance(group.cells, dict) else ():
-            if known.setdefault(name, flatten(cell)) != flatten(cell):
-                raise InputError(f"{path}: `groups`: two cells {name} differ in their settings; give one of them another name")
-    for number, group in enumerate(groups):
-        if unknown := [name for name in group.cells if name not in known]:
-            remedy = f"give its settings in one group; the cells of this file are {', '.join(known) or 'none'}"
-            raise InputError(f"{path}: `groups.{number}.cells`: {shown(unknown[0])} is no cell that has settings; {remedy}")
-    return [[(name, known[name]) for name in group.cells] for group in groups]
 
 
 def _crossed(axes: Axes) -> list[Values]:

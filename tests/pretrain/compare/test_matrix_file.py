@@ -138,34 +138,6 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
     assert found.varied == ["cell", "seed"]
 
 
-def test_cells_that_a_group_names_alone_have_the_settings_that_another_group_gives_them(matrix):
-    cells = {"bf16": {"precision": "bf16"}, "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}}}
-    whole = matrix(axes=None, groups=[{"axes": {"seed": [1]}, "cells": cells}, {"axes": {"seed": [2, 3]}, "cells": cells}])
-    named = matrix(axes=None, groups=[{"axes": {"seed": [1]}, "cells": cells}, {"axes": {"seed": [2, 3]}, "cells": [*cells]}])
-    assert named.runs == whole.runs and len(named.runs) == 6
-    later = matrix(axes=None, groups=[{"axes": {"seed": [1]}, "cells": ["head"]}, {"axes": {"seed": [2]}, "cells": cells}])
-    assert names(later) == ["head-seed=1", "bf16-seed=2", "head-seed=2"]
-
-
-def test_the_smallest_evidence_trains_the_runs_in_the_order_that_it_had_written_out(monkeypatch: pytest.MonkeyPatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    tested = {
-        "bf16": {"precision": "bf16"},
-        "delayed": {"precision": "delayed"},
-        "mxfp8": {"precision": "mxfp8"},
-        "current": {"precision": "current"},
-        "block": {"precision": "block"},
-        "delayed_head": {"precision": "delayed", "fp8_config.scope": "linear+head"},
-    }
-    found = load_matrix("recipes/matrices/evidence_14m.yaml")
-    first = [f"{cell}-seed={seed}" for seed in range(1, 6) for cell in (*tested, "nvfp4")]
-    assert names(found)[: len(first) + 42] == first + [f"{cell}-seed={seed}" for seed in range(6, 13) for cell in tested]
-    content = yaml.safe_load(found.path.read_text())
-    content["groups"][1]["cells"] = tested
-    (tmp_path / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    assert load_matrix(tmp_path / "m.yaml").runs == found.runs and len(found.runs) == 127
-
-
 # ── What is refused before anything runs ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -185,11 +157,6 @@ def test_the_smallest_evidence_trains_the_runs_in_the_order_that_it_had_written_
             {"groups": [{"axes": {"seed": [1]}, "cells": {"x": {"seed": 2}}}]},
             r"`groups`: cell x sets `seed`, which is an axis of",
         ),
-        ({"groups": [{"cells": {"x": {"seed": 2}, "y": {}}}, {"cells": ["y", "z"]}]}, "m.yaml: `groups.1.cells`: z .* are x, y$"),
-        ({"groups": [{"cells": {"x": {"seed": 2}}}, {"cells": {"x": {"seed": 3}}}]}, r"two cells x differ in their settings"),
-        ({"groups": [{"cells": ["x"]}, {"axes": {"seed": [1]}, "cells": {"x": {"seed": 2}}}]}, r"`groups`: cell x sets `seed`"),
-        ({"groups": [{"cells": {"bf16": 3}}]}, r"\A\S+m\.yaml: `groups\.0\.cells\.bf16` is 3; it should be a valid dictionary\Z"),
-        ({"groups": [{"cells": [1]}]}, r"\A\S+m\.yaml: `groups\.0\.cells\.0` is 1; it should be a valid string\Z"),
         ({"groups": [{"axes": {"seed": [1]}}]}, r"m\.yaml: `groups\.0\.cells` is required and missing"),
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
