@@ -107,7 +107,7 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:
         return 0
-    check_begins(runs, results)
+    runs = that_can_begin(runs, results)
     if options.baselines_again:
         runs = with_baselines(matrix, runs, results)
     with RunFolder(matrix.folder), results.locked() as lock, StopRequest(passed_on=True) as stop:
@@ -127,16 +127,23 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     return told(outcomes, chosen, Results(options.out), stop, failed=failed)
 
 
-def check_begins(runs: Sequence[MatrixRun], results: Results) -> None:
-    """InputError where a run is to begin with a checkpoint that is gone, and that no other of `runs` will make."""
+def that_can_begin(runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
+    """`runs` without those that begin with a checkpoint that is gone, and that no other of them will make: that is said.
+    InputError where none is left."""
     folders = {run.run_dir for run in runs}
-    for run in runs:
-        begin = begin_of(run.recipe)
-        if begin is not None and not begin.exists() and begin.parent.parent not in folders:
-            raise InputError(
-                f"{key_of(run)} begins with {begin}, which is not here, and no run that is to be trained makes it; where its run "
-                f"stands in {results.path} already, the folder has to be here, or both go into another file"
-            )
+    begins = {key_of(run): begin_of(run.recipe) for run in runs}
+    gone = {name: path for name, path in begins.items() if path and not path.exists() and path.parent.parent not in folders}
+    if not gone:
+        return list(runs)
+    first = next(iter(gone))
+    told = (
+        f"{', '.join(gone)}: begin with checkpoints such as {gone[first]}, which are not here, and no run that is to be trained "
+        f"makes them; where such a run stands in {results.path} already, its folder has to be here, or both go into another file"
+    )
+    if len(gone) == len(runs):
+        raise InputError(told)
+    print(f"left out: {told}", file=sys.stderr, flush=True)
+    return [run for run in runs if key_of(run) not in gone]
 
 
 def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
@@ -183,7 +190,9 @@ def time_cells(options: argparse.Namespace) -> int:
     place = f"runs/evidence_timing/{options.scale}/{{cell}}"
     overrides = (*TIMED, f"train.steps={options.steps}", f"log.every={options.steps}")
     matrix = matrix_of(options, overrides, run_dir=place)
-    first = {run.values[CELL]: run for run in reversed(matrix.only(options.only))}
+    # A branch takes as long as the same cell from scratch, and its checkpoint is not here.
+    timed = [run for run in matrix.only(options.only) if begin_of(run.recipe) is None]
+    first = {run.values[CELL]: run for run in reversed(timed)}
     runs = list(reversed(first.values()))
     with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:
         outcomes = run_all(matrix, runs, stop, Ranking(matrix))

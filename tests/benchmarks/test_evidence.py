@@ -213,7 +213,11 @@ def test_a_branch_is_held_against_the_very_run_that_it_left(
     out, matrix = tmp_path / "out.json", load_matrix(matrix_file)
     again = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]
     assert evidence.main([*again, "--only", "cell=current_branch"]) == 2
-    assert "current_branch-seed1 begins with" in (said := capsys.readouterr().err) and "which is not here" in said
+    assert "current_branch-seed1: begin with checkpoints such as" in (said := capsys.readouterr().err) and "not here" in said
+    baseline, branch = matrix.runs
+    assert evidence.that_can_begin([baseline, branch], Results(out)) == [baseline, branch]
+    elsewhere = load_matrix(matrix_file, ["train.begin_with=null"]).runs[:1]
+    assert evidence.that_can_begin([branch, *elsewhere], Results(out)) == [branch, *elsewhere], "the same folder"
     for run in matrix.runs:
         assert launcher_here(str(tmp_path / "recipe.yaml"), *run.overrides)[0] == 0
     assert evidence_endpoints.main([str(matrix_file), "--out", str(out), "--scale", "tiny"], wait=lambda: None) == 0
