@@ -34,6 +34,7 @@ from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_run
+from pretrain.settings.config import begin_of
 
 RESERVE = 40.0  # seconds of the hours in which runs save and what has ended is measured
 LEAST = 20.0  # seconds that training gets, however few hours there are
@@ -106,8 +107,9 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:
         return 0
+    runs = that_can_begin(runs, results)
     if options.baselines_again:
-        runs = with_baselines(matrix, runs)
+        runs = with_baselines(matrix, runs, results)
     with RunFolder(matrix.folder), results.locked() as lock, StopRequest(passed_on=True) as stop:
         measuring = start_measuring(options, matrix.path, command, lock)
         try:
@@ -125,10 +127,34 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
     return told(outcomes, chosen, Results(options.out), stop, failed=failed)
 
 
-def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun]) -> list[MatrixRun]:
-    """`runs`, and before them the baselines of their seeds whose models are not here."""
+def that_can_begin(runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
+    """`runs` without those that begin with a checkpoint that is gone, and that no other of them will make: that is said.
+    InputError where none is left."""
+    folders = {run.run_dir for run in runs}
+    begins = {key_of(run): begin_of(run.recipe) for run in runs}
+    gone = {name: path for name, path in begins.items() if path and not path.exists() and path.parent.parent not in folders}
+    if not gone:
+        return list(runs)
+    first = next(iter(gone))
+    told = (
+        f"{', '.join(gone)}: begin with checkpoints such as {gone[first]}, which are not here, and no run that is to be trained "
+        f"makes them; where such a run stands in {results.path} already, its folder has to be here, or both go into another file"
+    )
+    if len(gone) == len(runs):
+        raise InputError(told)
+    print(f"left out: {told}", file=sys.stderr, flush=True)
+    return [run for run in runs if key_of(run) not in gone]
+
+
+def with_baselines(matrix: Matrix, runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
+    """`runs`, and before them the baselines of their seeds whose models are not here. One that the file has as halted would halt
+    again and leave no model, so that is said instead."""
     wanted = [baseline_of(matrix, run) for run in runs]
     again = {one.name: one for one in wanted if one is not None and one not in runs and not one.is_finished()}
+    halted = [name for name, run in again.items() if results.has_halted(run)]
+    for run in map(again.pop, halted):
+        what = f"{key_of(run)} stands in {results.path} as halted, so it is not trained again"
+        print(f"{what}; the runs of its seed are measured without their distance from it", flush=True)
     return [*again.values(), *runs]
 
 
@@ -164,7 +190,9 @@ def time_cells(options: argparse.Namespace) -> int:
     place = f"runs/evidence_timing/{options.scale}/{{cell}}"
     overrides = (*TIMED, f"train.steps={options.steps}", f"log.every={options.steps}")
     matrix = matrix_of(options, overrides, run_dir=place)
-    first = {run.values[CELL]: run for run in reversed(matrix.only(options.only))}
+    # A branch takes as long as the same cell from scratch, and its checkpoint is not here.
+    timed = [run for run in matrix.only(options.only) if begin_of(run.recipe) is None]
+    first = {run.values[CELL]: run for run in reversed(timed)}
     runs = list(reversed(first.values()))
     with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:
         outcomes = run_all(matrix, runs, stop, Ranking(matrix))

@@ -26,11 +26,14 @@ from pretrain.settings.config import flatten, identity_of
 
 BASELINE = "bf16"
 REPEAT = "bf16_again"  # the baseline once more: how far runs of one seed and one setting end apart
+BRANCH = "_branch"  # the end of a cell's name that begins with a checkpoint of the baseline's run of its seed
 # The cells whose equivalence is tested, which was said before any of them ran. All others are estimates.
-TESTED = ("delayed", "current", "block", "delayed_head", "mxfp8")
+_FP8 = ("delayed", "current", "block", "delayed_head", "mxfp8")
+TESTED = (*(f"{cell}{BRANCH}" for cell in _FP8), *_FP8)
 # What a control is held against. It differs from that in one thing.
 CONTROLS = {
     REPEAT: BASELINE,
+    f"{BASELINE}{BRANCH}": BASELINE,
     "bf16_unfused": BASELINE,
     "fp32_weights": BASELINE,
     "bf16_weights": BASELINE,
@@ -39,6 +42,9 @@ CONTROLS = {
     "delayed_kept": "delayed",
     "delayed_bf16_weights": "delayed",
     "mxfp8_down": "mxfp8",
+    f"bf16_weights{BRANCH}": BASELINE,
+    f"delayed_emulated{BRANCH}": f"delayed{BRANCH}",
+    f"mxfp8_down{BRANCH}": f"mxfp8{BRANCH}",
 }
 # Cells of other learning rates, and what each is held against.
 RATES = {
@@ -50,7 +56,8 @@ RATES = {
 }
 IN_ITS_PRECISION = "fp8_config.use_autocast_during_eval"  # the setting by which a run evaluates so
 _KIND = "held_out_loss/"
-_NAMES = ("name", "seed", "run_dir")  # in which runs of a cell, and cells of a training, may differ
+_BEGIN = "train.begin_with"
+_NAMES = ("name", "seed", "run_dir", _BEGIN)  # in which runs of a cell, and cells of a training, may differ
 
 Measure = Callable[[Mapping[str, Any]], float | None]  # a figure of a run in the file; None where it has none
 
@@ -110,7 +117,19 @@ class Scale:
             raise InputError(f"{path}: holds no run of the cell {BASELINE}, which all others are compared with; train it")
         for cell in scale.cells:
             scale._check_alike(cell)
+            scale._check_begin(cell)
         return scale
+
+    def _check_begin(self, cell: str) -> None:
+        """InputError where a run began with a checkpoint that is none of its baseline's: what chance has done to that would count
+        as a cost."""
+        for seed, name in self.cells[cell].items():
+            begin, baseline = self.content["runs"][name].get("began_with"), self.cells[BASELINE].get(seed)
+            if begin and baseline and begin not in self.content["runs"][baseline]["checkpoints"].values():
+                raise InputError(
+                    f"{self.path}: {name} began with a checkpoint that is none of {baseline}'s, which was trained once more "
+                    "since; train both on one machine into one file"
+                )
 
     def _check_alike(self, cell: str) -> None:
         """InputError where seeds of a cell were trained otherwise than its first one: their mean would be of two recipes."""
@@ -126,7 +145,7 @@ class Scale:
     def unlike(self, cell: str) -> str | None:
         """In what else than what it is about a cell was trained otherwise than the baseline, with both values, so that a
         difference is no cost of a precision; None where in nothing."""
-        about = ["seed", *(["optimizer.learning_rate"] if cell in RATES else [])]
+        about = ["seed", _BEGIN, *(["optimizer.learning_rate"] if cell in RATES else [])]
         return describe_unfairness(self.record(BASELINE), self.record(cell), about)
 
     def of_runs(self, key: str) -> dict[str, int]:

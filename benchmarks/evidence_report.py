@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--throughput",
         type=Path,
-        default=Path("benchmarks/results/h200_throughput.json"),
+        default=Path("benchmarks/results/h200_throughput_7_gpus.json"),
         help="whose speeds are taken, by settings",
     )
     options = parser.parse_args(arguments)

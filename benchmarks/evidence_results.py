@@ -17,13 +17,16 @@ from typing import Any
 from benchmarks.collect_runs import figures
 from foundation.errors import InputError
 from foundation.files import FileLock, replace_file
+from foundation.integrity import hash_file
 from foundation.reading import load_object, reason_of
+from pretrain.checkpoint.folders import step_folders
+from pretrain.checkpoint.manifest import MANIFEST
 from pretrain.compare.fairness import in_words, recipe_of
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun
 from pretrain.metrics.run_record import RunRecord, is_evaluation, read_run
 from pretrain.precision.schedule import is_quantized
-from pretrain.settings.config import flatten, resolved
+from pretrain.settings.config import begin_of, flatten, resolved
 from pretrain.settings.recipe import Recipe
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
@@ -118,6 +121,10 @@ class Results:
     def lacking(self, runs: Iterable[MatrixRun]) -> list[MatrixRun]:
         return [run for run in runs if key_of(run) not in self.runs]
 
+    def has_halted(self, run: MatrixRun) -> bool:
+        """Whether the file has `run` as one that came to no end."""
+        return "halted" in self.runs.get(key_of(run), {}).get("summary", {})
+
     def check_fits(self, run: MatrixRun, held_out: str) -> None:
         """InputError where the folder of `run` is of another training, or its text is other text than what the file is of.
         `held_out`: the fingerprint of the text to be measured on."""
@@ -169,16 +176,25 @@ class Results:
         replace_file(self.path, ("{\n " + ",\n ".join(parts) + "\n}\n").encode())
 
 
+def hash_of(checkpoint: Path) -> str:
+    """The SHA-256 of its manifest, which has those of its files. InputError where there is none."""
+    return hash_file(checkpoint / MANIFEST, ["sha256"])["sha256"]
+
+
 def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoints: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from what all share."""
     kept, environment = figures(run.run_dir, settings), record.environment
+    begin = begin_of(run.recipe)
     ended = datetime.fromtimestamp((run.run_dir / "metrics.jsonl").stat().st_mtime, UTC)
-    return {
+    begun = {"first_step": kept["first_step"]} if "first_step" in kept else {}
+    return begun | {
         "cell": run.values[CELL],
         "seed": run.recipe.seed,
         "commit": (environment.get("git") or {}).get("commit"),
         "machine": machine_of(environment),
         "date": ended.strftime("%Y-%m-%d %H:%M"),
+        "began_with": begin and hash_of(begin),
+        "checkpoints": {folder.name: hash_of(folder) for folder in step_folders(run.run_dir / "checkpoints")},
         "settings": kept["settings"],
         "audit": kept["audit"],
         "summary": kept["summary"],

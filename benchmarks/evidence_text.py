@@ -2,7 +2,7 @@
 
     python -m benchmarks.evidence_text --out work/evidence
 
-fetches the packages of `evidence_packages.txt` with pip and writes
+fetches the packages of `evidence_packages.txt` from the index that pip asks and writes
 
 * `code.jsonl` and `prose.jsonl` to train on, `held_out_code.jsonl` and `held_out_prose.jsonl` of packages that are in neither of
   them. Code is source files of many languages, Python without its docstrings; prose is documentation, and those docstrings, a
@@ -17,12 +17,15 @@ Archives that are there are not fetched again.
 from __future__ import annotations
 
 import argparse
+import ast
 import hashlib
+import html
 import json
-import logging
 import platform
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
 import warnings
 from collections import Counter
@@ -33,7 +36,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
+from urllib.parse import unquote, urljoin, urlsplit
 
+import requests
 import xxhash
 from tokenizers import Tokenizer
 
@@ -78,6 +83,11 @@ class Package:
     sha256: str  # of the source archive
     held_out: bool
 
+    @property
+    def normalised(self) -> str:
+        """The name as an index has it: one of its spellings."""
+        return re.sub(r"[-_.]+", "-", self.name).lower()
+
 
 def read_packages(path: Path) -> list[Package]:
     """The packages of a list whose lines are `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`, in its order."""
@@ -88,7 +98,7 @@ def read_packages(path: Path) -> list[Package]:
         if not (match := re.fullmatch(r"(train|held_out)\s+([\w.-]+)==([\w.!+-]+)\s+([0-9a-f]{64})", line)):
             raise InputError(f"{path}, line {number}: not `train NAME==VERSION SHA256` or `held_out NAME==VERSION SHA256`")
         packages.append(Package(match[2], match[3], match[4], held_out=match[1] == "held_out"))
-    names = [re.sub(r"[-_.]+", "-", package.name).lower() for package in packages]
+    names = [package.normalised for package in packages]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"{path}: {twice[0]} stands there twice; name it once")
     return packages
@@ -100,34 +110,56 @@ def read_packages(path: Path) -> list[Package]:
 def fetch(packages: Sequence[Package], folder: Path) -> list[Path]:
     """The source archives of `packages` in `folder`, in their order; those that are not there come from pip's index.
 
-    `pip download` would build each package to learn its dependencies, which runs its code; so pip is only asked where it is.
+    `pip download` would build each package to learn its dependencies, which runs its code. So the index is asked here, by the
+    pages that every index has (https://packaging.python.org/en/latest/specifications/simple-repository-api): on that of a
+    package, the link of a file ends in its SHA-256. InputError where an archive cannot be had.
     """
     found = {hash_file(path, ["sha256"])["sha256"]: path for path in sorted(folder.glob("*.tar.gz"))}
     missing = [package for package in packages if package.sha256 not in found]
-    if not missing:
-        return [found[package.sha256] for package in packages]
-    from pip._internal.commands import create_command  # only here: pip has no interface in Python that it promises to keep
-    from pip._vendor.packaging.specifiers import SpecifierSet
-
-    logging.getLogger("pip").setLevel(logging.ERROR)
-    command = create_command("download", isolated=False)
-    options, _ = command.parse_args(["--no-binary", ":all:"])
-    with command.main_context():
-        session = command.get_default_session(options)
-        finder = command._build_package_finder(options, session)
-        for package in missing:
+    pip = pip_settings() if missing else {}
+    index, certificates = pip.get("index-url", "https://pypi.org/simple").rstrip("/"), pip.get("cert")
+    for package in missing:
+        remedy = f"put its source archive into {folder} yourself, or name another index in PIP_INDEX_URL"
+        page = answer_of(f"{index}/{package.normalised}/", certificates, remedy)
+        link = re.search(rf"""href=["']([^"'#]+)#sha256={package.sha256}["']""", page.text)
+        if link is None:
             wanted = f"{package.name}=={package.version}"
-            best = finder.find_best_candidate(package.name, SpecifierSet(f"=={package.version}")).best_candidate
-            if best is None:
-                raise InputError(f"{wanted}: pip finds no source archive of it; look at `pip config list` for the index it asks")
-            answer = session.get(best.link.url_without_fragment, headers={"Accept-Encoding": "identity"})
-            answer.raise_for_status()
-            if (sha256 := hashlib.sha256(answer.content).hexdigest()) != package.sha256:
-                raise InputError(f"{wanted}: {best.link.filename} has SHA-256 {sha256}, and the list says {package.sha256}")
-            found[sha256] = folder / best.link.filename
-            replace_file(found[sha256], answer.content)
-            say(f"fetched {best.link.filename}, {len(answer.content) / 1e6:.1f} MB")
+            raise InputError(
+                without_password(f"{page.url}: lists no file of SHA-256 {package.sha256}, which {wanted} has; {remedy}")
+            )
+        url = urljoin(page.url, html.unescape(link[1]))
+        name, content = PurePosixPath(unquote(urlsplit(url).path)).name, answer_of(url, certificates, remedy).content
+        if (sha256 := hashlib.sha256(content).hexdigest()) != package.sha256:
+            raise InputError(without_password(f"{url}: has SHA-256 {sha256}, and the list says {package.sha256}; {remedy}"))
+        found[sha256] = folder / name
+        replace_file(found[sha256], content)
+        say(f"fetched {name}, {len(content) / 1e6:.1f} MB")
     return [found[package.sha256] for package in packages]
+
+
+def pip_settings() -> dict[str, str]:
+    """What pip is told by its files and, before them, by the environment, for all of its commands: `index-url`, `cert`, ..."""
+    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False).stdout
+    by_place: dict[str, dict[str, str]] = {"global": {}, ":env:": {}}
+    for place, name, value in re.findall(r"(?m)^(global|:env:)\.([\w-]+)=('.*'|\".*\")$", told):
+        by_place[place][name] = ast.literal_eval(value)
+    return by_place["global"] | by_place[":env:"]
+
+
+def answer_of(url: str, certificates: str | None, remedy: str) -> requests.Response:
+    """`certificates`: a file of those that are believed; None for the usual ones. InputError where there is no answer."""
+    headers = {"Accept": "text/html, */*;q=0.1", "Accept-Encoding": "identity"}  # no archive is unpacked on its way
+    try:
+        answer = requests.get(url, headers=headers, verify=certificates or True, timeout=60)
+        answer.raise_for_status()
+    except OSError as error:
+        raise InputError(without_password(f"{url}: {error}; {remedy}")) from None
+    return answer
+
+
+def without_password(text: str) -> str:
+    """`text` without the names and passwords of its URLs: that of an index may have them."""
+    return re.sub(r"//[^/@\s]+@", "//", text)
 
 
 # Reading

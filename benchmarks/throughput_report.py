@@ -32,7 +32,7 @@ def write(files: Sequence[Path], page: Path, picture: Path) -> None:
     """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
     results = [read(file) for file in files]
     check_place(page, BEGIN, END)
-    draw(results, picture)
+    draw(results, files, picture)
     image = f"![tokens a second by way]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
     tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
     made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
@@ -97,7 +97,9 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
         parts.append(
             f"The machine's limit, every matrix product at its own measured rate and nothing else, in tokens/s: {named}."
         )
-    if side_by_side > 1:
+    if note := result.get("note"):  # by hand
+        parts.append(note)
+    elif side_by_side > 1:
         parts.append(f"{side_by_side} GPUs of one host worked at a time, which lowers clocks, and figures, by 1 to 3 %.")
     return " ".join(parts)
 
@@ -159,18 +161,19 @@ def remarks_on(way: Way) -> list[str]:
 # ── The picture ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def draw(results: Sequence[Mapping[str, Any]], picture: Path) -> None:
+def draw(results: Sequence[Mapping[str, Any]], files: Sequence[Path], picture: Path) -> None:
     """Bars of tokens/s, a panel a result: ours in their precision's colour, others grey, wrong ones hatched, limits as lines."""
     ways = [[way for way in ordered(result) if way["status"] == "ok"] for result in results]
     heights = [0.32 * max(len(each), FEWEST_PLACES) + 1.1 for each in ways]
     figure = new_figure(10, sum(heights) + 0.4)
     panels = figure.subplots(len(results), 1, height_ratios=heights, squeeze=False)[:, 0]
-    for panel, result, each in zip(panels, results, ways, strict=True):
+    for panel, result, file, each in zip(panels, results, files, ways, strict=True):
         draw_bars(panel, each)
         draw_limits(panel, result)
         environment = result["environment"]
         device = environment["gpus"][0] if environment["gpus"] else environment["processor"]
-        panel.set_title(f"{load_settings(result)['name']}\n", loc="left", weight="bold")
+        whole = ", whole documents" if result["packs"].get("whole_documents") else ""
+        panel.set_title(f"{load_settings(result)['name']}{whole} ({file.name})\n", loc="left", weight="bold")
         said = f"tokens a second on one {device}; whiskers from the slowest to the fastest step"
         place = {"xytext": (0, 4), "xycoords": "axes fraction", "textcoords": "offset points"}
         panel.annotate(said, (0, 1), fontsize="small", color=GREY, **place)
@@ -190,7 +193,7 @@ def draw_bars(panel: Axes, ways: Sequence[Way]) -> None:
         mark = f"  {way['verdict']}" if way["verdict"] in (WRONG, LOSES) else ""
         label = panel.text(speed["max"], place, f"  {speed['median']:,.0f}{mark}", va="center", fontsize="small")
         label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})  # over the limits' lines
-    names = [textwrap.fill(f"{way['label']}; {way['weights']} weights", 46) for way in ways]
+    names = [textwrap.fill(f"{way['label']}; {way['weights']} weights", 52) for way in ways]
     panel.set_yticks(range(len(ways)), names, fontsize="small")
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.margins(x=0.16)

@@ -150,6 +150,7 @@ class Bench:
         settings = self.settings
         launch = argparse.Namespace(recipe=settings.recipe, config=settings.configuration, timeout=settings.timeout)
         run = measure_ours([*settings.overrides, *entry.overrides], launch, folder / "run", environment)
+        run["command"] = run["command"].replace(str(folder / "run"), "runs/throughput")  # which is gone when the way has ended
         if run["status"] != 0 or "summary" not in run:
             said = run.get("output", "")
             kind = "timeout" if run["status"] == "timeout" else "failed"

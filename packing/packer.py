@@ -26,7 +26,7 @@ from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
 from packing.part_maker import SAMPLE, PackedPart, PartMaker, content_of
-from packing.parts import FIRST, check_parts, stream_parts, validation_parts
+from packing.parts import FIRST, by_key, check_parts, said_of, stream_parts, validation_parts
 from packing.prepare import check_first_records, holds_packs_of, lock_of, prepare_part
 from packing.settings import DataSettings
 from packing.sources import DatasetSource, FileSource, SourceUnreachable, open_source
@@ -40,18 +40,20 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
 
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used.
     """
-    validation, parts = validation_parts(settings), stream_parts(settings)
-    missing = [part for part in parts.values() if not (part.packs / FIRST).exists()]
+    validation, parts = by_key(validation_parts(settings), "data.validation"), by_key(stream_parts(settings))
+    missing = {key: part for key, part in parts.items() if not (part.packs / FIRST).exists()}
     if missing and (settings.sources or validation):
         check_parts(settings)
-        for part in missing:
-            check_first_records(part)
-    for part in validation.values():
+        for key, part in missing.items():
+            with said_of(key):
+                check_first_records(part)
+    for key, part in validation.items():
         if part.source is not None:
-            prepare_part(part, progress)
-    for part in parts.values():
+            with said_of(key):
+                prepare_part(part, progress)
+    for key, part in parts.items():
         if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
-            with lock_of(settings.packs, progress):
+            with said_of(key), lock_of(settings.packs, progress):
                 if not holds_packs_of(part, part.packs / FIRST, content_of(part)):
                     _make_first(part, settings, progress)
     return settings.packs

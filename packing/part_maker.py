@@ -128,7 +128,9 @@ class PartMaker(ExitStack):
         if start.number == 0:
             check_counts(self.settings, log.counts, masked=log.masked)
         one_file = self.source.identity.get("kind") == "text"
-        settings = self.settings if start.number == 0 else self.settings.model_copy(update={"held_out": 0.0})
+        # What is held out of the text's beginning is so each time that the text is gone through.
+        begins = start.number == 0 or epoch > start.epoch
+        settings = self.settings if begins else self.settings.model_copy(update={"held_out": 0.0})
         return PackedPart(start, epoch, place, Arranged.of(log, settings, one_file=one_file))
 
     def _fill(self, log: PartTokens, place: dict[str, Any]) -> tuple[dict[str, Any], bool]:

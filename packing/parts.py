@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 
@@ -76,6 +78,23 @@ def validation_parts(settings: DataSettings) -> dict[str, DataSettings]:
     return {} if validation is None else training_parts(validation) or {"": validation}
 
 
+def by_key(parts: Mapping[str, DataSettings], of: str = "data") -> dict[str, DataSettings]:
+    """`parts`, by their names as above, by what a message calls the source of each. of: `data` or `data.validation`."""
+    alone = "data.source" if of == "data" else of
+    return {f"{of}.sources ({name})" if name else alone: part for name, part in parts.items()}
+
+
+@contextmanager
+def said_of(key: str) -> Iterator[None]:
+    """A block in which what is said of `data.source` is said of `key` instead, which names the part that is looked at."""
+    try:
+        yield
+    except InputError as error:
+        said = str(error)
+        error.args = (f"{key}: {said.removeprefix('data.source: ')}" if said.startswith("data.source: ") else said,)
+        raise
+
+
 def prepared(settings: DataSettings) -> bool:
     """Whether the packs of every part are there, as far as names tell."""
     training = [part.packs for part in training_parts(settings).values()] or [settings.packs]
@@ -106,11 +125,9 @@ def check_parts(settings: DataSettings) -> None:
             f"{settings.packs}: holds the packs of one source, and `data.sources` names {len(training)}; name another folder in "
             "data.packs"
         )
-    places = {name: f"data.sources ({name})" if name else "data.source" for name in training}
-    opened = [(places[name], _source_of(part, places[name])) for name, part in training.items()]
-    validation = validation_parts(settings)
-    held_places = {name: f"data.validation ({name})" if name else "data.validation" for name in validation}
-    held_out = [(held_places[name], _source_of(part, held_places[name])) for name, part in validation.items()]
+    opened = [(key, _source_of(part, key)) for key, part in by_key(training).items()]
+    validation = by_key(validation_parts(settings), "data.validation")
+    held_out = [(key, _source_of(part, key)) for key, part in validation.items()]
     for (where, source), (held_where, held) in product(opened, held_out):
         if source and held and (shared := _shared(source, held)):
             raise InputError(
@@ -119,14 +136,11 @@ def check_parts(settings: DataSettings) -> None:
             )
 
 
-def _source_of(part: DataSettings, where: str) -> FileSource | DatasetSource | None:
-    """None where packs are there, and have travelled without it. `where`: the key that names it, for what is wrong with it."""
-    try:
+def _source_of(part: DataSettings, key: str) -> FileSource | DatasetSource | None:
+    """None where packs are there, and have travelled without it. `key`: what names it, for what is wrong with it."""
+    with suppress(InputError) if part.packs.exists() else said_of(key):
         return open_source(part) if part.source is not None else None
-    except InputError as error:
-        if part.packs.exists():
-            return None
-        raise InputError(f"{where}: {str(error).removeprefix('data.source: ')}") from None
+    return None
 
 
 def _shared(one: FileSource | DatasetSource, other: FileSource | DatasetSource) -> str | None:

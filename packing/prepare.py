@@ -21,7 +21,7 @@ from packing.arrow import PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
 from packing.manifest import MANIFEST, read_manifest
-from packing.parts import check_parts, training_parts, validation_parts
+from packing.parts import by_key, check_parts, said_of, training_parts, validation_parts
 from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
 from packing.sources import FileSource, open_source
@@ -52,24 +52,28 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
     if settings.stream:
         raise ValueError("the packs of a stream are made by packing.packer")
-    validation = validation_parts(settings)
-    training = list(training_parts(settings).values()) or [settings.model_copy(update={"validation": None})]
-    parts = [part for part in [*training, *validation.values()] if part.source is not None]
-    missing = [part for part in parts if not part.packs.exists()]
+    validation = by_key(validation_parts(settings), "data.validation")
+    training = by_key(training_parts(settings) or {"": settings.model_copy(update={"validation": None})})
+    parts = {key: part for key, part in {**training, **validation}.items() if part.source is not None}
+    missing = {key: part for key, part in parts.items() if not part.packs.exists()}
     if missing and (settings.sources or validation):
         check_parts(settings)
-        for part in missing:
-            check_first_records(part)
-    for part in parts:
-        prepare_part(part, progress)
+        for key, part in missing.items():
+            with said_of(key):
+                check_first_records(part)
+    for key, part in parts.items():
+        with said_of(key):
+            prepare_part(part, progress)
     return settings.packs
 
 
 def check_first_records(settings: DataSettings) -> None:
-    """InputError where the first records cannot be read, before hours go into another source."""
+    """InputError where there are no records or the first cannot be read, before hours go into another source."""
     tokenizer = load_tokenizer(str(settings.tokenizer))
     records = prepared_records(settings, tokenizer)
-    for chunk in islice(open_source(settings).chunks(), 1):
+    if (chunk := next(open_source(settings).chunks(), None)) is None:
+        check_counts(settings, TokenCounts(), masked=False)
+    else:
         read_chunk(chunk, records, settings.on_bad_line == "skip")
 
 

@@ -41,9 +41,10 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
     for kept in filter(run.__contains__, STEPS):
         if not all(value is None or type(value) in (int, float) for value in run[kept]):
             raise TypeError(f"`{kept}` of {name}")
+    first = run.get("first_step", 1)  # later where it began with another run's checkpoint
     steps = [
-        {"step": step, "tokens": step * tokens} | {ours: run[kept][step - 1] for kept, ours in STEPS.items() if kept in run}
-        for step in range(1, len(run["losses"]) + 1)
+        {"step": step, "tokens": step * tokens} | {ours: run[kept][step - first] for kept, ours in STEPS.items() if kept in run}
+        for step in range(first, first + len(run["losses"]))
     ]
     last = {"step": summary["steps"], "held_out_loss": summary.get("held_out_loss")}
     kept = run.get("evaluations", [last] if "held_out_loss" in summary else [])

@@ -32,6 +32,7 @@ from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, StartedRun, command_
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import BEST, Ranking
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.settings.config import begin_of
 
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0
@@ -101,11 +102,14 @@ class _Queue:
             self.screen.say(f"{one.run.name}: {said}")
 
     def start(self) -> None:
-        """Start what waits, as far as there is room for it. One that cannot be started has failed."""
+        """Start what waits and may start, as far as there is room. One that cannot be started has failed."""
         slots = self.matrix.slots
         side_by_side = self.at_once > (slots or 1)
-        while self.waiting and len(self.running) < self.at_once and self.may_start:
-            run = self.waiting.pop(0)
+        while len(self.running) < self.at_once and self.may_start:
+            run = next_of(self.waiting, [one.run for one in self.running])
+            if run is None:
+                return
+            self.waiting.remove(run)
             try:
                 one = StartedRun.start(self.matrix, run, least_busy(slots, self.running), side_by_side=side_by_side)
             except InputError as error:
@@ -138,6 +142,16 @@ class _Queue:
     def signal_all(self, number: signal.Signals) -> None:
         for one in self.running:
             one.signal(number)
+
+
+def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> MatrixRun | None:
+    """The first that may start: all but those that begin with a checkpoint of another run here, which that has still to make."""
+    to_come = {run.run_dir for run in (*waiting, *running)}
+    for run in waiting:
+        begin = begin_of(run.recipe)
+        if begin is None or begin.exists() or begin.parent.parent not in to_come - {run.run_dir}:
+            return run
+    return waiting[0] if waiting and not running else None  # which says what it lacks
 
 
 class Hours:

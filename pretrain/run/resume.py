@@ -26,6 +26,7 @@ from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.run.assembly import Assembly
+from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
 
@@ -41,8 +42,8 @@ class ResumePoint:
 def find_resume_point(
     checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool, *, look_only: bool = False
 ) -> ResumePoint | None:
-    """The checkpoint to continue, `wanted` ("auto" or a path); None where there is none yet. `look_only`: for a plan, which
-    changes nothing on the disk.
+    """The checkpoint to continue, `wanted` ("auto" or a path); where there is none yet that of another run with which the recipe
+    begins (`train.begin_with`), or None. `look_only`: for a plan, which changes nothing on the disk.
 
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
@@ -59,7 +60,14 @@ def find_resume_point(
             raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
     if path is None:
-        return None
+        path, accept_changes = begin_of(job.recipe), True  # another training is what is asked for
+        if path is None:
+            return None
+        if not checkpoints.is_there(path):
+            raise InputError(
+                f"`train.begin_with`: {path}: no such checkpoint; name a step-* folder of another run's `checkpoints`, whose "
+                "`checkpoint.every` and `checkpoint.keep` decide which there are"
+            )
     record = checkpoints.read_state(path)
     check_record(record, path)
     hint = extending_a_decayed_run(path, record, job, checkpoints)

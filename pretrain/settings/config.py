@@ -43,7 +43,7 @@ _NOT_IDENTITY = (
 
 
 # Settings that are newer than checkpoints, which say nothing of them and mean this.
-_MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": []}
+_MEANT_BEFORE = {"model.from_scratch": False, "fp8_config.keep_bf16": [], "train.begin_with": None}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -92,17 +92,27 @@ def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
 
 def run_dir_of(recipe: Recipe) -> Path:
     """The run folder, with the recipe's own values for its {keys}: {name}, {optimizer.learning_rate}, ..."""
+    return Path(filled_in(recipe.run_dir, _fields_of(recipe)))
+
+
+def begin_of(recipe: Recipe) -> Path | None:
+    """The checkpoint of another run with which it begins, {keys} filled in; None where there is none."""
+    begin_with = recipe.train.begin_with
+    return None if begin_with is None else Path(filled_in(begin_with, _fields_of(recipe), "train.begin_with"))
+
+
+def _fields_of(recipe: Recipe) -> dict[str, Any]:
     fields = flatten(resolved(recipe)) | {"precision": schedule.in_a_path(recipe.precision)}
-    return Path(filled_in(recipe.run_dir, {key: value for key, value in fields.items() if key != "run_dir"}))
+    return {key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")}
 
 
-def filled_in(run_dir: str, fields: Mapping[str, Any]) -> str:
-    """`run_dir` with its {fields}, each written as a part of a folder's name.
+def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
+    """`path`, the value of `key`, with its {fields}, each written as a part of a folder's name.
 
     InputError for any other brace, where it is empty, and where a name in it is longer than file systems take.
     """
-    if not run_dir.strip():
-        raise InputError("`run_dir` is empty; name a folder, which the run makes")
+    if not path.strip():
+        raise InputError(f"`{key}` is empty; name a folder{', which the run makes' if key == 'run_dir' else ''}")
 
     def written(found: re.Match[str]) -> str:
         if found[1] in fields:
@@ -111,11 +121,11 @@ def filled_in(run_dir: str, fields: Mapping[str, Any]) -> str:
         known = ", ".join(f"{{{field}}}" for field in list(fields)[:4])
         others = ", and every other key of the recipe" if len(fields) > 4 else ""
         hint = f"did you mean {{{near[0]}}}?" if near else f"known fields: {known}{others}"
-        raise InputError(f"`run_dir`: {shown(run_dir, repr)} cannot be filled in; {hint}")
+        raise InputError(f"`{key}`: {shown(path, repr)} cannot be filled in; {hint}")
 
-    filled = re.sub(r"{(.*?)}|[{}]", written, run_dir)
+    filled = re.sub(r"{(.*?)}|[{}]", written, path)
     if longest := [part for part in filled.split("/") if len(part.encode()) > 255]:
-        raise InputError(f"`run_dir`: {shown(longest[0], repr)} is too long for a folder's name; name fewer keys")
+        raise InputError(f"`{key}`: {shown(longest[0], repr)} is too long for a folder's name; name fewer keys")
     return filled
 
 

@@ -120,6 +120,9 @@ class TrainSettings(Settings):
     steps: PositiveCount | None = None  # optimizer steps
     tokens: PositiveCount | None = None  # rounded up to whole steps
     epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
+    # Another run's checkpoint, a step-* folder, with which a run that has none of its own begins: its weights, moments, step and
+    # place in the text, under this recipe's precision and settings. Keys in braces are filled in, as in `run_dir`.
+    begin_with: PathText | None = None
     # After so many hours of its process, a run saves and ends with the status of SIGUSR1; the same command goes on. null: never.
     max_hours: float | None = Field(None, gt=0)
     # Several processes: seconds for which one may be silent, or behind while the others wait, before all end; null: any time.

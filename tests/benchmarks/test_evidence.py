@@ -177,6 +177,19 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     halted = measure()["runs"]["current-seed1"]
     assert halted["summary"]["halted"] == "it broke" and halted["endpoints"]["final"]["held_out_loss"] is None
     assert Scale.read(out).broken_off("current") == [1] and Scale.read(out).difference("current") is None
+    first = found["runs"]["bf16-seed1"]
+    standing = {
+        "bf16-seed1": first | {"summary": first["summary"] | {"halted": "it broke"}},
+        "bf16-seed2": found["runs"]["bf16-seed2"],
+    }
+    out.write_text(json.dumps(found | {"runs": standing}))
+    elsewhere = load_matrix(matrix_file, [], run_dir=f"{tmp_path}/elsewhere/{{cell}}")  # no folder is here
+    baseline, _, once_more, _ = elsewhere.runs
+    assert evidence.with_baselines(elsewhere, [once_more], Results(out)) == [once_more]
+    assert "bf16-seed1 stands in" in (said := capsys.readouterr().out) and "as halted, so it is not trained again" in said
+    standing["bf16-seed1"] = first
+    out.write_text(json.dumps(found | {"runs": standing}))
+    assert evidence.with_baselines(elsewhere, [once_more], Results(out)) == [baseline, once_more]
     out.write_bytes(kept)
     shutil.rmtree(tmp_path / "runs")  # on another machine
     for change in ("optimizer.learning_rate=0.5", "schedule.warmup=1", "evaluate.packs=5", "train.steps=6", "weights=bf16"):
@@ -190,11 +203,42 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     assert not Results(out).lacking(matrix.runs)
 
 
+def test_a_branch_is_held_against_the_very_run_that_it_left(
+    matrix_file: Path, launcher_here: Callable[..., tuple[int, str, str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    values = yaml.safe_load(matrix_file.read_text())
+    begin = f"{tmp_path}/runs/bf16-seed={{seed}}/checkpoints/step-00000002"
+    branch = {"axes": {"seed": [1]}, "cells": {"current_branch": {"precision": "current", "train.begin_with": begin}}}
+    matrix_file.write_text(yaml.safe_dump(values | {"groups": [{**values["groups"][0], "axes": {"seed": [1]}}, branch]}))
+    out, matrix = tmp_path / "out.json", load_matrix(matrix_file)
+    again = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]
+    assert evidence.main([*again, "--only", "cell=current_branch"]) == 2
+    assert "current_branch-seed1: begin with checkpoints such as" in (said := capsys.readouterr().err) and "not here" in said
+    baseline, branch = matrix.runs
+    assert evidence.that_can_begin([baseline, branch], Results(out)) == [baseline, branch]
+    elsewhere = load_matrix(matrix_file, ["train.begin_with=null"]).runs[:1]
+    assert evidence.that_can_begin([branch, *elsewhere], Results(out)) == [branch, *elsewhere], "the same folder"
+    for run in matrix.runs:
+        assert launcher_here(str(tmp_path / "recipe.yaml"), *run.overrides)[0] == 0
+    assert evidence_endpoints.main([str(matrix_file), "--out", str(out), "--scale", "tiny"], wait=lambda: None) == 0
+    scale = Scale.read(out)
+    baseline, found = (scale.content["runs"][name] for name in ("bf16-seed1", "current_branch-seed1"))
+    assert found["began_with"] == baseline["checkpoints"]["step-00000002"] and baseline["began_with"] is None
+    assert scale.records["current_branch-seed1"].curve("loss")[0].tolist() == [3, 4]
+    assert scale.unlike("current_branch") is None and "train.begin_with" not in scale.settings("current_branch")
+    difference = found["endpoints"]["final"]["held_out_loss"] - baseline["endpoints"]["final"]["held_out_loss"]
+    assert scale.difference("current_branch").mean == pytest.approx(difference) != 0
+    baseline["checkpoints"]["step-00000002"] = "0" * 64  # it was trained once more
+    out.write_text(json.dumps(scale.content))
+    with pytest.raises(InputError, match="current_branch-seed1 began with a checkpoint that is none of bf16-seed1's"):
+        Scale.read(out)
+
+
 def test_baselines_that_are_gone_are_trained_again_where_others_are_compared_with_them(matrix_file: Path):
-    matrix = load_matrix(matrix_file)
+    matrix, results = load_matrix(matrix_file), Results(matrix_file.with_name("none.json"))
     first, second, again, current = matrix.runs
-    assert evidence.with_baselines(matrix, [again, current]) == [first, again, current]
-    assert evidence.with_baselines(matrix, [first, second]) == [first, second]
+    assert evidence.with_baselines(matrix, [again, current], results) == [first, again, current]
+    assert evidence.with_baselines(matrix, [first, second], results) == [first, second]
 
 
 def test_what_waits_for_its_baseline_is_measured_at_the_end_at_the_latest(matrix_file: Path, tmp_path: Path):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
 import random
 import re
 import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -196,19 +200,68 @@ def test_no_package_gives_more_than_its_share(tmp_path: Path, monkeypatch):
     assert counts["code"]["over a package's share"] > 0 and counts["prose"].keys() == {"read"}
 
 
-def test_pip_finds_the_archives_that_are_not_there_and_their_hash_is_checked(
-    packages: tuple[Path, list[Package]], tmp_path: Path, monkeypatch
+class Index(ThreadingHTTPServer):
+    """A package index on this machine: a page a package, and the archives in `folder`. It notes who asked."""
+
+    def __init__(self, folder: Path, packages: list[Package]) -> None:
+        pages = {
+            f"/simple/{each.name}/": f'<a href="../../files/{each.name}-0.9.tar.gz#sha256={"0" * 64}">old</a>\n<a\n'
+            f'href="../../files/{each.name}-1.0.tar.gz?a=1&amp;b=2#sha256={each.sha256}" data-yanked="">{each.name}</a>'
+            for each in packages
+        }
+        self.authorized: set[str | None] = set()
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                path, asked = self.path.partition("?")[0], self.server.authorized
+                asked.add(self.headers["Authorization"])
+                file = folder / path.removeprefix("/files/")
+                content = pages[path].encode() if path in pages else file.read_bytes() if file.is_file() else None
+                self.send_response(200 if content else 404)
+                self.end_headers()
+                self.wfile.write(content or b"")
+
+            def log_message(self, *values: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.place = f"127.0.0.1:{self.server_port}/simple"
+
+
+@pytest.fixture
+def index(packages: tuple[Path, list[Package]]) -> Iterator[Index]:
+    with Index(*packages) as server:
+        (thread := threading.Thread(target=server.serve_forever)).start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def test_archives_that_are_not_there_come_from_pips_index_and_their_hash_is_checked(
+    packages: tuple[Path, list[Package]], index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     folder, listed = packages
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     (archives := tmp_path / "archives").mkdir()
+    (tmp_path / "pip.conf").write_text(f"[global]\nindex-url = http://me:secret@{index.place}/\n")
+    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
+    monkeypatch.delenv("PIP_INDEX_URL", raising=False)
     found = fetch(listed, archives)
     assert [path.read_bytes() for path in found] == [(folder / path.name).read_bytes() for path in found]
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    assert index.authorized == {f"Basic {base64.b64encode(b'me:secret').decode()}"}
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:1/simple")
     assert fetch(listed, archives) == found, "what is there is not fetched"
-    with pytest.raises(InputError, match=r"one==2\.0: pip finds no source archive"):
+    with pytest.raises(InputError, match=r"127\.0\.0\.1:1/simple/one/: .*refused.*; put its source archive into"):
         fetch([Package("one", "2.0", "a" * 64, held_out=False)], archives)
-    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    with pytest.raises(InputError, match=re.escape(f"one-1.0.tar.gz has SHA-256 {listed[0].sha256}, and the list says aaaa")):
-        fetch([Package("one", "1.0", "a" * 64, held_out=False)], archives)
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@{index.place}")
+    for package, says in (
+        (Package("one", "2.0", "a" * 64, held_out=False), f"http://{index.place}/one/: lists no file of SHA-256 aaaa"),
+        (Package("Not_there", "2.0", "a" * 64, held_out=False), f"http://{index.place}/not-there/: 404 Client Error"),
+    ):
+        with pytest.raises(InputError, match=re.escape(says)) as error:
+            fetch([package], archives)
+        assert "secret" not in str(error.value)
+    found[0].unlink()
+    (folder / found[0].name).write_bytes(b"something else")
+    with pytest.raises(InputError, match=rf"one-1\.0\.tar\.gz.*: has SHA-256 .*, and the list says {listed[0].sha256}"):
+        fetch(listed, archives)
+    assert not found[0].exists()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
+from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from pretrain.run.command_line import say_once
@@ -48,3 +50,13 @@ def test_torchrun_finds_the_message_where_it_looks_for_its_processes_last_words(
     speak_as(3, 3, monkeypatch)
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "error.json"))
     assert "traceback : error: no such folder" in str(ChildFailedError("train_accelerate.py", {3: failure}))
+
+
+@pytest.mark.parametrize("status", [2, 3, 138])
+def test_accelerate_launch_makes_one_of_every_status_as_the_docs_say(status: int, tmp_path: Path) -> None:
+    script, config = tmp_path / "ends.py", Path(__file__).parents[2] / "accelerate_configs/cpu.yaml"
+    script.write_text(f"raise SystemExit({status})")
+    with pytest.raises(subprocess.CalledProcessError):  # its traceback, which ends a program with 1
+        launch_command(launch_command_parser().parse_args(["--config_file", str(config), str(script)]))
+    with pytest.raises(SystemExit, match=r"^1$"):
+        launch_command(launch_command_parser().parse_args(["--quiet", "--config_file", str(config), str(script)]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from packing.batch import BatchStream
 from packing.manifest import read_manifest
 from packing.mixture import MixedOrder, MixedPacks, Mixture
 from packing.order import PackOrder
+from packing.packer import prepare_stream
 from packing.parts import check_parts, prepared
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -312,7 +314,7 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     again = {"source": str(folder / ".." / folder.name / "web.jsonl")}
     assert "web.jsonl is also trained on (data.sources (web))" in refused(validation=again, held_out=0.0)
     several = {"sources": [{"source": str(folder / "short.jsonl"), "name": "fresh", "text": "body"}, {"source": again["source"]}]}
-    assert refused(validation=several, held_out=0.0).startswith("data.validation (")
+    assert refused(validation=several, held_out=0.0).startswith("data.validation.sources (")
     twice = {"sources": several["sources"][:1] * 2}
     assert refused(validation=twice, held_out=0.0).startswith("data.validation.sources: two are called fresh")
     links = tmp_path / "all"
@@ -322,6 +324,31 @@ def test_what_cannot_be_used_is_said_before_any_pack_is_made(
     monkeypatch.setattr(sources, "CHUNK_BYTES", 100)
     one = {"sources": None, "source": "org/corpus", "held_out": 0.0, "validation": {"split": "train"}}
     assert "org/corpus (default, train) is also trained on (data.source)" in refused(**one)
+
+
+@pytest.mark.parametrize("content", ["", '{"text": ""}\n{"text": ""}\n'], ids=["no record", "empty records"])
+@pytest.mark.parametrize("streaming", [False, {"disk_gb": 0.001, "window": 1000}], ids=["prepared", "streamed"])
+def test_an_empty_text_is_told_by_the_key_and_the_name_of_its_source(
+    content: str, streaming: Any, values: dict[str, Any], tmp_path: Path, folder: Path
+) -> None:
+    nothing, web, _ = tmp_path / "nothing.jsonl", *values["sources"]
+    nothing.write_text(content)
+    empty, read = {"source": str(nothing), "name": "fresh"}, {"source": str(folder / "code.jsonl"), "text": "body"}
+    common = values | {"held_out": 0.0, "sources": None, "streaming": streaming}
+
+    def refused(**changed: Any) -> str:
+        made = DataSettings(**common | {"packs": tmp_path / str(len(os.listdir(tmp_path))) / "packs"} | changed)
+        with pytest.raises(InputError) as error:
+            (prepare_stream if streaming else prepare)(made, progress=False)
+        return str(error.value)
+
+    said = f": {nothing}: no document with any text"
+    assert refused(source=web["source"], validation={"sources": [read, empty]}).startswith(
+        f"data.validation.sources (fresh){said}"
+    )
+    assert refused(source=web["source"], validation={"source": str(nothing)}).startswith(f"data.validation{said}")
+    assert refused(sources=[web, {**empty, "weight": 0.3}]).startswith(f"data.sources (fresh){said}")
+    assert refused(source=str(nothing)).startswith(f"data.source{said}")
 
 
 @pytest.mark.parametrize(

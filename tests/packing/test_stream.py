@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import re
@@ -204,6 +205,33 @@ def test_an_epoch_has_every_document_once_and_the_next_another_order(values: dic
         assert (order.epoch_of(len(read)), order.epoch_of(len(read) + 1)) == (0.0, 1.0)
     once, again = twice[: len(read)], twice[len(read) :]
     assert once == [pack.input_ids.tobytes() for pack in read] != again and sorted(once) == sorted(again)
+
+
+@pytest.mark.parametrize("window", [3000, 10**6], ids=["a part of the text", "all of it"])
+def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(window: int, values: dict[str, Any], tmp_path: Path):
+    data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window, repeat=True)
+    held_out = open_packs(data, "held_out")
+    of_evaluation = {tuple(document) for index in range(len(held_out)) for document in documents_in(held_out[index])}
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        order, epochs = order_of(packs, 1, seed=1), list[list[bytes]]()
+        trained: set[tuple[int, ...]] = set()
+        for step in itertools.count():
+            packs.reads(order.places_of_step(step))
+            pack = packs[int(order.packs_of_step(step)[0])]
+            if (epoch := int(order.epoch_of(step + 1))) == 3:
+                break
+            epochs += [[]] if epoch == len(epochs) else []
+            epochs[epoch].append(pack.input_ids.tobytes())
+            trained |= {tuple(document) for document in documents_in(pack)}
+    assert of_evaluation and not trained & of_evaluation
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1]
+
+
+def documents_in(pack: Any) -> list[list[int]]:
+    """Pieces of documents that are long enough to be of one only."""
+    pieces = np.split(pack.input_ids, np.cumsum(pack.lengths))[: len(pack.lengths)]
+    return [piece.tolist() for piece in pieces if len(piece) >= 16]
 
 
 def test_text_that_has_changed_is_refused_and_a_mere_copy_of_it_is_not(values: dict[str, Any], tmp_path: Path) -> None:

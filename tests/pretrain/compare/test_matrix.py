@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import yaml
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from pretrain.__main__ import main
-from pretrain.compare.matrix import Hours, run_all, write_report
+from pretrain.compare.matrix import Hours, next_of, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import OTHER_TEXT, Ranking
@@ -157,6 +158,19 @@ def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, capsys):
     assert [outcome.status for outcome in outcomes] == ["finished before", "failed", "failed"], "they trained nothing"
     said = capsys.readouterr().out
     assert said.count("is running still, started by a matrix that has ended") == 2 and "started; its output" not in said
+
+
+def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix):
+    made, begins = matrix({"precision": ["fp32", "bf16"]}).runs
+    checkpoint = made.run_dir / "checkpoints" / "step-00000004"
+    train = begins.recipe.train.model_copy(update={"begin_with": str(checkpoint)})
+    begins = replace(begins, recipe=begins.recipe.model_copy(update={"train": train}))
+    assert next_of([begins, made], []) is made
+    assert next_of([begins], [made]) is None
+    assert next_of([begins], []) is begins, "nothing will make it any more, and it says what it lacks"
+    checkpoint.mkdir(parents=True)
+    assert next_of([begins, made], []) is begins
+    assert next_of([], [made]) is None
 
 
 def test_when_the_hours_are_over_what_runs_is_told_and_nothing_else_is_started(matrix, capsys):
