@@ -200,11 +200,17 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Valu
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
+    called: dict[str, Values] = {}
     for group in settings.groups:
-        if both := [
-            f"cell {name} sets `{key}`" for name, cell in group.cells.items() for key in flatten(cell) if key in group.axes
-        ]:
-            raise InputError(f"{path}: `groups`: {both[0]}, which is an axis of its group; leave it out of one of them")
+        axes = {key for values in _crossed(group.axes) for key in values}
+        for name, cell in group.cells.items():
+            if both := [key for key in flatten(cell) if key in axes]:
+                raise InputError(
+                    f"{path}: `groups`: cell {name} sets `{both[0]}`, which is an axis of its group; leave it out of one of them"
+                )
+            if called.setdefault(name, flatten(cell)) != flatten(cell):
+                two = f"{_described(called[name])} in one group and {_described(flatten(cell))} in another"
+                raise InputError(f"{path}: `groups`: cell {name} is {two}; give them two names")
     grouped = [
         ({CELL: name, **values}, flatten(cell) | values)
         for group in settings.groups
@@ -238,8 +244,8 @@ def _make_run(
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
     except InputError as error:
-        lines = (
-            line.removeprefix("command line, over ").removeprefix(f"{settings.recipe}: ").removeprefix("command line: ")
+        lines = (  # what the recipe itself says wrongly stands under its own name
+            line.removeprefix(f"command line, over {settings.recipe}: ").removeprefix("command line: ")
             for line in str(error).splitlines()
         )
         raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
@@ -274,13 +280,14 @@ def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[s
 
 
 def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
-    computed = {run.name: _computed(run.recipe) for run in runs}
-    for first, second in itertools.combinations(runs, 2):
+    computed = [_computed(run.recipe) for run in runs]
+    for (first, ours), (second, theirs) in itertools.combinations(zip(runs, computed, strict=True), 2):
         both = f"{path}: cells {first.name} and {second.name}"
-        if computed[first.name] == computed[second.name]:
+        if ours == theirs:
             raise InputError(f"{both} are the same run; take one of them out")
         if first.run_dir == second.run_dir:
-            raise InputError(f"{both} would share a run folder; put {{cell}} into the matrix's `run_dir`")
+            remedy = "put {cell} into the matrix's `run_dir`" if first.name != second.name else "give one of them another name"
+            raise InputError(f"{both} would share a run folder; {remedy}")
 
 
 def _computed(recipe: Recipe) -> Values:
