@@ -55,10 +55,11 @@ def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recip
 
 
 def test_prepare_takes_keys_of_a_section_of_the_data(recipe: Path, tmp_path: Path) -> None:
-    corpus = yaml.safe_load(recipe.read_text())["data"]["source"]
-    assert main(["prepare", str(recipe), f"data.validation.source={corpus}", "data.validation.text={title}"]) == 0
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"title": "one two three"}\n')
+    assert main(["prepare", str(recipe), f"data.validation.source={other}", "data.validation.text={title}"]) == 0
     settings = read_manifest(tmp_path / "packs-validation")["settings"]
-    assert (settings["source"], settings["text"]) == (str(corpus), "{title}")
+    assert (settings["source"], settings["text"]) == (str(other), "{title}")
 
 
 def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
