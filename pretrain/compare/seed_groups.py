@@ -19,7 +19,7 @@ from pretrain.compare.comparison import LOSS_KEY, own_speed, signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
-from pretrain.optimizer.schedule import decay_begins
+from pretrain.optimizer.schedule import decay_begins, warmup_steps
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
@@ -329,12 +329,13 @@ def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
 
 
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
-    """Of finished runs that differ in their seed alone; None too where they began with trained weights, whose tokens are not in
-    the count."""
+    """Of finished runs that differ in their seed alone; None too where their rate never stays where it is, and where they began
+    with trained weights, whose tokens are not in the count."""
     if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
         return None
-    first, tokens = base[0], base[0].tokens_per_step
-    steps = first.summary["steps"]
-    begins = decay_begins(recipe_of(first).schedule, steps, tokens)
+    schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]
+    if schedule.kind not in ("wsd", "constant"):
+        return None
+    begins, warm = decay_begins(schedule, steps, tokens), warmup_steps(schedule, tokens)
     curves = [(np.asarray(at) * tokens, losses) for at, losses in (run.held_out_curve() for run in base)]
-    return TokenSlope.before((steps if begins is None else begins) * tokens, curves)
+    return TokenSlope.before((steps if begins is None else begins) * tokens, curves, warm * tokens)
