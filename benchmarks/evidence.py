@@ -14,6 +14,7 @@ Exit status: that of `python -m pretrain matrix`: 0 all are in the file, 1 some 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import subprocess
@@ -97,6 +98,8 @@ def matrix_of(options: argparse.Namespace, overrides: Sequence[str] = (), **chan
 
 def collect(options: argparse.Namespace, began: float, command: str) -> int:
     """Train and measure what is not in the file."""
+    if options.max_hours is not None and not 0 < options.max_hours < math.inf:
+        raise InputError(f"--max-hours {options.max_hours:g}: hours are wanted, above 0")
     seconds = None if options.max_hours is None else options.max_hours * 3600
     training = None if seconds is None else max(seconds - RESERVE - (time.monotonic() - began), LEAST)
     matrix = matrix_of(options, max_hours=None if training is None else training / 3600)

@@ -143,6 +143,8 @@ class SeedComparison:
         names = [group.name for group in groups]
         if unknown := sorted((speedups or {}).keys() - names):
             raise InputError(f"--speedups: no group of runs is called {unknown[0]!r}; they are {', '.join(names)}")
+        if (speedups or {}).get(names[0], 1.0) != 1.0:
+            raise InputError(f"--speedups: {names[0]} is the baseline, whose speed the others are told in; leave it out")
         ended = [run for run in runs if not run.broken_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in ended)
         base, results, left_out = groups[0], [], {}
@@ -295,6 +297,7 @@ def slope_note(slope: TokenSlope, baseline: str) -> str:
 
 def share(value: float) -> str:
     """+0.12 %, with a minus as wide as a plus; more than a thousand-fold is no figure."""
+    value += 0.0  # no difference has no sign
     return UNKNOWN if not abs(value) < 1e3 else f"{100 * value:+.{2 if abs(value) < 0.1 else 0}f} %".replace("-", "−")
 
 

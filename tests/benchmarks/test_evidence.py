@@ -228,6 +228,13 @@ def test_a_file_of_something_else_is_never_written_over(content: dict[str, Any],
     assert "name another file, or move it away" in capsys.readouterr().err and json.loads(out.read_text()) == content
 
 
+@pytest.mark.parametrize("hours", ["0", "-1", "nan"])
+def test_hours_that_are_none_are_refused_before_anything_is_trained(hours: str, matrix_file: Path, tmp_path: Path, capsys):
+    command = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(tmp_path / "out.json"), "--max-hours", hours]
+    assert evidence.main(command) == 2 and f"--max-hours {hours}: hours are wanted" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_where_the_file_cannot_be_written_that_is_said_and_the_rest_goes_on(matrix_file: Path, tmp_path: Path, capsys):
     matrix, results = load_matrix(matrix_file), Results(tmp_path / "none.json")
     measuring = evidence_endpoints.Measuring(matrix, results, scale="", command="", device=torch.device("cpu"))

@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.matrix import main as matrix_main
 from pretrain.compare.matrix_file import load_matrix
-from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.compare.seed_groups import SeedComparison, grouped, share
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import resolved
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -139,10 +139,20 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
     assert found["delayed"][0][8] == f"{0.002 + SLOPE * math.log(1.25):+.4f}".replace("-", "−")
     assert found["nvfp4"][0][8] == f"{0.102 + SLOPE * math.log(2):+.4f}".replace("-", "−")
     assert found["bf16_again"][0][7:9] == ["1.00 ×", "−0.0005"], "its own: it had its machine for itself"
-    for content, named in (("other: 1.5", "no group of runs is called 'other'"), ("delayed: fast", "no factor")):
+    for content, named in (
+        ("other: 1.5", "no group of runs is called 'other'"),
+        ("delayed: fast", "no factor"),
+        ("bf16: 1.5", "bf16 is the baseline"),
+    ):
         (tmp_path / "speeds.yaml").write_text(content)
         assert main([*command, "--speedups", str(tmp_path / "speeds.yaml")]) == 2 and named in capsys.readouterr().err
     assert main([*command, "--margin", "0"]) == 2 and "--margin 0" in capsys.readouterr().err
+    alone = ["report", str(folders[0]), str(folders[3]), "--margin", "0.05", "--out", str(tmp_path / "c.png")]
+    assert main(alone) == 2 and "--margin: is for a comparison over seeds" in capsys.readouterr().err
+
+
+def test_no_difference_has_no_sign():
+    assert share(-0.0) == share(0.0) == "+0.00 %" and share(-0.012) == "−1.20 %"
 
 
 def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path: Path):
