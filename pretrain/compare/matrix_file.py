@@ -72,6 +72,11 @@ class MatrixRun:
     recipe: Recipe
     run_dir: Path
 
+    @property
+    def but_for_seed(self) -> Values:
+        """`values`, which runs of one cell share that differ in their seed alone."""
+        return {key: value for key, value in self.values.items() if key != "seed"}
+
     def value(self, key: str) -> str:
         """What the run has for `key`, set by its cell or not, as a command line gives it."""
         return _text(key, self.values[key] if key in self.values else flatten(resolved(self.recipe)).get(key))
@@ -300,7 +305,7 @@ def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[Matri
     if wanted is None:
         return runs[0]
     found = [run for run in runs if _matches(run.values, flatten(wanted))]
-    if len({tuple((key, str(value)) for key, value in run.values.items() if key != "seed") for run in found}) != 1:
+    if not found or any(run.but_for_seed != found[0].but_for_seed for run in found):
         names = ", ".join(run.name for run in found or runs)
         what = "fits several cells" if found else "is none of the cells"
         raise InputError(f"{path}: `baseline`: {_described(flatten(wanted))} {what}: {names}")
