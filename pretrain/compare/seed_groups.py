@@ -27,6 +27,7 @@ from pretrain.settings.config import flatten, resolved
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
+_MACHINE = ("cpu_cores", "system")  # of environment.json: what speeds depend on where there are no GPUs
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -252,6 +253,14 @@ class SeedComparison:
                     f"{each.group.name} repeats {base}, with its settings and seeds. Single runs differ by "
                     f"{unsigned(floor.root_mean_square)} nats (root mean square of {len(floor.by_seed)}): a floor for all others."
                 )
+        if apart := [
+            each.group.name
+            for each in self.others
+            if each.speedup is None and not _on_one_kind_of_machine(each.group, self.baseline.group)
+        ]:
+            notes.append(
+                f"No speed of {', '.join(apart)}: not all of their runs and of {base}'s were on the same kind of machine."
+            )
         return notes + left_out
 
     def answer(self) -> str:
@@ -326,9 +335,17 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
 
 
 def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
-    """By median tokens/s of the runs, where each had its machine for itself and computed in hardware."""
+    """By median tokens/s of the runs, where each had its machine for itself and computed in hardware, all on one kind of
+    machine: else a machine's speed would pass for a precision's."""
+    if not _on_one_kind_of_machine(group, base):
+        return None
     ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
     return statistics.median(ours) / statistics.median(theirs) if all(ours) and all(theirs) else None
+
+
+def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
+    runs = [run for group in groups for run in group.runs.values()]
+    return len({str([run.environment.get("gpus") or run.environment.get(key) for key in _MACHINE]) for run in runs}) == 1
 
 
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:

@@ -151,6 +151,17 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
     assert main(alone) == 2 and "--margin: is for a comparison over seeds" in capsys.readouterr().err
 
 
+def test_a_speed_on_another_kind_of_machine_is_none(folders: list[Path]):
+    assert SeedComparison.over([read_run(path) for path in folders]).results[1].speedup is not None
+    path = folders[4] / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gpus": ["NVIDIA B200"]}))
+    found = SeedComparison.over([read_run(path) for path in folders])
+    assert [each.speedup is None for each in found.results] == [True, True, True, False]
+    assert any(note.startswith("No speed of delayed: not all of") for note in found.notes())
+    given = SeedComparison.over([read_run(path) for path in folders], speedups={"delayed": 1.2})
+    assert given.results[1].speedup == 1.2 and not any("No speed" in note for note in given.notes())
+
+
 def test_no_difference_has_no_sign():
     assert share(-0.0) == share(0.0) == "+0.00 %" and share(-0.012) == "−1.20 %"
 
