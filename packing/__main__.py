@@ -177,7 +177,9 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
         *parents, name = inside.split(".")
         place = data
         for part in parents:  # as in data.validation.source
-            place = place.setdefault(part, {})
+            if place.get(part) is None:  # not there, or said to be none
+                place[part] = {}
+            place = place[part]
             if not isinstance(place, dict):
                 raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(place, repr)}, not keys of its own")
         place[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)

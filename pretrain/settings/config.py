@@ -182,7 +182,9 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
                     there.pop(name, None)
     *parents, last = key.split(".")
     for part in parents:
-        below = values.setdefault(part, {})
+        if values.get(part) is None:  # not there, or said to be none
+            values[part] = {}
+        below = values[part]
         if not isinstance(below, dict):
             raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {below!r}, not keys of its own")
         values = below

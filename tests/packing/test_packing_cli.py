@@ -57,6 +57,7 @@ def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recip
 def test_prepare_takes_keys_of_a_section_of_the_data(recipe: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text('{"title": "one two three"}\n')
+    recipe.write_text(yaml.safe_dump({"data": yaml.safe_load(recipe.read_text())["data"] | {"validation": None}}))
     assert main(["prepare", str(recipe), f"data.validation.source={other}", "data.validation.text={title}"]) == 0
     settings = read_manifest(tmp_path / "packs-validation")["settings"]
     assert (settings["source"], settings["text"]) == (str(other), "{title}")

@@ -115,6 +115,13 @@ def test_every_mistake_names_its_place_its_key_and_a_remedy(
     assert all(text in str(error.value) for text in said), str(error.value)
 
 
+def test_a_key_of_a_section_that_a_file_says_is_none_can_be_set(tmp_path: Path) -> None:
+    said = yaml.safe_dump(resolved(load_recipe(write(tmp_path, {**SMALLEST, "data": {"packs": "p"}}))))
+    assert "validation: null" in said
+    recipe = load_recipe(write(tmp_path, said), ["data.source=s", "data.tokenizer=t", "data.validation.source=v"])
+    assert str(recipe.data.validation.source) == "v"
+
+
 def test_several_mistakes_are_all_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError) as error:
         load_recipe(write(tmp_path, {"nam": "x", "model": {"sauce": "m"}, "data": {"packs": "p"}}))
