@@ -14,6 +14,7 @@ Exit status: that of `python -m pretrain matrix`: 0 all are in the file, 1 some 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import subprocess
@@ -98,11 +99,15 @@ def matrix_of(options: argparse.Namespace, overrides: Sequence[str] = (), **chan
 
 def collect(options: argparse.Namespace, began: float, command: str) -> int:
     """Train and measure what is not in the file."""
+    if options.max_hours is not None and not 0 < options.max_hours < math.inf:
+        raise InputError(f"--max-hours {options.max_hours:g}: hours are wanted, above 0")
     seconds = None if options.max_hours is None else options.max_hours * 3600
     training = None if seconds is None else max(seconds - RESERVE - (time.monotonic() - began), LEAST)
     matrix = matrix_of(options, max_hours=None if training is None else training / 3600)
     chosen, results = matrix.only(options.only), Results(options.out)
     results.check(matrix, options.scale)
+    if unkept := [run.name for run in chosen if not run.recipe.checkpoint.at_end]:
+        raise InputError(f"{unkept[0]}: `checkpoint.at_end: false` leaves no model behind that could be measured; leave it out")
     runs = results.lacking(chosen)
     print(f"{len(chosen) - len(runs)} of {len(chosen)} runs stand in {options.out}", flush=True)
     if not runs:
@@ -179,6 +184,11 @@ def told(outcomes: Sequence[Outcome], chosen: Sequence[MatrixRun], results: Resu
     print(f"{len(chosen) - len(missing)} of {len(chosen)} runs stand in {results.path}", flush=True)
     if stop.requested:
         return 128 + stop.requested
+    if gone := [run.name for run in missing if run.is_finished() and not (run.run_dir / "final" / "config.json").is_file()]:
+        print(
+            f"finished, and without a model in `final`: {', '.join(gone)}; remove their folders to train again", file=sys.stderr
+        )
+        failed = True
     if failed or any(each.status in ("failed", "halted") for each in outcomes):
         return 1
     return TIME_IS_UP_STATUS if missing else 0

@@ -106,11 +106,13 @@ class Scale:
         records = {record.name: record for record in read_kept(path)}
         try:
             scale = cls(path, content, records)
+            figures = (final_loss, loss_before_decay, trained_loss, last_word_accuracy, divergence)
             for name, run in content["runs"].items():
-                for measure in (final_loss, loss_before_decay, trained_loss, last_word_accuracy, divergence):
+                for measure in (*figures, *(map(loss_of_kind, scale.kinds) if BASELINE in scale.cells else ())):
                     if type(measure(run)) not in (int, float, type(None)):
                         raise TypeError(f"{measure.__name__} of {name}")
-            _ = scale.cells, scale.between, [content[key] for key in ("scale", "parameters", "tokens", "command")]
+            _ = "".join(scale.cells), sum([*scale.between, content["parameters"], content["tokens"]])
+            _ = content["scale"], content["command"]
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(f"{path}: not as `benchmarks.evidence` makes it, at {error}; make it again") from None
         if BASELINE not in scale.cells:
@@ -204,6 +206,9 @@ class Scale:
         return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
 
     def mean(self, cell: str, measure: Measure) -> float | None:
+        """None too for a cell, other than the baseline, of which a run broke off: see `difference`."""
+        if cell != BASELINE and self.broken_off(cell):
+            return None
         values = self.values(cell, measure)
         return statistics.fmean(values.values()) if values else None
 

@@ -172,7 +172,7 @@ def mean_of(scale: Scale, cell: str, measure: Measure, row: SeedDifference | Non
 def divergence_ratio(scale: Scale, cell: str) -> str:
     """KL from the baseline of its seed, over that between baselines of two seeds."""
     own = scale.mean(cell, divergence)
-    return UNKNOWN if own is None or not scale.between else f"{own / statistics.fmean(scale.between):.2f}"
+    return UNKNOWN if own is None or not any(scale.between) else f"{own / statistics.fmean(scale.between):.2f}"
 
 
 def kinds_table(scale: Scale) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -92,12 +93,15 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
         return key, f"`{key}` is required and missing", ""
     if item["type"] == "invalid_key":
         return key, f"unknown key `{key}`, which is no text; keys are words", ""
-    message = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ").removeprefix("String should ")
+    message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
     message = message.partition(", unable to parse")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
+    _, should, after = message.partition(" should ")  # as in "Input should be ...", "String should match pattern ..."
+    message = re.sub(r" after validation, not \d+$", "", after if should else message)
+    verb = "" if should and not message.startswith("be ") else "be "
     got = "a mapping" if isinstance(item["input"], dict) else shown(item["input"], repr)
-    return key, f"`{key}` is {got}; it should be ", message
+    return key, f"`{key}` is {got}; it should {verb}", message.removeprefix("be ")
 
 
 def first_mistake(error: ValidationError) -> str:

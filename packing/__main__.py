@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.settings import Settings, load_with_bases, parse, value_from_text
+from foundation.settings import Settings, load_with_bases, parse, shown, value_from_text
 from packing.settings import DataSettings
 
 
@@ -171,15 +171,28 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
     given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
     given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
     for key, value in given.items():
-        section, _, name = key.rpartition(".")
-        if section != "data":
+        section, _, inside = key.partition(".")
+        if section != "data" or not inside:
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
-        data[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)
+        *parents, name = inside.split(".")
+        place = data
+        for part in parents:  # as in data.validation.source
+            if place.get(part) is None:  # not there, or said to be none
+                place[part] = {}
+            place = place[part]
+            if not isinstance(place, dict):
+                raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(place, repr)}, not keys of its own")
+        place[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)
     if "packs" not in data:
         raise InputError(
             "command line: nothing says where the packs go; give a recipe with a data section, or --source, --tokenizer and --out"
         )
-    return parse(_Recipe, {"data": data}, lambda key: files[0] if files and key not in given else "command line").data
+
+    def origin(key: str) -> str:
+        here = any(key == each or key.startswith(f"{each}.") for each in given)
+        return "command line" if here or not files else files[0]
+
+    return parse(_Recipe, {"data": data}, origin).data
 
 
 def _inspect(options: argparse.Namespace) -> None:

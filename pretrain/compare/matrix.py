@@ -207,7 +207,10 @@ def write_report(matrix: Matrix) -> str:
     finished = [run.run_dir for run in matrix.runs if run.is_finished()]
     if not finished:
         return "No cell is finished, so there is nothing to report yet."
-    baseline = matrix.baseline.run_dir if matrix.baseline.run_dir in finished else finished[0]
+    # Another seed of the baseline's cell, where its own came to no end: all of the cell's are what others are held against.
+    seeds = [run.run_dir for run in matrix.runs if run.but_for_seed == matrix.baseline.but_for_seed]
+    own = [folder for folder in [matrix.baseline.run_dir, *seeds] if folder in finished]
+    baseline = next(iter(own or finished))
     halted = {run.run_dir for run in matrix.runs if run.run_dir not in finished and run.has_halted()}
     ended = [run.run_dir for run in matrix.runs if run.run_dir in halted or run.run_dir in finished]
     name = matrix.folder / matrix.settings.name
@@ -215,6 +218,8 @@ def write_report(matrix: Matrix) -> str:
     endings = {"out": "png", "tables_file": "md", "page": "html"}
     files = {what: name.with_name(f"{name.name}.{ending}") for what, ending in endings.items()}
     text = report.write(ended, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
+    if not own:
+        text += f"\nThe baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place."
     missing = len(matrix.runs) - len(ended)
     return text + (f"\n{missing} of {len(matrix.runs)} cells are not finished and not in it." if missing else "")
 

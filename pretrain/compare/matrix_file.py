@@ -72,6 +72,11 @@ class MatrixRun:
     recipe: Recipe
     run_dir: Path
 
+    @property
+    def but_for_seed(self) -> Values:
+        """`values`, which runs of one cell share that differ in their seed alone."""
+        return {key: value for key, value in self.values.items() if key != "seed"}
+
     def value(self, key: str) -> str:
         """What the run has for `key`, set by its cell or not, as a command line gives it."""
         return _text(key, self.values[key] if key in self.values else flatten(resolved(self.recipe)).get(key))
@@ -200,11 +205,17 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Valu
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
+    called: dict[str, Values] = {}
     for group in settings.groups:
-        if both := [
-            f"cell {name} sets `{key}`" for name, cell in group.cells.items() for key in flatten(cell) if key in group.axes
-        ]:
-            raise InputError(f"{path}: `groups`: {both[0]}, which is an axis of its group; leave it out of one of them")
+        axes = {key for values in _crossed(group.axes) for key in values}
+        for name, cell in group.cells.items():
+            if both := [key for key in flatten(cell) if key in axes]:
+                raise InputError(
+                    f"{path}: `groups`: cell {name} sets `{both[0]}`, which is an axis of its group; leave it out of one of them"
+                )
+            if called.setdefault(name, flatten(cell)) != flatten(cell):
+                two = f"{_described(called[name])} in one group and {_described(flatten(cell))} in another"
+                raise InputError(f"{path}: `groups`: cell {name} is {two}; give them two names")
     grouped = [
         ({CELL: name, **values}, flatten(cell) | values)
         for group in settings.groups
@@ -238,8 +249,8 @@ def _make_run(
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
     except InputError as error:
-        lines = (
-            line.removeprefix("command line, over ").removeprefix(f"{settings.recipe}: ").removeprefix("command line: ")
+        lines = (  # what the recipe itself says wrongly stands under its own name
+            line.removeprefix(f"command line, over {settings.recipe}: ").removeprefix("command line: ")
             for line in str(error).splitlines()
         )
         raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
@@ -274,13 +285,14 @@ def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[s
 
 
 def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:
-    computed = {run.name: _computed(run.recipe) for run in runs}
-    for first, second in itertools.combinations(runs, 2):
+    computed = [_computed(run.recipe) for run in runs]
+    for (first, ours), (second, theirs) in itertools.combinations(zip(runs, computed, strict=True), 2):
         both = f"{path}: cells {first.name} and {second.name}"
-        if computed[first.name] == computed[second.name]:
+        if ours == theirs:
             raise InputError(f"{both} are the same run; take one of them out")
         if first.run_dir == second.run_dir:
-            raise InputError(f"{both} would share a run folder; put {{cell}} into the matrix's `run_dir`")
+            remedy = "put {cell} into the matrix's `run_dir`" if first.name != second.name else "give one of them another name"
+            raise InputError(f"{both} would share a run folder; {remedy}")
 
 
 def _computed(recipe: Recipe) -> Values:
@@ -293,7 +305,7 @@ def _find_baseline(path: str | Path, wanted: Values | None, runs: Sequence[Matri
     if wanted is None:
         return runs[0]
     found = [run for run in runs if _matches(run.values, flatten(wanted))]
-    if len({tuple((key, str(value)) for key, value in run.values.items() if key != "seed") for run in found}) != 1:
+    if not found or any(run.but_for_seed != found[0].but_for_seed for run in found):
         names = ", ".join(run.name for run in found or runs)
         what = "fits several cells" if found else "is none of the cells"
         raise InputError(f"{path}: `baseline`: {_described(flatten(wanted))} {what}: {names}")

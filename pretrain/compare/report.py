@@ -146,7 +146,7 @@ def write(
     page: Path | None = None,
     vary: Sequence[str] = (),
     leave_out_unfair: bool = False,
-    margin: float = MARGIN,
+    margin: float | None = None,
     speedups: Mapping[str, float] | None = None,
 ) -> str:
     """Draw the runs into the PNG `out`, write the tables to the Markdown file `tables_file`, and return what to print.
@@ -183,7 +183,7 @@ def write(
 
 
 def over_seeds(
-    runs: Sequence[RunRecord], vary: Sequence[str], margin: float, speedups: Mapping[str, float] | None
+    runs: Sequence[RunRecord], vary: Sequence[str], margin: float | None, speedups: Mapping[str, float] | None
 ) -> SeedComparison | None:
     """The comparison over seeds, where the baseline was trained with several; else None.
 
@@ -192,9 +192,10 @@ def over_seeds(
     groups = grouped(runs)
     several = len(groups[0].runs) > 1
     check_comparable(runs, [*vary, "seed"] if several and groups[1:] else vary)
-    if speedups and not several:
-        raise InputError("--speedups: the baseline has one seed alone, and speeds are told to a comparison over seeds")
-    return SeedComparison.over(runs, margin=margin, speedups=speedups)
+    told = [option for option, value in (("--speedups", speedups), ("--margin", margin)) if value is not None]
+    if told and not several:
+        raise InputError(f"{told[0]}: is for a comparison over seeds, and the baseline has one seed alone; leave it out")
+    return SeedComparison.over(runs, margin=MARGIN if margin is None else margin, speedups=speedups)
 
 
 def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> list[str]:
@@ -250,9 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--margin",
         type=float,
-        default=100 * MARGIN,
         metavar="PERCENT",
-        help="over seeds: of the baseline's loss, within which a difference counts as none (default: %(default)g)",
+        help=f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})",
     )
     parser.add_argument(
         "--speedups",
@@ -267,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out and options.out.suffix == ".md":
         options.out, options.markdown = options.out.with_suffix(".png"), options.markdown or options.out
     published = read_published(options.published) if options.published else None
-    margin, speedups = options.margin / 100, read_speedups(options.speedups) if options.speedups else None
+    margin = None if options.margin is None else options.margin / 100
+    speedups = read_speedups(options.speedups) if options.speedups else None
     tolerance = TOLERANCE if options.gate is None else options.gate
 
     def make(every: float | None = None) -> tuple[RunComparison, SeedComparison | None]:
@@ -307,7 +308,7 @@ def _check(options: argparse.Namespace, page: Path | None) -> None:
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
     if options.published and not page:
         raise InputError("--published stands in the page alone: add --out report.html")
-    if not 0 < options.margin < 100:
+    if options.margin is not None and not 0 < options.margin < 100:
         raise InputError(f"--margin {options.margin:g}: per cent of the baseline's loss are wanted, above 0 and below 100")
     if options.gate is not None and not options.gate >= 0:
         raise InputError(f"--gate {options.gate:g}: nats a token are wanted, 0 or more")

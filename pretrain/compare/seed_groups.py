@@ -19,7 +19,7 @@ from pretrain.compare.comparison import LOSS_KEY, own_speed, signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
-from pretrain.optimizer.schedule import decay_begins
+from pretrain.optimizer.schedule import decay_begins, warmup_steps
 from pretrain.precision.schedule import is_quantized
 from pretrain.settings.config import flatten, resolved
 
@@ -27,6 +27,7 @@ from pretrain.settings.config import flatten, resolved
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
+_MACHINE = ("cpu_cores", "system")  # of environment.json: what speeds depend on where there are no GPUs
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -143,6 +144,8 @@ class SeedComparison:
         names = [group.name for group in groups]
         if unknown := sorted((speedups or {}).keys() - names):
             raise InputError(f"--speedups: no group of runs is called {unknown[0]!r}; they are {', '.join(names)}")
+        if (speedups or {}).get(names[0], 1.0) != 1.0:
+            raise InputError(f"--speedups: {names[0]} is the baseline, whose speed the others are told in; leave it out")
         ended = [run for run in runs if not run.broken_off and not run.is_unfinished]
         held_out = all("held_out_loss" in run.summary for run in ended)
         base, results, left_out = groups[0], [], {}
@@ -250,6 +253,14 @@ class SeedComparison:
                     f"{each.group.name} repeats {base}, with its settings and seeds. Single runs differ by "
                     f"{unsigned(floor.root_mean_square)} nats (root mean square of {len(floor.by_seed)}): a floor for all others."
                 )
+        if apart := [
+            each.group.name
+            for each in self.others
+            if each.speedup is None and not _on_one_kind_of_machine(each.group, self.baseline.group)
+        ]:
+            notes.append(
+                f"No speed of {', '.join(apart)}: not all of their runs and of {base}'s were on the same kind of machine."
+            )
         return notes + left_out
 
     def answer(self) -> str:
@@ -295,6 +306,7 @@ def slope_note(slope: TokenSlope, baseline: str) -> str:
 
 def share(value: float) -> str:
     """+0.12 %, with a minus as wide as a plus; more than a thousand-fold is no figure."""
+    value += 0.0  # no difference has no sign
     return UNKNOWN if not abs(value) < 1e3 else f"{100 * value:+.{2 if abs(value) < 0.1 else 0}f} %".replace("-", "−")
 
 
@@ -323,18 +335,27 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
 
 
 def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
-    """By median tokens/s of the runs, where each had its machine for itself and computed in hardware."""
+    """By median tokens/s of the runs, where each had its machine for itself and computed in hardware, all on one kind of
+    machine: else a machine's speed would pass for a precision's."""
+    if not _on_one_kind_of_machine(group, base):
+        return None
     ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
     return statistics.median(ours) / statistics.median(theirs) if all(ours) and all(theirs) else None
 
 
+def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
+    runs = [run for group in groups for run in group.runs.values()]
+    return len({str([run.environment.get("gpus") or run.environment.get(key) for key in _MACHINE]) for run in runs}) == 1
+
+
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:
-    """Of finished runs that differ in their seed alone; None too where they began with trained weights, whose tokens are not in
-    the count."""
+    """Of finished runs that differ in their seed alone; None too where their rate never stays where it is, and where they began
+    with trained weights, whose tokens are not in the count."""
     if not base or not base[0].tokens_per_step or recipe_of(base[0]).model.weights_source:
         return None
-    first, tokens = base[0], base[0].tokens_per_step
-    steps = first.summary["steps"]
-    begins = decay_begins(recipe_of(first).schedule, steps, tokens)
+    schedule, tokens, steps = recipe_of(base[0]).schedule, base[0].tokens_per_step, base[0].summary["steps"]
+    if schedule.kind not in ("wsd", "constant"):
+        return None
+    begins, warm = decay_begins(schedule, steps, tokens), warmup_steps(schedule, tokens)
     curves = [(np.asarray(at) * tokens, losses) for at, losses in (run.held_out_curve() for run in base)]
-    return TokenSlope.before((steps if begins is None else begins) * tokens, curves)
+    return TokenSlope.before((steps if begins is None else begins) * tokens, curves, warm * tokens)

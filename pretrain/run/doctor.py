@@ -80,7 +80,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "python -m pretrain doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--recipe", type=Path, help="whose layers are tried; default: Qwen3-1.7B's on a GPU, tiny ones on a CPU")
-    parser.add_argument("--tokens", type=int, help="of a timed forward and backward")
+    parser.add_argument("--tokens", type=int, help="of a timed forward and backward, at least: in whole packs, two or more")
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     parser.add_argument("--full", action="store_true", help="operands bit for bit, parity, resuming, ten steps too; writes --out")

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from foundation.reading import reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
@@ -82,7 +83,10 @@ def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
     saved = SavedModel.open(source, dtype)
     tokenizer, without = tokenizer_of(saved.recipe)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{out}: {out.parent} cannot be made: {reason_of(error)}; name another folder") from None
     model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
     joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
     return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"

@@ -74,7 +74,7 @@ def find_resume_point(
     try:
         changes = check_same_training(record, job.identity, path, accept_changes)
     except InputError as error:
-        raise InputError(f"{error}\n{hint}") from None if hint else error
+        raise InputError("\n".join(filter(None, [str(error), hint]))) from None
     notes = [f"the recipe has changed: {change}" for change in changes]
     notes += filter(None, [precision_has_moved(record, job)])
     return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)

@@ -54,13 +54,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     chain = load_with_bases(path)
     values: dict[str, Any] = {}
     for _, own in chain:
-        values = _over(values, own)
+        values = _over(values, copy.deepcopy(own))  # the command line changes what comes of it, and not what a file says
     overridden = [_parse_override(text) for text in overrides]
     for key, value in overridden:
         _set(values, key, value)
 
     def origin(key: str) -> str:
-        from_command_line = any(key == k or key.startswith(f"{k}.") for k, _ in overridden)
+        named = [k for k, _ in overridden]
+        from_command_line = any(key == k or key.startswith(f"{k}.") for k in named)
+        # A section that no file has, and one of whose keys the command line sets.
+        from_command_line |= any(k.startswith(f"{key}.") for k in named) and not any(_says(own, key) for _, own in chain)
         return f"command line, over {path}" if from_command_line else str(_file_of(key, chain))
 
     return parse(Recipe, values, origin)
@@ -78,6 +81,15 @@ def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         there = values.get(key)
         values[key] = {**there, **value} if isinstance(there, dict) and isinstance(value, dict) else value
     return values
+
+
+def _says(own: Any, key: str) -> bool:
+    """Whether a file sets `key`, or something in it."""
+    for part in key.split("."):
+        if not isinstance(own, dict) or part not in own:
+            return False
+        own = own[part]
+    return True
 
 
 def _file_of(key: str, chain: Sequence[tuple[Path, dict[str, Any]]]) -> Path:
@@ -180,7 +192,9 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
                     there.pop(name, None)
     *parents, last = key.split(".")
     for part in parents:
-        below = values.setdefault(part, {})
+        if values.get(part) is None:  # not there, or said to be none
+            values[part] = {}
+        below = values[part]
         if not isinstance(below, dict):
             raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {below!r}, not keys of its own")
         values = below

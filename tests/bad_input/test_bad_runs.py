@@ -65,7 +65,7 @@ def test_a_checkpoint_of_another_recipe_is_continued_only_if_that_is_accepted(ch
     message = refusal("optimizer.learning_rate=0.02", "train.steps=10")
     assert f"{checkpoints / 'step-00000008'}: the checkpoint was made by another recipe:" in message
     assert "optimizer.learning_rate: saved 0.01, now 0.02" in message and "train.steps: saved 8, now 10" in message
-    assert "another `run_dir`" in message and "--accept-changes" in message
+    assert "another `run_dir`" in message and "--accept-changes" in message and "None" not in message
 
     continued = launch("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes")
     assert continued.status == 0

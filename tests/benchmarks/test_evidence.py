@@ -26,6 +26,8 @@ from benchmarks.evidence_results import Results, check_named, key_of
 from foundation.errors import InputError
 from pretrain.compare.matrix_file import Matrix, load_matrix
 from pretrain.metrics.run_record import read_run
+from pretrain.settings.config import resolved
+from tests.pretrain.compare.made_runs import make_run
 
 ROOT = Path(__file__).parents[2]
 KINDS = ("code", "prose")
@@ -270,6 +272,26 @@ def test_a_file_of_something_else_is_never_written_over(content: dict[str, Any],
     out.write_text(json.dumps(content))
     assert evidence.main(["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]) == 2
     assert "name another file, or move it away" in capsys.readouterr().err and json.loads(out.read_text()) == content
+
+
+def test_a_run_that_keeps_no_model_is_refused_and_one_whose_model_is_gone_is_named(matrix_file: Path, tmp_path: Path, capsys):
+    command = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(tmp_path / "out.json")]
+    assert evidence.main([*command, "checkpoint.at_end=false"]) == 2
+    assert "`checkpoint.at_end: false` leaves no model behind" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+    matrix, stop = load_matrix(matrix_file), SimpleNamespace(requested=0)
+    make_run(matrix.runs[0].run_dir, [3.0] * 4)
+    (matrix.runs[0].run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(matrix.runs[0].recipe)))
+    (matrix.runs[0].run_dir / "summary.json").write_text("{}")
+    assert evidence.told([], matrix.runs[:1], Results(tmp_path / "none.json"), stop, failed=False) == 1
+    assert f"without a model in `final`: {matrix.runs[0].name}; remove" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hours", ["0", "-1", "nan"])
+def test_hours_that_are_none_are_refused_before_anything_is_trained(hours: str, matrix_file: Path, tmp_path: Path, capsys):
+    command = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(tmp_path / "out.json"), "--max-hours", hours]
+    assert evidence.main(command) == 2 and f"--max-hours {hours}: hours are wanted" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
 
 
 def test_where_the_file_cannot_be_written_that_is_said_and_the_rest_goes_on(matrix_file: Path, tmp_path: Path, capsys):

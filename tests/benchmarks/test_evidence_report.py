@@ -95,6 +95,7 @@ def test_missing_seeds_and_runs_that_broke_off_are_said(made: str):
     mxfp4, current = found["mxfp4"], found["current"]
     assert (mxfp4["seeds"], mxfp4["± 95 %"], mxfp4["verdict"], mxfp4["KL"]) == ("2", "–", "2 seeds: no interval", "–")
     assert (current["seeds"], current["after decay"], current["verdict"]) == ("4", "–", "broke off: 1 run of 4"), "no mean"
+    assert current["KL"] == current["last word"] == "–", "of anything"
 
 
 def test_rates_and_controls_stand_apart_each_against_what_it_differs_from(made: str):
@@ -206,6 +207,8 @@ def test_files_that_are_something_else_are_refused_with_what_to_do(files: list[P
             {"runs": {key: run | {"endpoints": {}} for key, run in content["runs"].items()}},
             "not as `benchmarks.evidence` makes it",
         ),
+        ({"between_baseline_seeds": [{"seeds": [1, 2], "kl": "x"}]}, "not as `benchmarks.evidence` makes it"),
+        ({"parameters": "many"}, "not as `benchmarks.evidence` makes it"),
     ):
         other = tmp_path / "other.json"
         other.write_text(json.dumps(content | change))

@@ -54,6 +54,15 @@ def test_prepare_takes_the_data_section_of_a_recipe_that_builds_on_another(recip
     assert (settings["length"], settings["seed"]) == (64, 7)
 
 
+def test_prepare_takes_keys_of_a_section_of_the_data(recipe: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"title": "one two three"}\n')
+    recipe.write_text(yaml.safe_dump({"data": yaml.safe_load(recipe.read_text())["data"] | {"validation": None}}))
+    assert main(["prepare", str(recipe), f"data.validation.source={other}", "data.validation.text={title}"]) == 0
+    settings = read_manifest(tmp_path / "packs-validation")["settings"]
+    assert (settings["source"], settings["text"]) == (str(other), "{title}")
+
+
 def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
     assert main(["prepare", str(recipe), "data.text={title}: {text}", "data.shuffle=false"]) == 0
     data = yaml.safe_load(recipe.read_text())["data"]
@@ -67,6 +76,11 @@ def test_flags_say_what_a_recipe_says(recipe: Path, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["data.lenght=64"], "unknown key `data.lenght`; did you mean `data.length`?"),
+        (
+            ["data.validation.sauce=x"],
+            "command line: unknown key `data.validation.sauce`; did you mean `data.validation.source`?",
+        ),
+        (["data.length.of=3"], "command line: `data.length.of` cannot be set: `length` holds 128, not keys of its own"),
         (["data.length=many"], "`data.length` is 'many'"),
         (["data.source=/nowhere.jsonl"], "data.source: /nowhere.jsonl: no such file or folder"),
         (["--seed", str(2**64)], f"command line: `data.seed`: too large; the most that a count can be is {2**63 - 1}"),

@@ -273,6 +273,20 @@ def test_a_cell_of_which_a_seed_was_halted_has_no_mean_of_the_others(matrix):
     assert "broke off: 1 run of 4: bf16" in said and "are not finished" not in said
 
 
+def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
+    found = matrix({"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]})
+    for cell in found.runs[1:]:
+        leave_behind(cell, 2.0)
+        (cell.run_dir / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+    said = write_report(found)
+    assert said.startswith("Against fp32 over 3 seeds") and "stands in its place" not in said
+    for cell in found.runs[2::2]:
+        (cell.run_dir / "summary.json").unlink()
+    said = write_report(found)
+    assert said.startswith("bf16 over 4 seeds")
+    assert "The baseline seed=1-fp32 is not finished: seed=1-bf16 stands in its place." in said
+
+
 def test_no_axis_of_the_matrix_leaves_a_cell_out_of_the_report(matrix):
     found = matrix({"optimizer.learning_rate": [0.01, 0.02], "weights": ["fp32", "bf16"]})
     for cell in found.runs:

@@ -157,7 +157,26 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
             {"groups": [{"axes": {"seed": [1]}, "cells": {"x": {"seed": 2}}}]},
             r"`groups`: cell x sets `seed`, which is an axis of",
         ),
+        (
+            {"groups": [{"axes": {"optimizer": [{"clip": 1.0}]}, "cells": {"x": {"optimizer.clip": 2.0}}}]},
+            r"`groups`: cell x sets `optimizer\.clip`, which is an axis of",
+        ),
+        (
+            {
+                "groups": [
+                    {"axes": {"seed": [1]}, "cells": {"x": {"weights": "fp32"}}},
+                    {"axes": {"seed": [2]}, "cells": {"x": {"weights": "bf16"}}},
+                ]
+            },
+            r"cell x is \{weights: fp32\} in one group and \{weights: bf16\} in another; give them two names",
+        ),
+        (
+            {"groups": [{"cells": {"a b": {"weights": "fp32"}, "a_b": {"weights": "bf16"}}}]},
+            r"cells a_b and a_b would share a run folder; give one of them another name",
+        ),
         ({"groups": [{"axes": {"seed": [1]}}]}, r"m\.yaml: `groups\.0\.cells` is required and missing"),
+        ({"groups": [{"cells": {}}]}, r"m\.yaml: `groups\.0\.cells` is a mapping; it should have at least 1 item$"),
+        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
         ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),

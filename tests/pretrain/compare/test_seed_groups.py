@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.matrix import main as matrix_main
 from pretrain.compare.matrix_file import load_matrix
-from pretrain.compare.seed_groups import SeedComparison, grouped
+from pretrain.compare.seed_groups import SeedComparison, grouped, share
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.settings.config import resolved
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -139,10 +139,31 @@ def test_speeds_and_the_margin_can_be_given(folders: list[Path], tmp_path: Path,
     assert found["delayed"][0][8] == f"{0.002 + SLOPE * math.log(1.25):+.4f}".replace("-", "−")
     assert found["nvfp4"][0][8] == f"{0.102 + SLOPE * math.log(2):+.4f}".replace("-", "−")
     assert found["bf16_again"][0][7:9] == ["1.00 ×", "−0.0005"], "its own: it had its machine for itself"
-    for content, named in (("other: 1.5", "no group of runs is called 'other'"), ("delayed: fast", "no factor")):
+    for content, named in (
+        ("other: 1.5", "no group of runs is called 'other'"),
+        ("delayed: fast", "no factor"),
+        ("bf16: 1.5", "bf16 is the baseline"),
+    ):
         (tmp_path / "speeds.yaml").write_text(content)
         assert main([*command, "--speedups", str(tmp_path / "speeds.yaml")]) == 2 and named in capsys.readouterr().err
     assert main([*command, "--margin", "0"]) == 2 and "--margin 0" in capsys.readouterr().err
+    alone = ["report", str(folders[0]), str(folders[3]), "--margin", "0.05", "--out", str(tmp_path / "c.png")]
+    assert main(alone) == 2 and "--margin: is for a comparison over seeds" in capsys.readouterr().err
+
+
+def test_a_speed_on_another_kind_of_machine_is_none(folders: list[Path]):
+    assert SeedComparison.over([read_run(path) for path in folders]).results[1].speedup is not None
+    path = folders[4] / "environment.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"gpus": ["NVIDIA B200"]}))
+    found = SeedComparison.over([read_run(path) for path in folders])
+    assert [each.speedup is None for each in found.results] == [True, True, True, False]
+    assert any(note.startswith("No speed of delayed: not all of") for note in found.notes())
+    given = SeedComparison.over([read_run(path) for path in folders], speedups={"delayed": 1.2})
+    assert given.results[1].speedup == 1.2 and not any("No speed" in note for note in given.notes())
+
+
+def test_no_difference_has_no_sign():
+    assert share(-0.0) == share(0.0) == "+0.00 %" and share(-0.012) == "−1.20 %"
 
 
 def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path: Path):
@@ -183,12 +204,10 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
     assert found.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
 
 
-def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(folders: list[Path], tmp_path: Path):
-    runs = [
-        trained(tmp_path / f"c-seed{n}", (3.0,) * 4, f"seed={n}", f"weights={w}", "schedule.kind=cosine")
-        for n, w in ((1, "fp32"), (2, "fp32"))
-    ]
-    runs.append(trained(tmp_path / "d-seed1", (3.0,) * 4, "seed=1", "weights=bf16", "schedule.kind=cosine"))
+def test_a_cosine_has_no_rate_to_stay_at_so_no_tokens_are_told(tmp_path: Path):
+    settings = ("schedule.kind=cosine", "schedule.warmup=100")  # evaluated often while the rate rises
+    runs = [read_run(seeded(tmp_path / f"c-seed{seed}", seed, 0.0, *settings)) for seed in (1, 2)]
+    runs.append(read_run(seeded(tmp_path / "d-seed1", 1, 0.1, "precision=delayed", *settings)))
     found = SeedComparison.over(runs)
     assert found.slope is None and "tokens" not in found.columns() and any("No tokens" in note for note in found.notes())
 

@@ -169,6 +169,9 @@ def test_what_comes_after_the_decay_begins_and_what_is_early_is_left_out():
     losses[tokens > 8e6] -= 1.0
     losses[tokens < 4e6] += 5.0
     assert TokenSlope.before(8e6, [(tokens, losses)]).nats == pytest.approx(-0.3)
+    losses[tokens < 6e6] += 5.0  # while the rate still rose
+    found = TokenSlope.before(8e6, [(tokens, losses)], warm=6e6)
+    assert found.nats == pytest.approx(-0.3) and found.first == 6e6
 
 
 def test_too_few_evaluations_and_a_loss_that_does_not_fall_have_no_slope():

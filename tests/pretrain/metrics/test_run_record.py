@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import last_screen, read_run
 
@@ -65,3 +66,8 @@ def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> Non
     assert ("loss" in rows) == (loss is not None)  # None: every step's was not a number
     assert not {"held-out loss", "model"} & rows.keys()  # nothing held out; no model exported, as for a speed test
     assert "MFU" not in rows["speed"]
+
+
+def test_a_step_without_its_time_is_one_message_with_the_line(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: `step_ms` is no number"):
+        screen(tmp_path / "run", [step(1), step(2, step_ms=None)])

@@ -91,6 +91,9 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
         ({"data": {"packs": "p", "lenght": 512}}, [], ["recipe.yaml", "`data.lenght`", "`data.length`"]),
         ({"wieghts": "bf16"}, [], ["recipe.yaml", "`wieghts`", "`weights`"]),
         ({}, ["optimizer.learning_rat=1"], ["command line", "`optimizer.learning_rate`"]),
+        ({}, ["trian.steps=1"], ["command line, over ", "`train`"]),
+        ({}, ["model.confg.hidden_size=1"], ["command line, over ", "`model.config`"]),
+        ({"data": {"packs": "p", "sources": [{"source": "s", "name": "a/b", "weight": 1}]}}, [], ["it should match pattern"]),
         ({"data": {"packs": "p", "length": -1}}, [], ["`data.length` is -1", "greater than 0"]),
         ({"train": {"steps": 5, "tokens": 5}}, [], ["`train`", "exactly one"]),
         ({"train": {}}, [], ["`train`", "exactly one"]),
@@ -110,6 +113,13 @@ def test_every_mistake_names_its_place_its_key_and_a_remedy(
     with pytest.raises(InputError) as error:
         load_recipe(write(tmp_path, {**SMALLEST, **changes}), overrides)
     assert all(text in str(error.value) for text in said), str(error.value)
+
+
+def test_a_key_of_a_section_that_a_file_says_is_none_can_be_set(tmp_path: Path) -> None:
+    said = yaml.safe_dump(resolved(load_recipe(write(tmp_path, {**SMALLEST, "data": {"packs": "p"}}))))
+    assert "validation: null" in said
+    recipe = load_recipe(write(tmp_path, said), ["data.source=s", "data.tokenizer=t", "data.validation.source=v"])
+    assert str(recipe.data.validation.source) == "v"
 
 
 def test_several_mistakes_are_all_named_at_once(tmp_path: Path) -> None:
