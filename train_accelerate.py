@@ -279,10 +279,11 @@ def train(run: Run) -> int | None:
                 try:
                     if stopped_by := train_on(run, steps, stop):
                         return stopped_by
-                except StreamEnded:  # which all ranks meet at one step
+                except StreamEnded as ended:  # which all ranks meet at one step
                     if run.state.step > run.resumed_step and judge_weights(run).proceed:
                         save(run)
-                    raise
+                    enough = f"`train.steps: {run.state.step}`, for which it is enough"
+                    raise InputError(f"{ended}, or {enough if run.state.step else 'a smaller `batch.tokens`'}") from None
     return None
 
 

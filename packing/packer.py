@@ -62,6 +62,8 @@ def prepare_stream(settings: DataSettings, progress: bool = True) -> Path:
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> None:
     for folder in {settings.packs, part.packs}:
         _check_ours(folder, {each.packs.name for each in stream_parts(settings).values()} if settings.sources else set())
+    for path in part.packs.glob("part-*"):  # of an earlier stream, or of work that was killed
+        _remove(path)
     check_disk(settings)
     limit = settings.stream.disk_gb
     with PartMaker(part, processes_of(settings)) as maker, Progress("packing the first part", shown=progress):
@@ -70,7 +72,6 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> N
         kept = bytes_below(settings.packs) + made.bytes + 4 * settings.length * SAMPLE
         if kept > limit * 1e9:
             raise InputError(_too_small(settings, kept, "the first part takes"))
-        _remove(part_folder(part.packs, 0))
         _, fingerprint = maker.write(made)
         maker.write_first(made, fingerprint)
 
@@ -174,6 +175,11 @@ class SourceAhead:
         lowest = min(self.ends, default=self.next.number)
         return [n for n in self.there() if n < lowest or self.ends.get(n, self.needed[0]) < self.needed[0]]
 
+    def lost(self) -> list[Path]:
+        """Folders of parts that were made, are still to be read, and are not there any more."""
+        to_read = (part_folder(self.folder, number) for number, end in self.ends.items() if end > self.needed[0])
+        return [path for path in to_read if not (path / MANIFEST).exists()]
+
     def left_behind(self) -> list[int]:
         """Parts of an earlier run that lie further ahead than what is made now."""
         return [number for number in self.there() if number > self.next.number]
@@ -209,9 +215,14 @@ class StreamPacker:
             remove_outdated(source.folder, source.maker.source)
 
     def needs(self, ranges: Mapping[str, tuple[int, int]]) -> None:
-        """As `packing.stream.Packing` says."""
+        """As `packing.stream.Packing` says. InputError where what was made for it has been removed: the run would wait for it."""
         for name, needed in ranges.items():
             self.sources[name].needed = needed
+            if lost := self.sources[name].lost():
+                raise InputError(
+                    f"{lost[0]}: is gone, and the run has still to read it; leave data.packs alone while a run trains on it, and "
+                    "start the same command again, which packs it anew"
+                )
 
     def step(self) -> bool:
         """Do the next thing; False where there is nothing to do before the run has gone on."""
@@ -384,6 +395,7 @@ class PackerProcess:
 
 def _leave_failure(packs: Path, text: str) -> None:
     with suppress(OSError):
+        packs.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
         replace_file(packs / FAILED, json.dumps({"error": text}).encode())
 
 

@@ -278,7 +278,7 @@ class StreamedPacks:
                 raise StreamEnded(
                     f"{folder}: the text has come to its end, and the run wants more: its {end.get('tokens', 0):,} tokens make "
                     f"{end.get('packs', 0):,} packs, {end.get('packs', 0) * self.length:,} tokens to train on; set "
-                    "`data.streaming.repeat: true` to begin the text again, or `train.tokens` to what there is"
+                    "`data.streaming.repeat: true` to begin the text again"
                 )
 
     @property

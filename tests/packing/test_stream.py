@@ -279,6 +279,23 @@ def test_parts_of_files_that_have_changed_are_gone_before_a_run_reads_them(value
     assert not part_folders(data.packs)
 
 
+def test_parts_that_somebody_removes_end_the_run_in_place_of_a_wait_without_end(values: dict[str, Any], tmp_path: Path) -> None:
+    data = streamed(values, tmp_path / "packs", repeat=True)
+    with PackingHere(data) as packing:
+        packs = packed_by(packing, data)
+        *_, (_, record) = steps(packs, 0, 9, ahead=packing)
+        left = part_folders(data.packs)
+        shutil.rmtree(left[-1])
+        with pytest.raises(InputError, match=rf"{left[-1].name}: is gone, and the run has still to read it; .* packs it anew"):
+            next(steps(packs, 9, 10))
+    with PackingHere(data) as packing:
+        again = [read for read, _ in steps(packed_by(packing, data, record), 9, 40)]
+    shutil.rmtree(data.packs / "first")  # also where its parts fill the disk
+    with PackingHere(data := streamed(values, data.packs, repeat=True, disk_gb=bytes_below(data.packs) / 1e9)) as packing:
+        assert [path.name for path in part_folders(data.packs)] == ["part-00000000"]
+        assert again == [read for read, _ in steps(packed_by(packing, data), 0, 40)][9:]
+
+
 def test_a_disk_too_small_for_a_step_says_what_would_do(values: dict[str, Any], tmp_path: Path) -> None:
     data = streamed(values, tmp_path / "packs", disk_gb=0.00015)
 
