@@ -57,7 +57,7 @@ RATES = {
 IN_ITS_PRECISION = "fp8_config.use_autocast_during_eval"  # the setting by which a run evaluates so
 _KIND = "held_out_loss/"
 _BEGIN = "train.begin_with"
-_NAMES = ("name", "seed", "run_dir", _BEGIN)  # in which runs of a cell, and cells of a training, may differ
+_NAMES = ("name", "seed", "run_dir", "checkpoint.keep", _BEGIN)  # in which runs of a cell, and cells of a training, may differ
 
 Measure = Callable[[Mapping[str, Any]], float | None]  # a figure of a run in the file; None where it has none
 
