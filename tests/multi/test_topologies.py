@@ -1,15 +1,12 @@
 """One recipe under every topology: real processes, joined by gloo, on the CPU, beside one process.
 
-`two[ddp]` is started by `accelerate launch` itself, the others as tests/ranks.py does.
+`two[ddp]` is started by `accelerate launch` itself, all as tests/ranks.py does.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,9 +18,9 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from pretrain.metrics.run_record import read_metrics
-from tests.conftest import write_recipe
+from tests.conftest import Finished, write_recipe
+from tests.ranks import accelerate_launch, start_agent, torchrun
 
-CPU = {"ACCELERATE_USE_CPU": "true"}  # the YAMLs are for GPUs; this is accelerate's own way to run them on CPUs
 TOPOLOGIES = {
     "ddp": ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"],
     "fsdp2": ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"],
@@ -46,13 +43,16 @@ def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def two(
-    request: pytest.FixtureRequest, start_in_processes: Callable, start_as_ranks: Callable, recipe_for: Callable, folder: Path
-) -> Any:
+def two(request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, caches: str, folder: Path) -> Any:
     """The finished run of two processes, held against plain transformers before its first step."""
-    recipe = recipe_for(folder / request.param)
-    start = start_in_processes if request.param == "ddp" else start_as_ranks
-    finished = start(recipe, folder, "parity=on", launch=TOPOLOGIES[request.param], **CPU)
+    recipe, launch = recipe_for(folder / request.param), TOPOLOGIES[request.param]
+    if request.param == "ddp":
+        command = [*launch, "train_accelerate.py", str(write_recipe(recipe, folder)), "parity=on"]
+        cpu = {"ACCELERATE_USE_CPU": "true"}  # the YAML is for GPUs; this is accelerate's own way to run it on CPUs
+        said = start_agent(accelerate_launch, command, folder, **cpu, XDG_CACHE_HOME=caches)
+        finished = Finished(*said, Path(recipe["run_dir"]))
+    else:
+        finished = start_as_ranks(recipe, folder, "parity=on", launch=launch)
     assert finished.status == 0, finished.output
     return finished
 
@@ -138,13 +138,10 @@ def test_exact_weights_get_the_gradients_of_one_process(
 def test_torchrun_trains_what_accelerate_launch_does(one: Any, small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """Without any variable of accelerate's: FP32, plain data parallelism, and the CPU where there is no GPU."""
     short = ["train.steps=12", "evaluate.every=null", "checkpoint.every=null", f"run_dir={tmp_path / 'torchrun'}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_accelerate.py"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(write_recipe(small_recipe, tmp_path)), *short], env=clean, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert torch.cuda.is_available() or "no GPU is seen here, so 2 processes train on the CPU" in done.stdout
+    command = ["--standalone", "--nproc-per-node", "2", "train_accelerate.py", str(write_recipe(small_recipe, tmp_path)), *short]
+    status, out, err = start_agent(torchrun, command, tmp_path)
+    assert status == 0, err
+    assert torch.cuda.is_available() or "no GPU is seen here, so 2 processes train on the CPU" in out
     losses = [record["loss"] for record in read_metrics(tmp_path / "torchrun") if "loss" in record]
     assert losses == pytest.approx(one.losses(), abs=1e-6)
 
