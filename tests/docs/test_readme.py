@@ -26,7 +26,7 @@ WIDTH = 100
 def checkout(tmp_path: Path) -> Path:
     """A copy of the checkout with an environment and a folder of texts: what the block asks for."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
