@@ -36,6 +36,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
     """As it stands, but for the number of steps, of which a quarter learns enough."""
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)

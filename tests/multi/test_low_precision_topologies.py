@@ -14,6 +14,7 @@ from tests.conftest import BLOCK_LENGTH
 pytestmark = pytest.mark.multi
 
 
+@pytest.mark.long
 def test_delayed_scaling_over_two_processes_learns_what_one_learns(
     train_as_ranks: Callable, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
