@@ -29,6 +29,12 @@ TOPOLOGIES = {
 pytestmark = pytest.mark.multi
 
 
+@pytest.fixture(scope="session")
+def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
+    """Of 8 steps: with a checkpoint to go on from, and one at the end."""
+    return lambda run_dir: recipe_for(run_dir) | {"train": {"steps": 8}}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("topologies")
@@ -60,11 +66,10 @@ def two(request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Ca
 def sent_back(run_dir: Path, copy: Path) -> str:
     """A copy of the run as it was after step 4, as the argument `run_dir`.
 
-    It is not a run of 4 steps, because the schedule belongs to the horizon of 12.
+    It is not a run of 4 steps, because the schedule belongs to the horizon of 8.
     """
     shutil.copytree(run_dir, copy)
-    for step in ("00000008", "00000012"):
-        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
     return f"run_dir={copy}"
 
 
@@ -137,7 +142,7 @@ def test_exact_weights_get_the_gradients_of_one_process(
 
 def test_torchrun_trains_what_accelerate_launch_does(one: Any, small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """Without any variable of accelerate's: FP32, plain data parallelism, and the CPU where there is no GPU."""
-    short = ["train.steps=12", "evaluate.every=null", "checkpoint.every=null", f"run_dir={tmp_path / 'torchrun'}"]
+    short = ["evaluate.every=null", "checkpoint.every=null", f"run_dir={tmp_path / 'torchrun'}"]
     command = ["--standalone", "--nproc-per-node", "2", "train_accelerate.py", str(write_recipe(small_recipe, tmp_path)), *short]
     status, out, err = start_agent(torchrun, command, tmp_path)
     assert status == 0, err
@@ -183,7 +188,7 @@ def test_replicas_of_shards_train_what_one_process_trains_and_are_resumed_in_one
 
 def test_processes_that_do_not_divide_the_packs_train_what_one_trains(one: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
     """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
-    arguments = [f"run_dir={tmp_path / 'three'}", "batch.microbatch=1", "train.steps=12", "evaluate.every=null"]
+    arguments = [f"run_dir={tmp_path / 'three'}", "batch.microbatch=1", "evaluate.every=null"]
     three = train_as_ranks(*arguments, launch=TOPOLOGIES["ddp"], processes=3)
     assert three.status == 0 and "3 microbatches x 1 pack, 1 place empty" in three.output, three.output
     assert three.losses() == pytest.approx(one.losses(), abs=1e-6)
