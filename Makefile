@@ -22,8 +22,9 @@ help:
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
+# Tests start some dozens of processes: what Python has compiled is kept for the next one, whatever the user has set.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -1,12 +1,14 @@
 """The launcher in several processes of one group, as `accelerate launch` starts them, without the seconds that starting takes.
 
 accelerate itself says which variables each process gets; the processes are forked from one that has imported the launcher.
-tests/multi/test_topologies.py and tests/launcher/test_matrix_run.py start accelerate for real.
+`start_agent` runs `accelerate launch` or torchrun itself, whose processes are forked too; tests/launcher/test_matrix_run.py and
+tests/launcher/test_cluster.py start all of it as a user does.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -59,6 +61,31 @@ def start_ranks(
     return worst, *(log.read_text() for log in logs)
 
 
+def start_agent(agent: Callable[..., None], arguments: Sequence[str], folder: Path, **variables: str) -> tuple[int, str, str]:
+    """Run `agent`, which is `accelerate_launch` or `torchrun`, with these `arguments`; returns what `start_ranks` does."""
+    logs = folder / "agent.out", folder / "agent.err"
+    for log in logs:
+        log.write_text("")
+    process = fork_context.Process(target=_run_agent, args=(agent, list(arguments), variables, logs))
+    process.start()
+    process.join()
+    return process.exitcode, *(log.read_text() for log in logs)
+
+
+def accelerate_launch(arguments: list[str]) -> None:
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    parsed = launch_command_parser().parse_args(arguments)
+    parsed.run_path, parsed.start_method = True, "fork"  # of torchrun, for which accelerate has no options
+    launch_command(parsed)
+
+
+def torchrun(arguments: list[str]) -> None:
+    from torch.distributed.run import main
+
+    main(["--run-path", "--start-method", "fork", *arguments])
+
+
 def environment_under(options: Sequence[str]) -> dict[str, str]:
     """What `accelerate launch` with `options` adds to the environment of the processes that it starts."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -79,17 +106,41 @@ def _launch(
 ) -> None:
     if machine is not None:
         os.chdir(machine)
+    _begin(environment, logs)
+    import train_accelerate
+
+    sys.argv = ["train_accelerate.py", *arguments]
+    if before:
+        before(int(environment["RANK"]))
+    sys.exit((main or train_accelerate.main)())
+
+
+def _run_agent(
+    agent: Callable[[list[str]], None], arguments: list[str], environment: dict[str, str], logs: Sequence[Path]
+) -> None:
+    _begin(environment | {"OMP_NUM_THREADS": "1"}, logs)
+    import torch.distributed.run
+
+    torch.distributed.run.run_script_path = _script
+    agent(arguments)
+
+
+def _script(path: str, *arguments: str) -> None:
+    """torchrun's own, but for a script that ends by sys.exit(0): torchrun waits for ever for what it would return."""
+    sys.argv = [path, *arguments]
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch
-
-    import train_accelerate
 
     for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)
-    sys.argv = ["train_accelerate.py", *arguments]
-    if before:
-        before(int(environment["RANK"]))
-    sys.exit((main or train_accelerate.main)())

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 INTERPRETED = ["softmax", "activation_kernel", "norm_kernel", "rotary", "triton_arithmetic", "exact_adamw"]
 
 
+@pytest.mark.long
 def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> None:
     reason = "earlier interpreters round an fma twice, convert elsewhere, and 3.6 has no range up to a tensor under NumPy 2.4"
     pytest.importorskip("triton", minversion="3.9", reason=reason)

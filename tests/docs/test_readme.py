@@ -26,7 +26,7 @@ WIDTH = 100
 def checkout(tmp_path: Path) -> Path:
     """A copy of the checkout with an environment and a folder of texts: what the block asks for."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     texts = [document.text for document in islice(library_documents(standard_library(), []), 400)]
@@ -36,6 +36,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
     """As it stands, but for the number of steps, of which a quarter learns enough."""
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from types import ModuleType
@@ -16,34 +17,54 @@ from pretrain.precision.quantizers.rounding import round_to_grid
 
 
 @pytest.fixture(scope="session", autouse=True)
-def languages_patched_once() -> Iterator[None]:
-    """At every call of a function within a kernel the interpreter looks through all of Triton's language, to replace what it has
-    replaced already: a third of the time. Here once a launch."""
+def interpreter_without_detours() -> Iterator[None]:
+    """What the interpreter does again and again to the same end: half of its time."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield
         return
     import triton.language as tl
+    from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    theirs, patched = interpreter._patch_lang, set()
+    patch_lang, patched, languages = interpreter._patch_lang, set(), {}
 
-    def once(function: Any) -> Any:
-        languages = {name for name, language in (("tl", tl), ("core", tl.core)) if language in modules_of(function)}
-        if languages <= patched:
+    def patch_once(function: Any) -> Any:
+        """Theirs, once a launch and not at every call of a function within the kernel: it replaces all of Triton's language."""
+        there = function.__globals__
+        if id(there) not in languages:
+            languages[id(there)] = {name for name, language in (("tl", tl), ("core", tl.core)) if language in modules_of(there)}
+        if languages[id(there)] <= patched:
             return interpreter._LangPatchScope()
-        scope = theirs(function)
+        scope = patch_lang(function)
         restore = scope.restore
         scope.restore = lambda: (patched.clear(), restore())  # a launch calls it at its end, a function within it never
-        patched.update(languages)
+        patched.update(languages[id(there)])
         return scope
 
-    interpreter._patch_lang = once
-    yield
-    interpreter._patch_lang = theirs
+    def check_overflow(semantic: TritonSemantic, a: Any, b: Any, operation: Any) -> None:
+        """Theirs, with two operations of NumPy in place of a dozen of the interpreter's."""
+        kind = a.type.scalar
+        if kind.int_bitwidth < 64 and semantic.builder.options.sanitize_overflow:
+            compute = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[operation.__name__]
+            exact = compute(a.handle.data, b.handle.data, dtype=np.int64)
+            fits = kind.get_int_min_value() <= exact.min() and exact.max() <= kind.get_int_max_value()
+            assert fits, f"int{kind.int_bitwidth} overflow in {operation.__name__}"
+
+    dtype_of = interpreter._get_np_dtype
+    of_scalars = functools.cache(dtype_of)  # theirs makes a table of all dtypes at each call
+
+    def numpys(dtype: Any) -> np.dtype:
+        return dtype_of(dtype) if isinstance(dtype.scalar, tl.pointer_type) else of_scalars(dtype.scalar)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        patch.setattr(interpreter, "_get_np_dtype", numpys)
+        patch.setattr(TritonSemantic, "binary_op_sanitize_overflow_impl", check_overflow)
+        yield
 
 
-def modules_of(function: Any) -> list[ModuleType]:
-    return [value for value in function.__globals__.values() if isinstance(value, ModuleType)]
+def modules_of(names: dict[str, Any]) -> list[ModuleType]:
+    return [value for value in names.values() if isinstance(value, ModuleType)]
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,8 @@ def check(problem: Problem) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_kernels_compute_what_the_formulas_do(heads: Heads, dtype: torch.dtype, normed: bool) -> None:
-    check(Problem(37, heads, dtype, normed))
+    """The last tile is not full."""
+    check(Problem(37 if heads.dim < 256 else 13, heads, dtype, normed))
 
 
 def test_norm_weights_may_have_a_dtype_of_their_own() -> None:

@@ -79,6 +79,7 @@ class Job:
             time.sleep(0.02)
 
 
+@pytest.mark.long
 @pytest.mark.multi
 def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
     small_recipe: dict[str, Any], tmp_path: Path

@@ -22,8 +22,8 @@ OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "samples_per_s
 
 
 def data_step(batches: Any) -> int:
-    """Which step of the stream of packs, counted from 0, these are: 4 of 120 packs each."""
-    return round(batches.epoch * 120 / 4) - 1
+    """Which step of the stream of packs, counted from 0, these are: 2 of 120 packs each."""
+    return round(batches.epoch * 120 / 2) - 1
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def giants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.fixture
 def delayed(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
     low_precision_recipe["model"]["config"]["num_hidden_layers"] = 1
-    shorter = {"train": {"steps": 9}, "evaluate": {}, "batch": {"tokens": 4 * 128, "microbatch": 2}}
+    shorter = {"train": {"steps": 9}, "evaluate": {}, "batch": {"tokens": 2 * 128, "microbatch": 1}}
     precision = {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
     return low_precision_recipe | shorter | precision
 

@@ -26,8 +26,15 @@ QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 @pytest.fixture
 def low_precision_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
-    """In steps of half the size, which these tests can do with."""
-    return low_precision_recipe | {"batch": {"tokens": 4 * BLOCK_LENGTH, "microbatch": 2}}
+    """In steps of a quarter of the size, which these tests can do with."""
+    return low_precision_recipe | {"batch": {"tokens": 2 * BLOCK_LENGTH, "microbatch": 1}}
+
+
+@pytest.fixture
+def shallow_recipe(low_precision_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Of a single layer, for what is no matter of one layer or another."""
+    config = low_precision_recipe["model"]["config"] | {"num_hidden_layers": 1}
+    return low_precision_recipe | {"model": {"config": config}}
 
 
 def steps_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -39,8 +46,8 @@ def json_of(path: Path) -> Any:
 
 
 @pytest.mark.parametrize("precision", QUANTIZED)
-def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, low_precision_recipe: dict[str, Any]) -> None:
-    recipe = low_precision_recipe | {"precision": precision, "weights": "bf16_exact", "train": {"steps": 10}}
+def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callable, shallow_recipe: dict[str, Any]) -> None:
+    recipe = shallow_recipe | {"precision": precision, "weights": "bf16_exact", "train": {"steps": 10}}
     finished = train_here("fp8_config.scope=linear+head+norm", recipe=recipe)
     assert finished.status == 0, finished.output
     summary = json_of(finished.run_dir / "summary.json")
@@ -50,10 +57,10 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callab
     assert (found["precision"], found["effective"], found["backend"]) == (precision, precision, "emulation")
     assert PRECISIONS[precision].hardware.missing(None, None) in found["reason"]
     assert found["confirmed_in_step"] == 1
-    assert len(found["products"]) == 15 + 9 and {each["effective"] for each in found["products"]} == {precision}
+    assert len(found["products"]) == 8 + 5 and {each["effective"] for each in found["products"]} == {precision}
 
     due = [json.loads(line) for line in (finished.run_dir / "fp8_statistics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in due] == [1, 5, 10] and all(len(each["operands"]) == 15 * 3 for each in due)
+    assert [each["step"] for each in due] == [1, 5, 10] and all(len(each["operands"]) == 8 * 3 for each in due)
     with_figures = [step["step"] for step in steps_of(finished.run_dir) if "fp8/fwd_scale" in step and "fp8/bwd_scale" in step]
     assert with_figures == [1, 5, 10]
 
@@ -62,16 +69,21 @@ def test_every_recipe_trains_and_leaves_proof(precision: str, train_here: Callab
 def test_delayed_scaling_resumes_with_its_history_bit_for_bit(
     weights: str, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = low_precision_recipe | {"precision": "delayed", "weights": weights, "train": {"steps": 8}}
+    recipe = low_precision_recipe | {
+        "precision": "delayed",
+        "weights": weights,
+        "train": {"steps": 5},
+        "checkpoint": {"every": 2},
+    }
     whole = train_here(recipe=recipe)
     assert whole.status == 0, whole.output
     losses, checkpoints = whole.losses(), whole.run_dir / "checkpoints"
-    end = (checkpoints / "step-00000008").rename(tmp_path / "whole")
-    again = train_here("--resume", str(checkpoints / "step-00000004"), recipe=recipe)
+    end = (checkpoints / "step-00000005").rename(tmp_path / "whole")
+    again = train_here("--resume", str(checkpoints / "step-00000002"), recipe=recipe)
     assert again.status == 0, again.output
     assert "resumed from" in again.output
     assert again.losses() == losses
-    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000008")]
+    last = [sorted(folder.glob("*.safetensors")) for folder in (end, checkpoints / "step-00000005")]
     assert len(last[0]) > 0
     for ours, theirs in zip(*last, strict=True):
         one, other = load_file(ours), load_file(theirs)
@@ -101,10 +113,8 @@ def test_delayed_scaling_knows_all_gradients_before_the_first_step(
     assert abs(parity["quantized"]["gradient_norm"] / parity["quantized"]["reference_norm"] - 1) < 0.05
 
 
-def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(
-    train_here: Callable, low_precision_recipe: dict[str, Any]
-) -> None:
-    recipe = low_precision_recipe | {"precision": "delayed"}
+def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(train_here: Callable, shallow_recipe: dict[str, Any]) -> None:
+    recipe = shallow_recipe | {"precision": "delayed"}
     assert train_here("train.steps=4", "schedule.warmup=0", recipe=recipe).status == 0
     refused = train_here("precision=mxfp8", recipe=recipe)
     assert refused.status == 2 and 'precision: saved "delayed", now "mxfp8"' in refused.output
@@ -116,9 +126,9 @@ def test_a_run_goes_on_in_another_precision_if_it_is_allowed_to(
 
 
 def test_evaluation_is_in_bf16_unless_it_is_asked_for(
-    train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+    train_here: Callable, shallow_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe = low_precision_recipe | {"precision": "nvfp4", "train": {"steps": 2}, "schedule": {}}
+    recipe = shallow_recipe | {"precision": "nvfp4", "train": {"steps": 2}, "schedule": {}}
     losses = {}
     for low in (False, True):
         run = train_here(f"fp8_config.use_autocast_during_eval={low}", recipe=recipe | {"run_dir": str(tmp_path / str(low))})

@@ -88,6 +88,7 @@ def last_step(run_dir: Path) -> int:
         return 0
 
 
+@pytest.mark.long
 def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matrix_file, tmp_path):
     """One matrix from its first start to its report, because each start of a cell takes seconds."""
     path, folder = matrix_file(at_once=2, overrides={"evaluate.every": None}), tmp_path / "precisions"
@@ -158,6 +159,7 @@ def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file, run_he
     assert status == 2 and "--only weights=bf16" in output
 
 
+@pytest.mark.long
 def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path, run_here):
     path, folder = matrix_file(overrides={"train.max_hours": 1e-9}), tmp_path / "precisions"
     status, output = run(path, "--cell", "1")

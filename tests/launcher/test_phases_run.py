@@ -24,6 +24,12 @@ def phase_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
+def one_layer(phase_recipe: dict[str, Any]) -> None:
+    """For what is no matter of one layer or another."""
+    phase_recipe["model"]["config"]["num_hidden_layers"] = 1
+
+
+@pytest.fixture
 def started(start_here: Callable[..., Finished], phase_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     def start(folder: str, *arguments: str) -> Finished:
         run = start_here(phase_recipe, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
@@ -38,6 +44,7 @@ def saved(run: Finished, step: int) -> dict[str, torch.Tensor]:
     return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize(
     ("schedule", "before", "after", "resumed"),
     [
@@ -86,6 +93,7 @@ def test_a_run_with_a_schedule_is_named_and_read_by_it(started: Callable[..., Fi
     assert len(kept) == 8 and {each["effective"] for each in kept} == {"bf16"}
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_a_longer_run_goes_back_to_the_precision_of_its_share_and_says_so(started: Callable[..., Finished]) -> None:
     """With histories of the weights as they are: those of the phase before were forgotten at the switch."""
     schedule = "precision=[{until:0.6,use:delayed},{use:bf16}]"

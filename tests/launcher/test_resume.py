@@ -25,7 +25,8 @@ from tests.moments import LauncherProcess, Moment
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
-SETTINGS = [f"train.steps={STEPS}", "evaluate.every=10", "checkpoint.every=8", "checkpoint.keep=3"]
+# A step has 8 packs, two microbatches; the 300 packs of an epoch end within step 38.
+SETTINGS = [f"train.steps={STEPS}", "batch.tokens=512", "evaluate.every=10", "checkpoint.every=8", "checkpoint.keep=3"]
 
 
 @dataclass(frozen=True)

@@ -146,11 +146,11 @@ def test_a_rank_that_fails_by_itself_has_the_word_and_the_other_ends_with_its_st
 
 def slow(rank: int) -> None:
     """The second process takes long for each forward pass, and ranks are compared sooner than they would be."""
-    ranks.LAG_EVERY, ranks.LAG_STEPS, ranks.BEAT = 12, 12, 0.2
+    ranks.LAG_EVERY, ranks.LAG_STEPS, ranks.BEAT = 7, 4, 0.2
     compute = LossHead.forward
 
     def compute_slowly(*arguments: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.15)
         return compute(*arguments)
 
     if rank == 1:
@@ -159,7 +159,7 @@ def slow(rank: int) -> None:
 
 def test_a_rank_that_lags_is_named_once_though_all_exchange_scales_after_each_pass(train_as_ranks: Callable) -> None:
     """Delayed scaling's largest values are compared between two passes, where all wait for the slowest rank."""
-    overrides = ["precision=delayed", "fp8_config.backend=emulation", "parity=off", "train.steps=14", "evaluate.every=null"]
+    overrides = ["precision=delayed", "fp8_config.backend=emulation", "parity=off", "train.steps=10", "evaluate.every=null"]
     run = train_as_ranks(*overrides, launch=DDP, before=slow)
     assert run.status == 0 and run.out.count("WARNING  rank 1 on ") == 1 and "lags: its forward passes" in run.out, run.output
     (event,) = [line for line in read_metrics(run.run_dir) if line.get("event") == "straggler"]

@@ -1,15 +1,12 @@
 """One recipe under every topology: real processes, joined by gloo, on the CPU, beside one process.
 
-`two[ddp]` is started by `accelerate launch` itself, the others as tests/ranks.py does.
+`two[ddp]` is started by `accelerate launch` itself, all as tests/ranks.py does.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,15 +18,21 @@ from matplotlib.image import imread
 from transformers import AutoModelForCausalLM
 
 from pretrain.metrics.run_record import read_metrics
-from tests.conftest import write_recipe
+from tests.conftest import Finished, write_recipe
+from tests.ranks import accelerate_launch, start_agent, torchrun
 
-CPU = {"ACCELERATE_USE_CPU": "true"}  # the YAMLs are for GPUs; this is accelerate's own way to run them on CPUs
 TOPOLOGIES = {
     "ddp": ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"],
     "fsdp2": ["--config_file", "accelerate_configs/fsdp2.yaml", "--mixed_precision", "no"],
 }
 
 pytestmark = pytest.mark.multi
+
+
+@pytest.fixture(scope="session")
+def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
+    """Of 8 steps: with a checkpoint to go on from, and one at the end."""
+    return lambda run_dir: recipe_for(run_dir) | {"train": {"steps": 8}}
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +49,16 @@ def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module", params=TOPOLOGIES)
-def two(
-    request: pytest.FixtureRequest, start_in_processes: Callable, start_as_ranks: Callable, recipe_for: Callable, folder: Path
-) -> Any:
+def two(request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, caches: str, folder: Path) -> Any:
     """The finished run of two processes, held against plain transformers before its first step."""
-    recipe = recipe_for(folder / request.param)
-    start = start_in_processes if request.param == "ddp" else start_as_ranks
-    finished = start(recipe, folder, "parity=on", launch=TOPOLOGIES[request.param], **CPU)
+    recipe, launch = recipe_for(folder / request.param), TOPOLOGIES[request.param]
+    if request.param == "ddp":
+        command = [*launch, "train_accelerate.py", str(write_recipe(recipe, folder)), "parity=on"]
+        cpu = {"ACCELERATE_USE_CPU": "true"}  # the YAML is for GPUs; this is accelerate's own way to run it on CPUs
+        said = start_agent(accelerate_launch, command, folder, **cpu, XDG_CACHE_HOME=caches)
+        finished = Finished(*said, Path(recipe["run_dir"]))
+    else:
+        finished = start_as_ranks(recipe, folder, "parity=on", launch=launch)
     assert finished.status == 0, finished.output
     return finished
 
@@ -60,11 +66,10 @@ def two(
 def sent_back(run_dir: Path, copy: Path) -> str:
     """A copy of the run as it was after step 4, as the argument `run_dir`.
 
-    It is not a run of 4 steps, because the schedule belongs to the horizon of 12.
+    It is not a run of 4 steps, because the schedule belongs to the horizon of 8.
     """
     shutil.copytree(run_dir, copy)
-    for step in ("00000008", "00000012"):
-        shutil.rmtree(copy / "checkpoints" / f"step-{step}")
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
     return f"run_dir={copy}"
 
 
@@ -137,14 +142,11 @@ def test_exact_weights_get_the_gradients_of_one_process(
 
 def test_torchrun_trains_what_accelerate_launch_does(one: Any, small_recipe: dict[str, Any], tmp_path: Path) -> None:
     """Without any variable of accelerate's: FP32, plain data parallelism, and the CPU where there is no GPU."""
-    short = ["train.steps=12", "evaluate.every=null", "checkpoint.every=null", f"run_dir={tmp_path / 'torchrun'}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_accelerate.py"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(write_recipe(small_recipe, tmp_path)), *short], env=clean, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert torch.cuda.is_available() or "no GPU is seen here, so 2 processes train on the CPU" in done.stdout
+    short = ["evaluate.every=null", "checkpoint.every=null", f"run_dir={tmp_path / 'torchrun'}"]
+    command = ["--standalone", "--nproc-per-node", "2", "train_accelerate.py", str(write_recipe(small_recipe, tmp_path)), *short]
+    status, out, err = start_agent(torchrun, command, tmp_path)
+    assert status == 0, err
+    assert torch.cuda.is_available() or "no GPU is seen here, so 2 processes train on the CPU" in out
     losses = [record["loss"] for record in read_metrics(tmp_path / "torchrun") if "loss" in record]
     assert losses == pytest.approx(one.losses(), abs=1e-6)
 
@@ -186,7 +188,7 @@ def test_replicas_of_shards_train_what_one_process_trains_and_are_resumed_in_one
 
 def test_processes_that_do_not_divide_the_packs_train_what_one_trains(one: Any, train_as_ranks: Callable, tmp_path: Path) -> None:
     """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
-    arguments = [f"run_dir={tmp_path / 'three'}", "batch.microbatch=1", "train.steps=12", "evaluate.every=null"]
+    arguments = [f"run_dir={tmp_path / 'three'}", "batch.microbatch=1", "evaluate.every=null"]
     three = train_as_ranks(*arguments, launch=TOPOLOGIES["ddp"], processes=3)
     assert three.status == 0 and "3 microbatches x 1 pack, 1 place empty" in three.output, three.output
     assert three.losses() == pytest.approx(one.losses(), abs=1e-6)

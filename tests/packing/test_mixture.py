@@ -216,6 +216,12 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
     paths = {name: write_texts(tmp_path / f"{name}.jsonl", documents[10 * n : 10 * n + 10]) for n, name in enumerate("abc")}
     common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
     named = [{"source": str(paths["b"]), "name": "first"}, {"source": str(paths["c"])}]
+    alone = []
+    for each in "bc":
+        single = {"source": str(paths["a"]), "validation": {"source": str(paths[each])}}
+        settings = DataSettings(packs=tmp_path / f"alone_{each}", **single, **common)
+        prepare(settings, progress=False)
+        alone.append(open_packs(settings, "held_out").fingerprint)
     for trained in ({"source": str(paths["a"])}, {"sources": [{"source": str(paths["a"]), "weight": 1.0}]}):
         folder = tmp_path / "-".join(trained)
         several = DataSettings(packs=folder / "packs", validation={"sources": named}, **trained, **common)
@@ -226,11 +232,7 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
         assert list(held_out.parts) == ["first", "c"]
         again = DataSettings.model_validate(several.model_dump(mode="json"))  # as a run's config.yaml has it
         assert again == several and open_packs(again, "held_out").fingerprint == held_out.fingerprint
-        for each, packs in zip("bc", held_out.parts.values(), strict=True):
-            single = {"source": str(paths["a"]), "validation": {"source": str(paths[each])}}
-            alone = DataSettings(packs=folder / f"alone_{each}", **single, **common)
-            prepare(alone, progress=False)
-            assert packs.fingerprint == open_packs(alone, "held_out").fingerprint
+        assert [packs.fingerprint for packs in held_out.parts.values()] == alone
 
 
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
