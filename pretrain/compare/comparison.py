@@ -12,7 +12,7 @@ from foundation.units import count, plural
 from pretrain.compare.appearance import Look, looks_of
 from pretrain.compare.fairness import Gap, last_fifth, loss_differences, of_one_text, same_held_out, same_packs, why_not_paired
 from pretrain.compare.smoothing import moving_mean
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, is_step
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, is_step
 
 TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
 LOSS_KEY = f"loss_last_{LAST_STEPS}"
@@ -227,9 +227,7 @@ def answer_for_one(standing: Standing) -> str:
     steps, tokens = plural(figures["steps"], "step"), count(figures["tokens"])
     parts = [f"{standing.look.label}: {steps} of {standing.run.precision}, {tokens} tokens"]
     if LOSS_KEY in figures:
-        parts.append(
-            f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {plural(min(LAST_STEPS, figures['steps']), 'step')})"
-        )
+        parts.append(f"training loss {figures[LOSS_KEY]:.4f} (mean of the last {plural(averaged_steps(figures), 'step')})")
     if "held_out_loss" in figures:
         parts.append(f"held-out loss {figures['held_out_loss']:.4f}")
     if standing.shown_speed:

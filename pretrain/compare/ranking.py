@@ -12,7 +12,7 @@ from foundation.tables import markdown, or_dash
 from foundation.units import count
 from pretrain.compare.fairness import of_one_text
 from pretrain.compare.matrix_file import Matrix, MatrixRun
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
 
 BEST = 10  # cells that are shown while others still run
 OTHER_TEXT = "The cells were evaluated on different text, so their held-out losses do not say which is better."
@@ -36,7 +36,7 @@ class Ranking:
             return "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))
         varied = self._matrix.varied
-        averaged = sorted({min(LAST_STEPS, record.summary["steps"]) for _, record in found})
+        averaged = sorted({averaged_steps(record.summary) for _, record in found})
         header = ["#", *varied, "held-out", f"loss, last {' or '.join(map(str, averaged[-2:]))}", "steps", "tok/s"]
         rows = [
             [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]

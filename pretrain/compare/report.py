@@ -42,7 +42,7 @@ from pretrain.compare.seed_figure import plot_seeds
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.compare.seeds import MARGIN
 from pretrain.compare.watch import follow
-from pretrain.metrics.run_record import LAST_STEPS, RunRecord, read_run
+from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, read_run
 from pretrain.precision.registry import PRECISIONS, WEIGHT_DTYPES
 
 TOO_FEW = "too few steps"
@@ -62,7 +62,7 @@ SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, 
 def summary_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
     variants = Variants(runs)
-    averaged = sorted({min(LAST_STEPS, run.summary["steps"]) for run in runs})
+    averaged = sorted({averaged_steps(run.summary) for run in runs})
     settings: dict[str, Callable[[RunRecord], str]] = {
         "run": lambda run: run.name,
         "precision": lambda run: or_dash(run.precision),

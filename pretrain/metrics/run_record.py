@@ -216,6 +216,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     step_ms = sum(_known(steady, "step_ms"))
     losses = _known(steps[-LAST_STEPS:], "loss")
     result = {
+        "first_step": first if (first := steps[0]["step"]) > 1 else None,  # where another run's checkpoint was the beginning
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last["epoch"],
@@ -237,6 +238,11 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     return {key: value for key, value in result.items() if value is not None}
 
 
+def averaged_steps(summary: Mapping[str, Any]) -> int:
+    """Of how many steps the loss in a `summary` is the mean."""
+    return min(LAST_STEPS, summary["steps"] - summary.get("first_step", 1) + 1)
+
+
 def _energy(steps: Sequence[Record]) -> dict[str, float]:
     """Tokens a joule over all of `steps` whose energy is known: a counter is too coarse for a short one alone."""
     known = [step for step in steps if step.get("joules") is not None and step.get("tokens_per_second") is not None]
@@ -255,14 +261,14 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
 
     `waited`: what the user has waited for, this time."""
     figures = run.summary
-    rows = {
-        "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"
-    }
+    own = f"; the steps from {figures['first_step']:,} on" if "first_step" in figures else ""
+    done = f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens"
+    rows = {"trained": f"{done}{own} in {duration(figures['hours'] * 3600)}"}
     if waited:
         rows["you waited"] = waited
     if "loss_last_50" in figures:
-        averaged = "the last" if figures["steps"] > LAST_STEPS else "all"
-        said = "one step" if figures["steps"] == 1 else f"mean of {averaged} {min(LAST_STEPS, figures['steps'])} steps"
+        number = averaged_steps(figures)
+        said = "one step" if number == 1 else f"mean of {'the last' if figures['steps'] > number else 'all'} {number} steps"
         rows["loss"] = f"{figures[f'loss_last_{LAST_STEPS}']:.4f} ({said})"
     if "held_out_loss" in figures:
         rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
