@@ -146,10 +146,10 @@ class _Queue:
 
 def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> MatrixRun | None:
     """The first that may start: all but those that begin with a checkpoint of another run here, which that has still to make."""
-    to_come = {run.run_dir for run in (*waiting, *running)}
+    to_come = {run.run_dir.resolve() for run in (*waiting, *running)}
     for run in waiting:
         begin = begin_of(run.recipe)
-        if begin is None or begin.exists() or begin.parent.parent not in to_come - {run.run_dir}:
+        if begin is None or begin.exists() or begin.resolve().parent.parent not in to_come - {run.run_dir.resolve()}:
             return run
     return waiting[0] if waiting and not running else None  # which says what it lacks
 

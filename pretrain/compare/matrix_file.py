@@ -21,7 +21,7 @@ from foundation.errors import InputError
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.schedule import in_a_path, is_quantized
-from pretrain.settings.config import filled_in, flatten, identity_of, load_recipe, resolved
+from pretrain.settings.config import begin_of, filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -248,6 +248,7 @@ def _make_run(
     overrides = (*common, *_as_overrides(own), f"run_dir={run_dir}")
     try:
         recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
+        begin_of(recipe)
     except InputError as error:
         lines = (  # what the recipe itself says wrongly stands under its own name
             line.removeprefix(f"command line, over {settings.recipe}: ").removeprefix("command line: ")

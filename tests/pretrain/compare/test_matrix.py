@@ -171,6 +171,9 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
     checkpoint.mkdir(parents=True)
     assert next_of([begins, made], []) is begins
     assert next_of([], [made]) is None
+    checkpoint.rmdir()
+    relative = replace(made, run_dir=Path(os.path.relpath(made.run_dir)))
+    assert next_of([begins, relative], []) is relative
 
 
 def test_when_the_hours_are_over_what_runs_is_told_and_nothing_else_is_started(matrix, capsys):

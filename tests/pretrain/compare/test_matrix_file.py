@@ -180,6 +180,7 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
         ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),
+        ({"overrides": {"train.begin_with": "{sed}/step-1"}}, r"cell bf16-fp32: `train\.begin_with`: .* did you mean \{seed\}"),
         ({"run_dir": "runs/all"}, r"cells bf16-fp32 and bf16-bf16 would share a run folder; put \{cell\}"),
         ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in.*known fields: {matrix}, {cell}"),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir` is set for all cells at once"),
