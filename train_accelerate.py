@@ -84,7 +84,7 @@ from pretrain.run.faults import (
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
-from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, restore
+from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, require_a_way_on, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, next_batches, pack_stream, reading_stream, tell_stream
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -191,6 +191,7 @@ def build(
     disks = find_disks(folder.path, folder.take)
     checkpoints = Checkpoints(folder.checkpoints, recipe.checkpoint.keep, disks=disks, before_decay=job.plan.before_decay)
     source = find_resume_point(checkpoints, arguments.resume, job, arguments.accept_changes)
+    require_a_way_on(source, checkpoints, job)
     job = job.with_chunk(chunk_of(job, source))
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
@@ -275,7 +276,7 @@ def train(run: Run) -> int | None:
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
             tell_stream(run)
-            with run.job.batches(run.accelerator).steps(*run.state.data_steps) as steps, reading_stream(run.job):
+            with run.job.batches(run.accelerator, run.state.shift).steps(*run.state.data_steps) as steps, reading_stream(run.job):
                 try:
                     if stopped_by := train_on(run, steps, stop):
                         return stopped_by

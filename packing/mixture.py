@@ -79,6 +79,7 @@ class MixedOrder:
     mixture: Mixture
     packs_per_step: int
     seed: int
+    shift: int = 0
 
     @property
     def packs_count(self) -> int:
@@ -86,11 +87,11 @@ class MixedOrder:
 
     def epoch_of(self, step: int) -> float:
         """Packs consumed when `step` starts, by how many there are; the epochs of each source differ."""
-        return step * self.packs_per_step / self.packs_count
+        return (step * self.packs_per_step + self.shift) / self.packs_count
 
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
-        places = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
+        places = step * self.packs_per_step + self.shift + np.arange(self.packs_per_step, dtype=np.int64)
         before, after = self.mixture.taken(places), self.mixture.taken(places + 1)
         found, first = np.full(len(places), -1), 0
         for number, count in enumerate(self.mixture.counts):
@@ -103,7 +104,7 @@ class MixedOrder:
 
     def figures(self, step: int) -> dict[str, float]:
         """Epochs and share of the tokens of each source once `step` steps are done, for metrics."""
-        place = step * self.packs_per_step
+        place = step * self.packs_per_step + self.shift
         epochs, shares = self.mixture.epochs(place), self.mixture.shares(place)
         return {f"{what}/{name}": values[name] for what, values in (("epoch", epochs), ("share", shares)) for name in epochs}
 

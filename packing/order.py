@@ -30,6 +30,7 @@ class PackOrder:
     packs_count: int
     packs_per_step: int
     seed: int
+    shift: int = 0  # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
 
     def __post_init__(self) -> None:
         if self.packs_count < 1:
@@ -41,11 +42,11 @@ class PackOrder:
 
     def epoch_of(self, step: int) -> float:
         """Epochs consumed when `step` starts: 0.0 at step 0, 1.0 once every pack has been seen."""
-        return step * self.packs_per_step / self.packs_count
+        return (step * self.packs_per_step + self.shift) / self.packs_count
 
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
-        place = step * self.packs_per_step + np.arange(self.packs_per_step, dtype=np.int64)
+        place = step * self.packs_per_step + self.shift + np.arange(self.packs_per_step, dtype=np.int64)
         return packs_at(place, self.packs_count, self.seed)
 
 

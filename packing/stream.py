@@ -168,7 +168,7 @@ class SourceStream:
         if part is None and place < start.first:
             raise InputError(
                 f"{self.folder}: pack {place:,} of the stream is wanted, and the run goes on from pack {start.first:,}; a stream "
-                "does not go back: resume with the `batch.tokens` of the checkpoint, or from an earlier one"
+                "does not go back: resume with the checkpoint's `data.sources` and their weights, or from an earlier one"
             )
         while part is None or place >= part.after.first:
             part = self._opened(part.after if part else start, wait)
@@ -355,13 +355,15 @@ class StreamOrder:
     packs: StreamedPacks
     packs_per_step: int
     seed: int
+    shift: int = 0
 
     @property
     def packs_count(self) -> int:
         return len(self.packs)
 
     def places_of_step(self, step: int) -> range:
-        return range(step * self.packs_per_step, (step + 1) * self.packs_per_step)
+        first = step * self.packs_per_step + self.shift
+        return range(first, first + self.packs_per_step)
 
     def packs_of_step(self, step: int) -> np.ndarray:
         """Indices of the packs that step `step` (from 0) trains on; [packs_per_step] int64, in stream order."""
@@ -402,21 +404,21 @@ class StreamOrder:
             found |= {f"part{of}": part.start.number, f"packed_documents{of}": part.after.documents}
             found |= {f"packed_tokens{of}": part.after.tokens, f"left_out_records{of}": part.after.skipped + part.after.empty}
             found |= {f"epoch{of}": float(part.epoch)} if name else {}
-        shares = self.packs.mixture.shares(step * self.packs_per_step) if len(self.packs.sources) > 1 else {}
+        shares = self.packs.mixture.shares(self.places_of_step(step).start) if len(self.packs.sources) > 1 else {}
         return found | {f"share/{name}": share for name, share in shares.items()}
 
     def _reached(self, step: int) -> dict[str, StreamedPart]:
         """Of each source, the part of the last pack before `step`, or the first."""
-        taken = self.packs.mixture.taken(step * self.packs_per_step)
+        taken = self.packs.mixture.taken(self.places_of_step(step).start)
         return {
             name: self.packs.part_of(name, max(int(place) - 1, 0)) for name, place in zip(self.packs.sources, taken, strict=True)
         }
 
 
-def order_of(packs: Packs, packs_per_step: int, seed: int) -> PackOrder | MixedOrder | StreamOrder:
-    """The order in which a run trains on `packs`."""
+def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> PackOrder | MixedOrder | StreamOrder:
+    """The order in which a run trains on `packs`, its step 0 `shift` packs further on."""
     if isinstance(packs, StreamedPacks):
-        return StreamOrder(packs, packs_per_step, seed)
+        return StreamOrder(packs, packs_per_step, seed, shift)
     if isinstance(packs, MixedPacks):
-        return MixedOrder(packs.mixture(), packs_per_step, seed)
-    return PackOrder(len(packs), packs_per_step, seed)
+        return MixedOrder(packs.mixture(), packs_per_step, seed, shift)
+    return PackOrder(len(packs), packs_per_step, seed, shift)

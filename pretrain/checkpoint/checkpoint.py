@@ -360,6 +360,10 @@ class Checkpoints:
         self._require_intact(path)
         return load_object(path / STATE, "resume from another checkpoint")
 
+    def misfits(self, path: Path, model: Tensors) -> list[str]:
+        """Why the checkpoint at `path` is none of this model, whose tensors may be without values; empty: it is one."""
+        return self._first_of_each(mismatches(read_manifest(path).model, model) if path.exists() else [])
+
     def load(self, path: Path, model: Tensors, optimizer: Tensors) -> list[str]:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding.
 
@@ -385,8 +389,7 @@ class Checkpoints:
         """InputError unless every byte of the checkpoint at `path` is as it was written; hashes it once."""
         self.wait()
         if path != self._verified and (problems := self._verify(path)):
-            remedy = "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
-            raise InputError(f"{path}: cannot be used: {'; '.join(problems)}; {remedy}")
+            raise InputError(f"{path}: cannot be used: {'; '.join(problem.removeprefix(f'{path}: ') for problem in problems)}")
         self._verified = path
 
     def _verify(self, path: Path) -> list[str]:

@@ -15,6 +15,7 @@ from foundation.integrity import Size
 from foundation.settings import first_mistake
 
 _MASK = 2**64 - 1
+_NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
 
 
 @dataclass
@@ -28,6 +29,9 @@ class TrainState:
     valid_tokens: Size = 0  # of these, the ones with a label
     skipped_steps: Size = 0  # steps without an update, because a loss or gradient was not finite
     left_out: Size = 0  # steps' packs that rollbacks have passed over
+    # Packs by which the text is further on than so many steps are; below 0 where it is less far. A step has not always had as
+    # many packs as now.
+    shift: Annotated[int, Field(ge=-(2**62), le=2**62)] = 0
 
     @property
     def finished(self) -> bool:
@@ -47,16 +51,17 @@ class TrainState:
 
     def record(self, identity: Mapping[str, Any]) -> dict[str, Any]:
         """What `state.json` of a checkpoint holds: these counters, and what defines the training. A run that never went back
-        writes no `left_out`: versions before it then read the checkpoint, and none that would train on other packs."""
-        progress = {key: value for key, value in asdict(self).items() if key != "left_out" or value}
+        writes no `left_out`, and one whose steps were alike no `shift`: versions before these then read the checkpoint, and
+        none that would train on other packs."""
+        progress = {key: value for key, value in asdict(self).items() if key not in _NOT_ALWAYS or value}
         return {"progress": progress, "identity": dict(identity)}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], steps: int, source: Path) -> TrainState:
         """The state in `record`, with the present recipe's `steps`; InputError naming `source` where it holds none."""
         progress = record.get("progress")
-        wanted = {field.name for field in fields(cls)} - {"left_out"}
-        if not isinstance(progress, dict) or progress.keys() - {"left_out"} != wanted:
+        wanted = {field.name for field in fields(cls)} - _NOT_ALWAYS
+        if not isinstance(progress, dict) or progress.keys() - _NOT_ALWAYS != wanted:
             raise InputError(
                 f"{source}: its state.json is not a training state of this version (wanted {', '.join(sorted(wanted))})"
             )

@@ -107,6 +107,10 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     other_text = {key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)}
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
+    (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
+    _, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    if (our_tokens[here] != their_tokens[there]).any():
+        return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
     return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
 
 

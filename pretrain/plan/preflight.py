@@ -118,10 +118,12 @@ class Job:
         """The job when it is known which `loss.chunk` a run takes for `auto`."""
         return replace(self, plan=self.plan.with_chunk(chunk))
 
-    def batches(self, accelerator: Accelerator) -> BatchStream:
-        """This rank's training batches, step by step: a pure function of the recipe and the packs."""
+    def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
+        """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
+        further on in them than its steps say."""
         packs = self.data.train
-        return BatchStream(packs, order_of(packs, self.plan.packs_per_step, self.recipe.seed), **self.batching(accelerator))
+        order = order_of(packs, self.plan.packs_per_step, self.recipe.seed, shift)
+        return BatchStream(packs, order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """How packs become batches on this rank, in training and in evaluation."""
@@ -150,6 +152,7 @@ def prepare_job(
     """
     # What settings say by themselves.
     run_dir, device_type = config.run_dir_of(recipe), accelerator.device.type
+    config.begin_of(recipe)
     check_ours(run_dir)
     resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
     if accelerator.is_main_process:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, PositiveInt, ValidationError
 from torch import Tensor
 
 from foundation.errors import InputError
+from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
+from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -28,6 +30,13 @@ from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.run.assembly import Assembly
 from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
+
+
+class SavedSteps(BaseModel):
+    """What a step of the checkpoint's run took, in tokens."""
+
+    tokens: PositiveInt
+    length: PositiveInt
 
 
 @dataclass(frozen=True)
@@ -59,28 +68,119 @@ def find_resume_point(
         if all(NOT_HERE in problem for problem in problems):
             raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
         raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
-    if path is None:
-        path, accept_changes = begin_of(job.recipe), True  # another training is what is asked for
+    begins = path is None
+    if begins:
+        path = begin_of(job.recipe)
         if path is None:
             return None
         if not checkpoints.is_there(path):
-            raise InputError(
-                f"`train.begin_with`: {path}: no such checkpoint; name a step-* folder of another run's `checkpoints`, whose "
-                "`checkpoint.every` and `checkpoint.keep` decide which there are"
-            )
-    record = checkpoints.read_state(path)
-    check_record(record, path)
-    hint = extending_a_decayed_run(path, record, job, checkpoints)
+            raise InputError(f"`train.begin_with`: {path}: no such checkpoint; {_to_begin_with(path)}")
+        named, remedy = "`train.begin_with`: ", _to_begin_with(path)
+    else:
+        named, remedy = "", "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
     try:
-        changes = check_same_training(record, job.identity, path, accept_changes)
+        record = checkpoints.read_state(path)
+        check_record(record, path)
+    except InputError as error:
+        raise InputError(f"{named}{error}; {remedy}") from None
+    hint = extending_a_decayed_run(path, record, job, begins=begins)
+    try:  # of one to begin with, another training is what is asked for
+        changes = check_same_training(record, job.identity, path, accept_changes or begins)
     except InputError as error:
         raise InputError("\n".join(filter(None, [str(error), hint]))) from None
-    notes = [f"the recipe has changed: {change}" for change in changes]
-    notes += filter(None, [precision_has_moved(record, job)])
+    if misfits := checkpoints.misfits(path, named_tensors(job.shapes)):
+        more = f", and {len(misfits) - 2} more" if len(misfits) > 2 else ""
+        settings = [change for change in changes if change.startswith("model.")]
+        because = f" ({'; '.join(settings[:2])})" if settings else ""
+        fits = "name a checkpoint of this model" if begins else "resume with the recipe it was made by, or set another `run_dir`"
+        raise InputError(f"{named}{path}: does not fit this run's model{because}: {'; '.join(misfits[:2])}{more}; {fits}")
+    notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
+    notes += filter(None, [precision_has_moved(record, job), *other_text(record, job)])
     return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)
 
 
-def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, checkpoints: Checkpoints) -> str | None:
+def _to_begin_with(path: Path) -> str:
+    """What `train.begin_with` may name in place of `path`: what lies in it as a run's folder, or beside it."""
+    folders = (path, path / "checkpoints", path.parent, path.parent / "checkpoints")
+    there = next(filter(None, ([each for each in step_folders(folder) if each != path] for folder in folders)), [])
+    listed = f": {there[0].parent} holds {', '.join(each.name for each in there[:8])}" if there else ""
+    return (
+        f"name a step-* folder of another run's `checkpoints`, whose `checkpoint.every` and `checkpoint.keep` decide which there "
+        f"are{listed}"
+    )
+
+
+def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
+    """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
+    with; or it is from another folder and at the horizon already, so that the run would have no step of its own to tell of."""
+    if source is None:
+        return
+    begins, own = source.path == begin_of(job.recipe), source.path.resolve().parent == checkpoints.folder.resolve()
+    if of_another_stream(source.record, job) and not begins:
+        raise InputError(
+            f"{source.path}: was trained on other text, sources or shares than this stream has, and has no place in it; set "
+            f"another `run_dir`, and `train.begin_with: {source.path}` to begin this stream with its weights, or "
+            "`data.streaming: false` to prepare all packs before the run"
+        )
+    step, train = source.record["progress"]["step"], job.recipe.train
+    if step >= job.plan.steps and not own:
+        key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
+        horizon = f"this run's horizon, `train.{key}: {getattr(train, key)}`, is {plural(job.plan.steps, 'step')}"
+        named = "`train.begin_with`: " if begins else ""
+        raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
+
+
+def packs_before(record: Mapping[str, Any], length: int) -> int | None:
+    """How many packs of `length` tokens a checkpoint's run had taken from its text, or passed over; None of a version that does
+    not say."""
+    identity, progress = record["identity"], record["progress"]
+    try:
+        saved = SavedSteps(tokens=identity.get("batch.tokens"), length=identity.get("data.length"))
+    except ValidationError:
+        return None
+    steps = progress["step"] + progress.get("left_out", 0)
+    packs = steps * (saved.tokens // saved.length) + progress.get("shift", 0)
+    return max(-(-packs * saved.length // length), 0)
+
+
+def shift_of(record: Mapping[str, Any], job: Job) -> int:
+    """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
+    packs, progress = packs_before(record, job.recipe.data.length), record["progress"]
+    steps = progress["step"] + progress.get("left_out", 0)
+    if of_another_stream(record, job):
+        return -steps * job.plan.packs_per_step
+    return progress.get("shift", 0) if packs is None else packs - steps * job.plan.packs_per_step
+
+
+def of_another_stream(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
+    return job.data.stream is not None and record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+
+
+def other_text(record: Mapping[str, Any], job: Job) -> Iterator[str]:
+    """What to know of the packs to come, where a step takes others than the checkpoint's steps did."""
+    identity, progress, plan = record["identity"], record["progress"], job.plan
+    packs, step = packs_before(record, job.recipe.data.length), progress["step"]
+    if packs is None:
+        return
+    if of_another_stream(record, job):
+        yield "the text, its sources or their shares are others than the checkpoint's: this stream begins at its first pack"
+        return
+    if shift_of(record, job) != progress.get("shift", 0):
+        tokens = progress["tokens"] + max(plan.steps - step, 0) * plan.tokens_per_step
+        yield (
+            f"a step takes {plural(plan.packs_per_step, 'pack')} now: the text goes on where the checkpoint's ended, after "
+            f"{plural(packs, 'pack')}; steps are counted on, so the horizon of {plan.steps:,} is {count(tokens)} tokens in all"
+        )
+    others = [key for key in ("seed", "data.fingerprint") if identity.get(key) != job.identity.get(key)]
+    if others and step:
+        yield (
+            f"the order of the packs is another than the checkpoint's ({', '.join(others)}), and it goes on after the first "
+            f"{plural(packs, 'pack')} of it: some of these may never have been trained on, and some to come may have been"
+        )
+
+
+def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool = False) -> str | None:
     """What to know where the checkpoint's rate has fallen towards a shorter horizon than the present one and would leap up:
     by how much, and which checkpoint is from before. None for any other checkpoint."""
     identity, progress = record["identity"], record["progress"]
@@ -93,22 +193,23 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, che
         optimizer = job.recipe.optimizer.model_copy(update={"learning_rate": identity["optimizer.learning_rate"]})
     except (ValidationError, KeyError):  # of a version whose schedules were others
         return None
-    begins = schedule.decay_begins(settings, horizon, tokens)
-    if begins is None or step <= begins:
+    decay = schedule.decay_begins(settings, horizon, tokens)
+    if decay is None or step <= decay:
         return None
     recipe = job.recipe
     last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
     following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
     told = (
-        f"{path.name} is from the decay towards step {horizon:,}, which began after step {begins:,}: the rate would leap from "
+        f"{path.name} is from the decay towards step {horizon:,}, which began after step {decay:,}: the rate would leap from "
         f"{last:.3g} to {following:.3g}, and what the decay has gained would be lost. "
     )
     if settings.kind != "wsd":
         return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
-    earlier = [folder for folder in step_folders(checkpoints.folder) if step_of(folder) <= begins]
+    earlier = [folder for folder in step_folders(path.parent) if step_of(folder) <= decay]
     if not earlier:
         return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
-    return told + f"{earlier[0].name} is from before it; go on from there with --resume {earlier[0]} --accept-changes"
+    how = f"train.begin_with={earlier[0]}" if begins else f"--resume {earlier[0]} --accept-changes"
+    return told + f"{earlier[0].name} is from before it; go on from there with {how}"
 
 
 def precision_to_come(record: Mapping[str, Any]) -> str | None:
@@ -144,6 +245,7 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     disks = look_at_disks(job.run_dir)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
     source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
+    require_a_way_on(source, checkpoints, job)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
 
 
@@ -160,10 +262,12 @@ def restore(
 ) -> tuple[TrainState, list[str]]:
     """Copy the checkpoint's weights, moments and counters back; returns the state, and notes about it for the user."""
     if job.data.stream is not None:
-        job.data.stream.begin(source.record.get("stream", {}) if source else None)
+        known = source is not None and not of_another_stream(source.record, job)
+        job.data.stream.begin(source.record.get("stream", {}) if known else None)
     if source is None:
         return TrainState(steps=job.plan.steps), []
     state = TrainState.from_record(source.record, job.plan.steps, source.path)
+    state.shift = shift_of(source.record, job)
     scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)

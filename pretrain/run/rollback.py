@@ -38,6 +38,7 @@ def roll_back(run: Run, reason: str) -> None:
     run.state, notes = restore(ResumePoint(path, record, []), checkpoints, run.job, run.assembly, run.health)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
+    run.state.shift = judged.shift  # of what follows the judged step's packs, whatever the steps before the checkpoint had
 
     go_on_as_scheduled(run, record)
     if run.precision_watch:

@@ -44,8 +44,8 @@ def tell_stream(run: Run) -> None:
     whose gradients are in the last step; so their parts may go."""
     stream, state = run.job.data.stream, run.state
     if stream is not None:
-        first, packs = state.data_steps[0], run.job.plan.packs_per_step
-        stream.reads(range(first * packs, (first + 1) * packs))
+        order = run.job.batches(run.accelerator, state.shift).order
+        stream.reads(order.places_of_step(state.data_steps[0]))
 
 
 def next_batches(run: Run, steps: Prefetch[StepBatches]) -> StepBatches:

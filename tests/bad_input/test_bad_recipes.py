@@ -84,7 +84,7 @@ SETTINGS = {
     "evaluate.samples=[Once]": r"`evaluate.samples`: no tokenizer is known.*set `data.tokenizer`",
     "data.length=64": r"small: packs of 32 tokens, but `data.length` is 64; set it to fit, or prepare other packs",
     "--resume nowhere": r"--resume nowhere: no such checkpoint; .*checkpoints holds no checkpoint; name a step-\*",
-    "--resume tests": r"tests: not a complete checkpoint.*--resume takes a step-\* folder.*or auto",
+    "--resume tests": r"tests: cannot be used: not a complete checkpoint.*--resume takes a step-\* folder.*or auto",
     "--preview-schedule x.jpeg": r"x.jpeg: the schedule is drawn as a PNG; .* ends in .png",
 }
 MODELS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+
+from foundation.units import count
+from pretrain.compare.fairness import why_not_paired
+from pretrain.metrics.health import Health, StepDecision
+from pretrain.metrics.run_record import read_run
 
 BEGIN = "runs-{seed}/first/checkpoints/step-00000004"
 
@@ -72,6 +78,92 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_made(
     refused = train_here("seed=1337", f"train.begin_with={path}", f"run_dir={tmp_path}/second")
     assert refused.status == 2 and says in refused.output
     assert not list((tmp_path / "second").rglob("step-*"))
+
+
+def test_what_lies_in_a_run_and_is_no_checkpoint_is_refused_with_those_there_are(first: Callable, train_here: Callable) -> None:
+    there = f"{first.run_dir}/checkpoints holds step-00000012, step-00000008, step-00000004"
+    for path in ("", "checkpoints", "final", "checkpoints/step-00000004/state.json"):
+        refused = train_here(f"train.begin_with={first.run_dir / path}", "--plan").refusal
+        assert refused.startswith(f"`train.begin_with`: {first.run_dir / path}: cannot be used: ") and "--resume" not in refused
+        assert refused.endswith(there) or path.endswith("json")
+
+
+def test_a_damaged_checkpoint_another_model_and_no_step_to_come_are_each_one_message(
+    first: Callable, train_here: Callable, tmp_path: Path
+) -> None:
+    """Before the model is built."""
+    path = first.run_dir / "checkpoints" / "step-00000004"
+    begins = [f"train.begin_with={path}", f"run_dir={tmp_path}/second", "seed=5"]
+    for horizon in ("steps=4", "tokens=700", "epochs=0.1"):
+        refused = train_here(*begins, f"train.{horizon}").refusal
+        assert refused.startswith(f"`train.begin_with`: {path}: is from step 4, and this run's horizon, `train.{horizon[:5]}")
+    other = train_here(*begins, "model.config.hidden_size=64", "--plan").refusal
+    assert other.startswith(
+        f"`train.begin_with`: {path}: does not fit this run's model (model.config.hidden_size: saved 32, now 64)"
+    )
+    assert "embed_tokens.weight has shape [61, 32] there and [61, 64] here" in other and "more; name a checkpoint" in other
+    file = next(path.glob("model-*"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    damaged = train_here(*begins).refusal
+    assert damaged.startswith(f"`train.begin_with`: {path}: cannot be used: {file.name}: damaged")
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+
+
+def test_where_the_rate_had_fallen_the_checkpoint_before_is_named_by_the_same_key(train_here: Callable, tmp_path: Path) -> None:
+    decays = ["schedule={kind: wsd, decay: 0.5}", "parity=off"]
+    assert train_here(*decays, f"run_dir={tmp_path}/first").status == 0
+    there = f"train.begin_with={tmp_path}/first/checkpoints/step-000000"
+    on = train_here(*decays, f"{there}12", "train.steps=20", "--plan")
+    assert on.status == 0 and f"go on from there with {there}04" in on.output
+
+
+def epochs(run: Callable) -> list[float]:
+    return [record["epoch"] for record in run.records() if "loss" in record]
+
+
+@pytest.mark.parametrize(("batch", "packs"), [(512, 16), (128, 4)])
+def test_with_another_batch_the_text_goes_on_where_the_checkpoint_ended(
+    first: Callable, train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, packs: int
+) -> None:
+    """Of 120 packs 32 were trained on. So it does when it is resumed, and sent back before its first own checkpoint."""
+    begins = [
+        "seed=5",
+        f"run_dir={tmp_path}/second",
+        f"train.begin_with={tmp_path}/{BEGIN.format(seed=5)}",
+        f"batch.tokens={batch}",
+    ]
+    second = train_here(*begins)
+    assert second.status == 0, second.output
+    assert f"a step takes {packs} packs now: the text goes on where the checkpoint's ended, after 32 packs" in second.output
+    assert epochs(second) == [(32 + packs * n) / 120 for n in range(1, 9)]
+    total = 4 * 256 + 8 * batch
+    assert second.records()[-2]["tokens"] == total and f"the horizon of 12 is {count(total)} tokens in all" in second.output
+    assert "12 steps" in second.output and "(mean of the last 8 steps)" in second.output
+
+    whole = train_here(f"run_dir={tmp_path}/whole", "seed=5", f"batch.tokens={batch}", "parity=off")
+    found = why_not_paired(*(read_run(run.run_dir) for run in (whole, second)))
+    assert found == "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
+
+    shutil.rmtree(tmp_path / "second" / "checkpoints" / "step-00000012")
+    again = train_here(*begins)
+    assert "at step 8" in again.output and again.losses() == second.losses() and "a step takes" not in again.output
+
+    check, failed = Health.check, []
+
+    def check_once(health: Health, step: int, loss: float, norm: float, **more: object) -> StepDecision:
+        failed.append(step)
+        return check(health, step, math.nan if failed == [5, 6] else loss, norm, **more)
+
+    monkeypatch.setattr(Health, "check", check_once)
+    back = train_here(f"run_dir={tmp_path}/third", *(each for each in begins if "run_dir" not in each), "health.on_nan=rollback")
+    assert "Rollback 1 of 3" in back.output and epochs(back) == [(32 + packs * n) / 120 for n in range(3, 11)]
+
+
+def test_other_packs_or_another_order_of_them_is_said(first: Callable, train_here: Callable, tmp_path: Path) -> None:
+    begins = [f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/{BEGIN.format(seed=5)}", "--plan"]
+    said = "the order of the packs is another than the checkpoint's (seed), and it goes on after the first 32 packs of it"
+    assert said in train_here(*begins, "seed=6").output
+    assert "the order of the packs" not in train_here(*begins, "seed=5").output
 
 
 def test_a_folder_that_is_no_checkpoint_is_told_apart(train_here: Callable, tmp_path: Path) -> None:

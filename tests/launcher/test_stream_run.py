@@ -48,6 +48,31 @@ def losses(run: Any) -> list[float]:
     return [record["loss"] for record in run.records() if "loss" in record]
 
 
+def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(
+    recipe: dict[str, Any], folder: Path, start_here: Callable
+) -> None:
+    changes = ["train.steps=20", "evaluate.every=null", "schedule.kind=constant"]
+    first = start_here(recipe, folder, *changes, f"run_dir={folder}/first", f"data.packs={folder}/first-packs")
+    assert first.status == 0, first.output
+    begins = [*changes, f"train.begin_with={folder}/first/checkpoints/step-00000015", f"data.packs={folder}/first-packs"]
+    wider = start_here(recipe, folder, *begins, "batch.tokens=512", "train.steps=18", f"run_dir={folder}/wider")
+    assert wider.status == 0 and "the checkpoint's ended, after 120 packs" in wider.output, wider.output
+    # Its first two steps read the packs of which the other's next four did, so they end in the same part.
+    places = [{record["step"]: record["packed_tokens"] for record in run.records() if "loss" in record} for run in (first, wider)]
+    assert places[1][16] == places[0][17] and places[1][17] == places[0][19]
+
+    texts = (folder / "texts.jsonl").read_text().splitlines()
+    (folder / "others.jsonl").write_text("\n".join(reversed(texts)) + "\n")
+    other = [f"data.source={folder}/others.jsonl", f"data.packs={folder}/other-packs", f"run_dir={folder}/second"]
+    second = start_here(recipe, folder, *begins[:-1], *other)
+    assert second.status == 0 and "this stream begins at its first pack" in second.output, second.output
+    assert second.records()[0]["step"] == 16 and second.records()[0]["part"] == 0
+    refused = start_here(recipe, folder, *changes, *other[:-1], f"run_dir={folder}/first", "--accept-changes")
+    assert refused.status == 2 and "has no place in it; set another `run_dir`, and `train.begin_with: " in refused.err, (
+        refused.output
+    )
+
+
 @pytest.mark.multi
 def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_disks(
     recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.mixture import MixedOrder, Mixture
 from packing.order import PackOrder, permute, splitmix64, spread
 from packing.pack import truncate
 
@@ -169,3 +171,24 @@ def test_spread_evens_out_microbatches_that_run_together_and_ranks_too():
 def test_spread_refuses_packs_that_do_not_divide():
     with pytest.raises(ValueError, match="7 packs do not divide into 2 ranks of 2 microbatches"):
         spread([1] * 7, 2, 2)
+
+
+@settings(max_examples=25)
+@given(
+    counts=st.lists(st.integers(1, 50), min_size=1, max_size=3),
+    before=st.integers(1, 20),
+    now=st.integers(1, 20),
+    steps=st.integers(0, 9),
+    seed=st.integers(0, 2**64 - 1),
+)
+def test_steps_of_another_size_go_on_where_the_others_ended(counts, before, now, steps, seed):
+    """Whatever the size: the packs are those that a step of one pack each would have had, none twice and none left out."""
+    names, sizes = tuple("abc"[: len(counts)]), (1.0,) * len(counts)
+    mixture = Mixture(names, tuple(counts), tuple(1 / len(counts) for _ in counts), sizes)
+    for order in (partial(PackOrder, counts[0]), partial(MixedOrder, mixture)):
+        one, shift = order(1, seed), steps * (before - now)
+        shifted = order(now, seed, shift)
+        found = [pack for step in range(steps, steps + 3) for pack in shifted.packs_of_step(step).tolist()]
+        first = steps * before
+        assert found == [one.packs_of_step(place)[0] for place in range(first, first + 3 * now)]
+        assert shifted.epoch_of(steps) == order(before, seed).epoch_of(steps)

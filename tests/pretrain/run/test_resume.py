@@ -30,8 +30,8 @@ def told(folder: Path, step: int, to: int, kept: list[int], **schedule: Any) -> 
     for each in kept:
         (folder / f"step-{each:08d}").mkdir()
     record = {"progress": {"step": step, "steps": 100}, "identity": identity_of(short, "fingerprint")}
-    job, checkpoints = SimpleNamespace(recipe=longer, plan=SimpleNamespace(steps=to)), SimpleNamespace(folder=folder)
-    return extending_a_decayed_run(folder / f"step-{step:08d}", record, job, checkpoints)
+    job = SimpleNamespace(recipe=longer, plan=SimpleNamespace(steps=to))
+    return extending_a_decayed_run(folder / f"step-{step:08d}", record, job)
 
 
 def test_the_newest_checkpoint_before_the_decay_is_named_with_how_to_go_on_from_it(tmp_path: Path) -> None:
