@@ -86,7 +86,7 @@ from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, require_a_way_on, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
-from pretrain.run.streaming import ending_stream, next_batches, pack_stream, reading_stream, tell_stream
+from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
@@ -294,7 +294,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with first_step(run), run.watch.step(state.step + 1), profiling, run.recorder.step():
-            figures, decision = train_step(run, next_batches(run, steps))
+            asked = wait_for_packs(run, steps, lambda: time_is_up(run) or stop.requested or 0)
+            if not asked:
+                figures, decision = train_step(run, next(steps))
+        if asked:
+            return leave(run, asked)
         tell_stream(run)
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
@@ -317,22 +321,29 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
             held_out(run)
         tell_saved(run)
         if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
-            if asked == SAVE_FAILED:
-                with run.watch.busy("saving"), run.waited.on("saves", "saving"):
-                    run.checkpoints.wait()  # which raises what has failed
-            lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
-            if not (decision := judge_weights(run)).proceed:
-                raise halted(run, decision)
-            save(run)
-            if lost:
-                raise lost
-            why = f"`train.max_hours: {recipe.train.max_hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
-            run.console.notice(f"stopped by {why} after step {state.step}; start the run again to go on from here")
-            return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
+            return leave(run, asked)
         is_best = recipe.checkpoint.best and run.best is not None and run.best.step == state.step
         if (due(state.step, recipe.checkpoint.every) or is_best) and not state.finished:
             save(run, behind=True)
     return None
+
+
+def leave(run: Run, asked: int) -> int:
+    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost."""
+    if asked == SAVE_FAILED:
+        with run.watch.busy("saving"), run.waited.on("saves", "saving"):
+            run.checkpoints.wait()  # which raises what has failed
+    lost = prepare_rescue(run, asked) if asked in (FOLDER_GONE, METRICS_GONE, PACKS_FAILED) else None
+    if not (decision := judge_weights(run)).proceed:
+        raise halted(run, decision)
+    if run.state.step:  # a run may wait for the packs of its first
+        save(run)
+    if lost:
+        raise lost
+    hours, step = run.job.recipe.train.max_hours, run.state.step
+    why = f"`train.max_hours: {hours:g}`" if asked == TIME_IS_UP else signal.Signals(asked).name
+    run.console.notice(f"stopped by {why} after step {step}; start the run again to go on from here")
+    return signal.SIGUSR1 if asked == TIME_IS_UP else asked  # a scheduler's warning, given to itself
 
 
 def is_confirming(run: Run, steps: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import islice
@@ -139,7 +139,8 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, build: Callable[[int], T], numbers: Iterable[int], pin_memory: bool) -> None:
-        self.data_wait_ms = 0.0  # how long the last `next` waited for its result
+        self.data_wait_ms = 0.0  # how long the last `next` waited for its result, and `ready` before it
+        self._waited_ms = 0.0  # by `ready`, since then
         self._build = build
         self._numbers = iter(numbers)
         setup = None
@@ -155,6 +156,13 @@ class Prefetch(Generic[T]):
     def __iter__(self) -> Prefetch[T]:
         return self
 
+    def ready(self, seconds: float) -> bool:
+        """Whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
+        started = time.perf_counter()
+        done = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
+        self._waited_ms += (time.perf_counter() - started) * 1e3
+        return done
+
     def __next__(self) -> T:
         if not self._pending:
             self.close()
@@ -162,7 +170,7 @@ class Prefetch(Generic[T]):
         started = time.perf_counter()
         future = self._pending.popleft()
         failed = future.exception() is not None  # waits
-        self.data_wait_ms = (time.perf_counter() - started) * 1e3
+        self.data_wait_ms, self._waited_ms = self._waited_ms + (time.perf_counter() - started) * 1e3, 0.0
         if failed:
             self.close()
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from accelerate import Accelerator
@@ -12,8 +12,11 @@ from foundation.errors import InputError
 from packing.batch import Prefetch, StepBatches
 from packing.packer import PackerProcess
 from pretrain.checkpoint.disks import find_disks
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Run
+
+_LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they go on waiting
 
 
 def pack_stream(job: Job, accelerator: Accelerator) -> None:
@@ -48,12 +51,16 @@ def tell_stream(run: Run) -> None:
         stream.reads(order.places_of_step(state.data_steps[0]))
 
 
-def next_batches(run: Run, steps: Prefetch[StepBatches]) -> StepBatches:
-    """The next step's batches. What the run waits for packs is a part of the time that the user waits."""
+def wait_for_packs(run: Run, steps: Prefetch[StepBatches], asked: Callable[[], int]) -> int:
+    """Return once the next step's packs are there on all ranks, with 0, or a rank is `asked` to stop, with the largest that any
+    is asked. Collective. What the run waits for packs is a part of the time that the user waits."""
     if run.job.data.stream is None:
-        return next(steps)
+        return 0
     with run.watch.busy("waiting for packs"), run.waited.on("packs", "waiting for packs"):
-        return next(steps)
+        while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK))):
+            if found := largest_over_ranks(run.accelerator, asked()):
+                return found
+    return 0
 
 
 def reading_stream(job: Job) -> AbstractContextManager[None]:

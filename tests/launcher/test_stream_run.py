@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.conftest import write_recipe
+from tests.moments import LauncherProcess
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
 STEPS = 70
@@ -46,6 +52,30 @@ def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[s
 
 def losses(run: Any) -> list[float]:
     return [record["loss"] for record in run.records() if "loss" in record]
+
+
+def test_a_run_that_waits_for_packs_saves_and_ends_when_it_is_told_to(recipe: dict[str, Any], folder: Path) -> None:
+    """Nobody makes packs any more, and nothing says so: the process that made them stands still."""
+    run_dir, log = folder / "waits", folder / "waits.log"
+    begins = ["train.steps=100000", "data.streaming.repeat=true", "checkpoint.every=null", f"run_dir={run_dir}"]
+    run = LauncherProcess([str(write_recipe(recipe, folder)), *begins, f"data.packs={folder}/waits-packs"], log)
+    try:
+        run.wait_until(lambda: (run_dir / "metrics.jsonl").exists())
+        packer = next(each for each in psutil.Process(run.pid).children() if "packing.packer" in " ".join(each.cmdline()))
+        packer.suspend()
+        before, looked = -1, 0.0
+        while (size := (run_dir / "metrics.jsonl").stat().st_size) > before or time.monotonic() < looked + 1:
+            looked = time.monotonic() if size > before else looked
+            before = size
+            time.sleep(0.1)
+        run.send_signal(signal.SIGTERM)
+        assert run.end() == 128 + signal.SIGTERM, log.read_text()
+    except BaseException:
+        run.send_signal(signal.SIGKILL)
+        raise
+    steps = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    assert f"stopped by SIGTERM after step {steps}" in log.read_text() and not packer.is_running()
+    assert [each.name for each in (run_dir / "checkpoints").iterdir()] == [f"step-{steps:08d}"]
 
 
 def test_a_run_begins_with_a_checkpoint_of_another_text_or_of_other_steps(

@@ -17,7 +17,16 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.arrow import Pack
-from packing.batch import IGNORE, BatchStream, Microbatch, StepBatches, build_microbatch, count_valid_tokens, evaluation_batches
+from packing.batch import (
+    IGNORE,
+    BatchStream,
+    Microbatch,
+    Prefetch,
+    StepBatches,
+    build_microbatch,
+    count_valid_tokens,
+    evaluation_batches,
+)
 from packing.order import PackOrder
 from packing.pack import best_fit, materialise
 
@@ -278,6 +287,23 @@ def test_data_wait_is_what_the_consumer_waited(monkeypatch: pytest.MonkeyPatch):
             time.sleep(0.001)
         next(steps)
         assert steps.data_wait_ms == 0
+
+
+def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
+    gate = threading.Event()
+
+    def build(number: int) -> int:
+        gate.wait()
+        return 1 // number
+
+    with Prefetch(build, [1, 0], pin_memory=False) as steps:
+        assert not steps.ready(0.02) and not steps.ready(0.02)
+        gate.set()
+        assert steps.ready(60) and next(steps) == 1 and steps.data_wait_ms >= 40
+        assert steps.ready(60), "one that has failed is not waited for"
+        with pytest.raises(ZeroDivisionError):
+            next(steps)
+        assert steps.ready(0), "there is none to come"
 
 
 @pytest.mark.parametrize(("world_size", "microbatch"), [(1, 3), (3, 1), (3, 2), (3, 4), (5, 1), (7, 2)])
