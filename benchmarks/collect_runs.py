@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pretrain.compare.comparison import other_machines
 from pretrain.metrics.run_record import is_step, read_run
 from pretrain.settings.config import flatten
 
@@ -27,6 +28,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
+    if note := other_machines([read_run(path) for path in arguments.runs]):
+        parser.error(
+            f"{note} A file has one environment for all of its runs: collect those of each machine in a file of their own"
+        )
     settings = {path: flatten(read_run(path).config) for path in arguments.runs}
     shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
     report = {

@@ -112,7 +112,7 @@ class Scale:
                     if type(measure(run)) not in (int, float, type(None)):
                         raise TypeError(f"{measure.__name__} of {name}")
             _ = "".join(scale.cells), sum([*scale.between, content["parameters"], content["tokens"]])
-            _ = content["scale"], content["command"]
+            _ = content["scale"], content["command"], scale.of_runs("commit"), scale.of_runs("machine")
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(f"{path}: not as `benchmarks.evidence` makes it, at {error}; make it again") from None
         if BASELINE not in scale.cells:
@@ -263,6 +263,10 @@ class Speeds:
                 frozenset(text.partition("=")[::2] for text in way["overrides"]): way["tokens_per_second"]["median"]
                 for way in ours
             }
+            if strange := [
+                speed for speed in self._speeds.values() if type(speed) not in (int, float) or not 0 < speed < math.inf
+            ]:
+                raise TypeError(f"a speed of {strange[0]!r}")
             self.model: str = content["settings"]["model"]
             self.device: str = content["environment"]["gpus"][0]
         except (KeyError, TypeError, AttributeError, IndexError) as error:

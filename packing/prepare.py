@@ -17,6 +17,7 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.files import FileLock, is_disk_full, remove_own_folder
 from foundation.progress import Progress, say
+from foundation.units import plural
 from packing.arrow import PackWriter
 from packing.chat import CHAT_TEMPLATE, ChatColumns, chat_template
 from packing.chunks import CHUNK_BYTES, Records, TextTemplate, read_chunk
@@ -221,7 +222,7 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
 def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:
     """InputError where a source holds nothing to train on."""
     if not counts.documents:
-        parts = [f"{counts.empty:,} records hold none"] if counts.empty else []
+        parts = [f"{plural(counts.empty, 'record')} without any"] if counts.empty else []
         if counts.skipped:
             parts.append(f"{counts.skipped:,} malformed ones were skipped, the first at {counts.first_skipped}")
         why = f": {' and '.join(parts)}" if parts else "; the source is empty"

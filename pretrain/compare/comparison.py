@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -30,10 +30,10 @@ class Standing:
     not_paired: str | None
     held_out_gap: float | None  # of the last step in which both were evaluated, on the same packs
     speed: float | None  # tokens/s that the hardware computed for this run alone; None where it was emulated or shared
-    speedup: float | None  # over the baseline's
+    speedup: float | None  # over the baseline's, on a machine of the same kind
     hours: float | None  # to the horizon that its recipe names, at its median speed
     hours_to_match: float | None  # of steps, until its smoothed loss was at the loss that all runs reached
-    on_front: bool  # no other run that came to a good end is both faster and lower
+    on_front: bool  # no other run on the baseline's kind of machine that came to a good end is both faster and lower
     loss: float | None  # its last held-out loss; where some run of the comparison has none, the mean of its last training losses
 
     @property
@@ -53,6 +53,7 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
         looks, speeds = looks_of(runs), [own_speed(run) for run in runs]
+        beside = [speed if on_one_kind_of_machine((runs[0], run)) else None for run, speed in zip(runs, speeds, strict=True)]
         matched, hours_to_match = match_losses([run if speed else None for run, speed in zip(runs, speeds, strict=True)])
         by_held_out = all("held_out_loss" in run.summary for run in runs)
         ends = [run.summary.get("held_out_loss" if by_held_out else LOSS_KEY) for run in runs]
@@ -71,7 +72,7 @@ class RunComparison:
                     not_paired=reason,
                     held_out_gap=held_out_difference(runs[0], run) if place else None,
                     speed=speeds[place],
-                    speedup=speeds[place] / speeds[0] if place and speeds[place] and speeds[0] else None,
+                    speedup=beside[place] / beside[0] if place and beside[place] and beside[0] else None,
                     hours=hours_to_horizon(run, speeds[place]),
                     hours_to_match=hours_to_match[place],
                     on_front=False,
@@ -79,7 +80,7 @@ class RunComparison:
                 )
             )
         rivals = [each.loss if comparable and not each.run.broken_off else None for each in standings]
-        front = pareto_front(speeds, rivals)
+        front = pareto_front(beside, rivals)
         standings = [replace(each, on_front=place in front) for place, each in enumerate(standings)]
         return cls(standings, tolerance, matched, comparable)
 
@@ -247,6 +248,32 @@ def held_out_difference(baseline: RunRecord, run: RunRecord) -> float | None:
 
 def own_speed(run: RunRecord) -> float | None:
     return None if run.side_by_side or run.emulated else run.summary.get("tokens_per_second")
+
+
+def machine_of(run: RunRecord) -> str:
+    """What its speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the cores. Empty
+    where that is not known."""
+    environment = run.environment
+    if gpus := environment.get("gpus"):
+        return f"{environment.get('accelerate', {}).get('processes', len(gpus))} × {' and '.join(dict.fromkeys(gpus))}"
+    cores = environment.get("cpu_cores")
+    return ", ".join(filter(None, [f"{cores} CPU cores" if cores else "", environment.get("system")]))
+
+
+def on_one_kind_of_machine(runs: Iterable[RunRecord]) -> bool:
+    """Whether speeds may be divided: else a machine's speed would pass for a precision's. Versions of software may differ, as
+    what they change may be what is compared."""
+    return len({machine_of(run) for run in runs}) == 1
+
+
+def other_machines(runs: Sequence[RunRecord]) -> str:
+    """What to say where speeds are not held against the first run's, which had another kind of machine; empty where all had
+    one."""
+    names: dict[str, list[str]] = {}
+    for run in runs:
+        names.setdefault(machine_of(run) or "a machine that is not known", []).append(run.name)
+    told = "; ".join(f"{', '.join(found)} on {machine}" for machine, found in names.items())
+    return f"Speeds are compared on one kind of machine alone, that of {runs[0].name}: {told}." if len(names) > 1 else ""
 
 
 def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:

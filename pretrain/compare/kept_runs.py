@@ -30,7 +30,7 @@ def read_kept(path: Path) -> list[RunRecord]:
         records = [_record(path, name, run, content) for name, run in runs.items()]
         for record in records:
             check_shapes(vars(record), dict.fromkeys(SHAPES, f"{path}: {record.name}"))
-    except (KeyError, TypeError, IndexError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(f"{path}: not as `benchmarks.collect_runs` makes it, at {error}; make it again") from None
     return records
 
@@ -49,6 +49,9 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
     last = {"step": summary["steps"], "held_out_loss": summary.get("held_out_loss")}
     kept = run.get("evaluations", [last] if "held_out_loss" in summary else [])
     evaluations = [{"step": each["step"], "event": "evaluation", "held_out_loss": each["held_out_loss"]} for each in kept]
+    for each in evaluations:
+        if type(each["step"]) is not int or type(each["held_out_loss"]) not in (int, float, type(None)):
+            raise TypeError(f"`evaluations` of {name}")
     return RunRecord(
         path=path.with_suffix("") / name,
         config=_nested(settings),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.units import count, plural
-from pretrain.compare.comparison import RunComparison
+from pretrain.compare.comparison import RunComparison, machine_of, other_machines
 from pretrain.compare.figures import FROZEN_MATTERS, model_name
 from pretrain.compare.page_data import CURVES, MEASURES, as_json, page_data
 from pretrain.compare.page_differences import audits, differences
@@ -54,6 +54,7 @@ def render(
         seeds=seeds,
         runs=data["runs"],
         about=about(comparison),
+        other_machines=other_machines([each.run for each in comparison.standings]),
         gate=gate and bool(comparison.paired),
         every=every,
         loss_is="held-out loss" if comparison.by_held_out else f"training loss, mean of the last {LAST_STEPS} steps at most",
@@ -101,10 +102,8 @@ def about(comparison: RunComparison) -> str:
     steps = {each.run.summary["steps"] for each in comparison.standings}
     each = plural(min(steps), "step") if len(steps) == 1 else f"{min(steps):,} to {plural(max(steps), 'step')}"
     batch = f" of {count(run.tokens_per_step)} tokens" if run.tokens_per_step else ""
-    gpus = run.environment.get("gpus") or []
-    device = f"{len(gpus)} × {gpus[0]}" if gpus else run.environment.get("system", "")
     torch = (run.environment.get("packages") or {}).get("torch")
-    return " · ".join(filter(None, [model_name(run), each + batch, device, f"torch {torch}" if torch else ""]))
+    return " · ".join(filter(None, [model_name(run), each + batch, machine_of(run), f"torch {torch}" if torch else ""]))
 
 
 def curves_drawn(comparison: RunComparison, data: Mapping[str, Any]) -> list[str]:

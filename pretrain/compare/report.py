@@ -20,7 +20,7 @@ from foundation.settings import load_yaml, shown
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text
-from pretrain.compare.comparison import TOLERANCE, RunComparison
+from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -210,6 +210,7 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> li
         parts += [heading, *grid_tables(paired)]
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    notes |= {note: True for note in [other_machines(runs)] if note}
     notes |= {f"{name} is not paired with {runs[0].name}: {why}.": True for name, why in reasons.items() if why}
     notes |= {
         f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, plural
 from pretrain.compare.appearance import as_text
-from pretrain.compare.comparison import LOSS_KEY, own_speed, signed, unsigned
+from pretrain.compare.comparison import LOSS_KEY, on_one_kind_of_machine, own_speed, signed, unsigned
 from pretrain.compare.fairness import CONFIDENCE, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
@@ -27,7 +27,6 @@ from pretrain.settings.config import flatten, resolved
 # lie, whose fingerprint says what they hold.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("train.max_hours", "train.rank_timeout", "evaluate.samples", "data.packs", "data.source", "data.tokenizer")
-_MACHINE = ("cpu_cores", "system")  # of environment.json: what speeds depend on where there are no GPUs
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
 
 
@@ -327,7 +326,7 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
         return "not finished"
     if loss is None or not math.isfinite(loss):
         return "no loss at the end"
-    if held_out and run.held_out_curve()[0][-1] != run.summary["steps"]:
+    if held_out and run.summary["steps"] not in run.held_out_curve()[0][-1:]:
         return "not evaluated at its end yet"
     if twin is not None and not (same_held_out if held_out else same_packs)(twin, run):
         return "evaluated on other text than the baseline's run of the seed"
@@ -336,7 +335,7 @@ def _why_left_out(run: RunRecord, loss: float | None, twin: RunRecord | None, *,
 
 def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
     """By median tokens/s of the runs, where each had its machine for itself and computed in hardware, all on one kind of
-    machine: else a machine's speed would pass for a precision's."""
+    machine."""
     if not _on_one_kind_of_machine(group, base):
         return None
     ours, theirs = ([own_speed(run) for run in each.runs.values()] for each in (group, base))
@@ -344,8 +343,7 @@ def _speedup(group: SeedGroup, base: SeedGroup) -> float | None:
 
 
 def _on_one_kind_of_machine(*groups: SeedGroup) -> bool:
-    runs = [run for group in groups for run in group.runs.values()]
-    return len({str([run.environment.get("gpus") or run.environment.get(key) for key in _MACHINE]) for run in runs}) == 1
+    return on_one_kind_of_machine(run for group in groups for run in group.runs.values())
 
 
 def slope_of(base: Sequence[RunRecord]) -> TokenSlope | None:

@@ -15,6 +15,7 @@ from pretrain.metrics.flop_formulas import FORMULAS, attention_to_ffn_ratio
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
+from pretrain.plan.tokenizer import known_tokenizer, with_tokens_of
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
@@ -37,10 +38,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def flops_of(name: str) -> tuple[ModelFlops, list[int]]:
-    """The model's count, and the lengths to show; InputError where there is no such model or recipe."""
+    """The model's count, and the lengths to show; InputError where there is no such model or recipe, and where a vocabulary is to
+    be that of a tokenizer that is not there."""
     of_recipe = name.endswith((".yaml", ".yml"))
     recipe = load_recipe(Path(name)) if of_recipe else None
     settings = recipe.model if recipe else ModelSettings(source=name)
+    if recipe and settings.source is None and "vocab_size" not in settings.config and recipe.data.tokenizer:
+        settings, _ = with_tokens_of(known_tokenizer(recipe.data, None), settings)
     hf = model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
     return ModelFlops.of(hf), [recipe.data.length] if recipe else list(LENGTHS)
 

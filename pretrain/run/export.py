@@ -58,7 +58,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def best_checkpoint(run_dir: Path) -> Path:
-    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept."""
+    """The run's checkpoint with the lowest held-out loss. InputError where there is none, or where it was not kept, and for
+    what is no run."""
+    if not (run_dir / "metrics.jsonl").exists():
+        raise InputError(
+            f"--best {run_dir}: is no run folder that has trained, of whose checkpoints the best is taken; name a run, or leave "
+            "--best out to export a checkpoint by its name"
+        )
     evaluated = None
     for record in filter(is_evaluation, read_metrics(run_dir)):
         evaluated = BestEvaluation.after(record, evaluated)

@@ -220,6 +220,39 @@ def test_files_that_are_something_else_are_refused_with_what_to_do(files: list[P
     assert main([str(files[0]), "--page", str(page), "--throughput", str(files[1])]) == 2
 
 
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (("commit",), ["a"]),
+        (("machine",), {"name": "x"}),
+        (("settings",), {"data.length.of.what": 1}),
+        (("evaluations",), [1]),
+        (("evaluations", 0, "step"), [1]),
+        (("evaluations", 0, "step"), math.inf),
+        (("evaluations", 1, "held_out_loss"), "low"),
+        (("evaluations", 1, "held_out_loss"), {}),
+    ],
+)
+def test_a_damaged_run_is_one_message_and_no_traceback(keys: tuple, value: object, files: list[Path]):
+    content = json.loads(files[0].read_text())
+    place = content["runs"]["delayed-seed2"]
+    for key in keys[:-1]:
+        place = place[key]
+    place[keys[-1]] = value
+    files[0].write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"small\.json: not as `benchmarks\.\w+` makes it, at .*; make it again"):
+        Scale.read(files[0])
+
+
+@pytest.mark.parametrize("speed", ["fast", None, [1.0], -1.0, 0, math.nan, math.inf])
+def test_a_speed_that_is_none_is_refused(speed: object, files: list[Path]):
+    content = json.loads(files[1].read_text())
+    content["ways"]["1"]["tokens_per_second"]["median"] = speed
+    files[1].write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"not as `benchmarks\.throughput` makes it, at a speed of .*; measure again"):
+        Speeds(files[1])
+
+
 def test_losses_that_were_evaluated_in_bf16_are_not_shown_as_trained(files: list[Path]):
     content = json.loads(files[0].read_text())
     content["settings"]["fp8_config.use_autocast_during_eval"] = False

@@ -140,3 +140,10 @@ def test_a_folder_without_a_checkpoint_or_a_run_around_it_is_refused(what: str, 
         source = shutil.copytree(exact / "checkpoints" / "step-00000004", tmp_path / "a" / "b" / "step-00000004")
     status, said = export(capsys, source, tmp_path / "out")
     assert status == 2 and ("no checkpoint is there" in said if what == "nothing" else "its model is not known" in said)
+
+
+def test_the_best_is_one_of_a_runs_checkpoints_and_no_checkpoint_itself(exact: Path, tmp_path: Path, capsys: Any):
+    checkpoint = step_folder(exact / "checkpoints", 4)
+    status, said = export(capsys, checkpoint, tmp_path / "out", "--best")
+    assert status == 2 and f"--best {checkpoint}: is no run folder" in said and "leave --best out" in said
+    assert not (checkpoint / "best").exists() and not (tmp_path / "out").exists()

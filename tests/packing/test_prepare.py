@@ -315,7 +315,7 @@ def test_a_document_of_no_tokens_is_empty_and_gets_no_end_token_either(settings:
         numbers = read_manifest(packs)["statistics"]
         assert (numbers["documents"], numbers["empty_documents"]) == (2, 1)
     corpus.write_text('{"text": " "}\n')
-    with pytest.raises(InputError, match=r"no document with any text: 1 records hold none"):
+    with pytest.raises(InputError, match=r"no document with any text: 1 record without any"):
         prepare(settings.model_copy(update=change | {"packs": settings.packs}), progress=False)
 
 

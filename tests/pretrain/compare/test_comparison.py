@@ -119,6 +119,32 @@ def test_the_answer_counts_where_there_are_no_speeds_and_says_what_those_beyond_
     assert comparison.why_no_speed() == "They shared their machine, so their speeds are not compared."
 
 
+def test_speeds_on_another_kind_of_machine_are_not_compared_and_both_are_named(tmp_path, capsys):
+    h200, b200 = ({"gpus": [name], "accelerate": {"processes": 2}} for name in ("NVIDIA H200", "NVIDIA B200"))
+    environments = {
+        "a": h200 | {"packages": {"torch": "2.11"}},
+        "newer": h200 | {"gpus": ["NVIDIA H200"] * 8, "packages": {"torch": "2.13"}},
+        "other": b200,
+        "more": h200 | {"accelerate": {"processes": 4}},
+    }
+    runs = []
+    for name, environment in environments.items():
+        path = make_run(tmp_path / name, audit={"backend": "torch"})
+        (path / "environment.json").write_text(json.dumps(json.loads((path / "environment.json").read_text()) | environment))
+        runs.append(path)
+    comparison = RunComparison.over([read_run(path) for path in runs])
+    assert [each.speedup for each in comparison.standings] == [None, 1.0, None, None], "versions and idle GPUs are no machine"
+    assert [each.on_front for each in comparison.standings] == [True, True, False, False]
+    assert all(each.speed for each in comparison.standings), "that it has one of its own is shown"
+    note = "that of a: a, newer on 2 × NVIDIA H200; other on 2 × NVIDIA B200; more on 4 × NVIDIA H200."
+    for out in ("report.html", "report.png"):
+        assert main(["report", *map(str, runs), "--out", str(tmp_path / out)]) == 0
+        assert capsys.readouterr().out.count(note) == 1
+    assert (tmp_path / "report.html").read_text().count(note) == 1
+    assert main(["report", *map(str, runs[:2]), "--out", str(tmp_path / "report.html")]) == 0
+    assert "one kind of machine" not in capsys.readouterr().out + (tmp_path / "report.html").read_text()
+
+
 def test_the_answer_to_a_sweep_is_the_lowest_loss(tmp_path):
     cells = (("a", 3.0, 1, 0.1), ("b", 2.9, 2, 0.2), ("c", 3.3, 3, 0.4))
     runs = [

@@ -188,6 +188,15 @@ def test_what_is_no_end_does_not_count_and_is_said(folders: list[Path], tmp_path
     assert [names for why, names in found.left_out.items() if "other text" in why] == [["block-seed=1"]]
 
 
+def test_a_run_that_lost_its_evaluations_does_not_count_and_is_said(folders: list[Path]):
+    metrics = folders[1] / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    (folders[1] / "summary.json").write_text(json.dumps(read_run(folders[1]).summary))
+    metrics.write_text("".join(f"{line}\n" for line in lines if "evaluation" not in line))
+    found = SeedComparison.over([read_run(path) for path in folders])
+    assert found.left_out["not evaluated at its end yet"] == [folders[1].name]
+
+
 def test_a_run_whose_horizon_is_in_epochs_is_unfinished_too(tmp_path: Path):
     assert trained(tmp_path / "going", (3.0,) * 4, "train={epochs: 1.25}").is_unfinished, "four steps are an epoch"
     assert not trained(tmp_path / "done", (3.0,) * 5, "train={epochs: 1.25}").is_unfinished

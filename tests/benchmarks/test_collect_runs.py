@@ -1,0 +1,33 @@
+"""What is kept of runs, read again as runs; of one machine alone, as a file has one environment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collect_runs import main
+from pretrain.compare.kept_runs import read_kept
+from pretrain.metrics.run_record import read_run
+from tests.pretrain.compare.made_runs import make_run
+
+
+def test_runs_are_kept_with_their_losses_and_those_of_two_machines_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    audit = {"precision": "bf16", "effective": "bf16", "backend": "torch", "computed_by": "torch"}
+    paths = [make_run(tmp_path / name, losses, audit=audit) for name, losses in (("a", (4.0, 3.0)), ("b", (4.0, 2.5)))]
+    kept = tmp_path / "kept.json"
+    monkeypatch.setattr(sys, "argv", ["collect_runs", *map(str, paths), "--out", str(kept)])
+    main()
+    again, runs = read_kept(kept), [read_run(path) for path in paths]
+    assert [run.name for run in again] == ["a", "b"] and [run.data_fingerprint for run in again] == ["ab12"] * 2
+    assert [run.curve("loss")[1].tolist() for run in again] == [run.curve("loss")[1].tolist() for run in runs]
+    kept.unlink()
+    (paths[1] / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "gpus": ["NVIDIA B200"]}))
+    with pytest.raises(SystemExit):
+        main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert "b on 1 × NVIDIA B200" in said and "collect those of each machine" in said and not kept.exists()
