@@ -195,7 +195,7 @@ def build(
     job = job.with_chunk(chunk_of(job, source))
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
-    resumed = source is not None and source.path.parent == checkpoints.folder
+    resumed = source is not None and checkpoints.owns(source.path)
     to_come = 1 if resumed else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     with waited.on("start", "reading the checkpoint") if source else nullcontext():

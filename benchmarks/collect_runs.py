@@ -59,10 +59,7 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if "schedule" in audit:
         of_phases = {name: {"backend": found["backend"]} for name, found in audit["precisions"].items()}
         schedule = {"schedule": audit["schedule"], "precisions": of_phases}
-    begun = (
-        {"first_step": steps[0]["step"]} if steps and steps[0]["step"] > 1 else {}
-    )  # by a run that began with another's checkpoint
-    return begun | {
+    return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
         "summary": {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint} | run.summary,

@@ -35,7 +35,6 @@ from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_run
-from pretrain.settings.config import begin_of
 
 RESERVE = 40.0  # seconds of the hours in which runs save and what has ended is measured
 LEAST = 20.0  # seconds that training gets, however few hours there are
@@ -135,15 +134,15 @@ def collect(options: argparse.Namespace, began: float, command: str) -> int:
 def that_can_begin(runs: Sequence[MatrixRun], results: Results) -> list[MatrixRun]:
     """`runs` without those that begin with a checkpoint that is gone, and that no other of them will make: that is said.
     InputError where none is left."""
-    folders = {run.run_dir for run in runs}
-    begins = {key_of(run): begin_of(run.recipe) for run in runs}
-    gone = {name: path for name, path in begins.items() if path and not path.exists() and path.parent.parent not in folders}
+    folders = {run.run_dir.resolve() for run in runs}
+    lacked = {key_of(run): run.begin for run in runs if run.begin and not run.begin.exists()}
+    gone = {name: begin for name, begin in lacked.items() if begin.parent.parent not in folders}
     if not gone:
         return list(runs)
-    first = next(iter(gone))
     told = (
-        f"{', '.join(gone)}: begin with checkpoints such as {gone[first]}, which are not here, and no run that is to be trained "
-        f"makes them; where such a run stands in {results.path} already, its folder has to be here, or both go into another file"
+        f"{', '.join(gone)}: the checkpoints that they begin with are not here ({next(iter(gone.values()))} is the first), and "
+        f"no run of this command makes them. Where {results.path} has the baseline already, go on where its run folder is, or "
+        "train it once more with another --out"
     )
     if len(gone) == len(runs):
         raise InputError(told)
@@ -201,7 +200,7 @@ def time_cells(options: argparse.Namespace) -> int:
     overrides = (*TIMED, f"train.steps={options.steps}", f"log.every={options.steps}")
     matrix = matrix_of(options, overrides, run_dir=place)
     # A branch takes as long as the same cell from scratch, and its checkpoint is not here.
-    timed = [run for run in matrix.only(options.only) if begin_of(run.recipe) is None]
+    timed = [run for run in matrix.only(options.only) if run.begin is None]
     first = {run.values[CELL]: run for run in reversed(timed)}
     runs = list(reversed(first.values()))
     with RunFolder(matrix.folder), StopRequest(passed_on=True) as stop:

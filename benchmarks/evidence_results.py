@@ -26,7 +26,7 @@ from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun
 from pretrain.metrics.run_record import RunRecord, is_evaluation, read_run
 from pretrain.precision.schedule import is_quantized
-from pretrain.settings.config import begin_of, flatten, resolved
+from pretrain.settings.config import flatten, resolved
 from pretrain.settings.recipe import Recipe
 
 _NAMES = ("name", "run_dir")  # different in each run, and no part of what is compared
@@ -184,16 +184,14 @@ def hash_of(checkpoint: Path) -> str:
 def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoints: Mapping[str, Any]) -> dict[str, Any]:
     """`settings`: those in which it differs from what all share."""
     kept, environment = figures(run.run_dir, settings), record.environment
-    begin = begin_of(run.recipe)
     ended = datetime.fromtimestamp((run.run_dir / "metrics.jsonl").stat().st_mtime, UTC)
-    begun = {"first_step": kept["first_step"]} if "first_step" in kept else {}
-    return begun | {
+    return {
         "cell": run.values[CELL],
         "seed": run.recipe.seed,
         "commit": (environment.get("git") or {}).get("commit"),
         "machine": machine_of(environment),
         "date": ended.strftime("%Y-%m-%d %H:%M"),
-        "began_with": begin and hash_of(begin),
+        "began_with": run.begin and hash_of(run.begin),
         "checkpoints": {folder.name: hash_of(folder) for folder in step_folders(run.run_dir / "checkpoints")},
         "settings": kept["settings"],
         "audit": kept["audit"],

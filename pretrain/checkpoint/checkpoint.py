@@ -355,6 +355,10 @@ class Checkpoints:
         """Whether any rank sees a checkpoint at `path`."""
         return any(self._gather(path.exists()))
 
+    def owns(self, path: Path) -> bool:
+        """Whether the checkpoint at `path` lies in this run's folder."""
+        return path.resolve().parent == self.folder.resolve()
+
     def read_state(self, path: Path) -> dict[str, Any]:
         """The `state` of a checkpoint, verified but not loaded, to see what it belongs to. InputError if missing or damaged."""
         self._require_intact(path)

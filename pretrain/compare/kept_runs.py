@@ -41,7 +41,7 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
     for kept in filter(run.__contains__, STEPS):
         if not all(value is None or type(value) in (int, float) for value in run[kept]):
             raise TypeError(f"`{kept}` of {name}")
-    first = run.get("first_step", 1)  # later where it began with another run's checkpoint
+    first = summary.get("first_step", 1)  # later where it began with another run's checkpoint
     steps = [
         {"step": step, "tokens": step * tokens} | {ours: run[kept][step - first] for kept, ours in STEPS.items() if kept in run}
         for step in range(first, first + len(run["losses"]))

@@ -32,7 +32,6 @@ from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, StartedRun, command_
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import BEST, Ranking
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.settings.config import begin_of
 
 POLL_SECONDS = 0.2
 PROGRESS_SECONDS = 5.0
@@ -148,8 +147,8 @@ def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> Matri
     """The first that may start: all but those that begin with a checkpoint of another run here, which that has still to make."""
     to_come = {run.run_dir.resolve() for run in (*waiting, *running)}
     for run in waiting:
-        begin = begin_of(run.recipe)
-        if begin is None or begin.exists() or begin.resolve().parent.parent not in to_come - {run.run_dir.resolve()}:
+        begin = run.begin
+        if begin is None or begin.exists() or begin.parent.parent not in to_come - {run.run_dir.resolve()}:
             return run
     return waiting[0] if waiting and not running else None  # which says what it lacks
 

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -71,6 +72,12 @@ class MatrixRun:
     overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
     recipe: Recipe
     run_dir: Path
+
+    @cached_property
+    def begin(self) -> Path | None:
+        """The checkpoint of another run with which it begins, by its real path; None where it begins with none."""
+        begin = begin_of(self.recipe)
+        return begin and begin.resolve()
 
     @property
     def but_for_seed(self) -> Values:

@@ -1,5 +1,5 @@
 """What the memory of devices decides beside the microbatch: whether queries, keys and values are kept that backward else makes
-again, and the chunks of the loss: longer than usual where words are few, shorter where usual ones do not fit.
+again, and the chunks of the loss: longer than usual for a small vocabulary, shorter where they do not fit.
 
 On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter, together with chunks of 8,192 tokens in place of 4,096
 (benchmarks/results/h200_fused_steps.json). Such chunks alone gained nothing (h200_attention_in_steps.json) and take memory: with
@@ -37,20 +37,23 @@ def spend_spare_memory(plan: Plan) -> Plan:
     keeping = replace(plan, keeps_rotated=True)
     recomputed = plan.recipe.model.gradient_checkpointing != "none"
     spends = not recomputed and keeping.memory.total(packs) > plan.memory.total(packs)
-    return keeping if spends and keeping.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory else plan
+    return keeping if spends and _has_room(keeping, packs) else plan
 
 
 def _chunk(plan: Plan, packs: int) -> int | None:
     """None: the usual one."""
-    memory = plan.devices.memory
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
-    if longer > USUAL_CHUNK and replace(plan, chunk=longer).memory.total(packs) <= (1 - KEPT_FREE) * memory:
+    if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs):
         return longer
     for chunk in (None, *SHORT_CHUNKS):
-        if replace(plan, chunk=chunk).memory.total(packs) <= memory:
+        if replace(plan, chunk=chunk).memory.total(packs) <= plan.devices.memory:
             return chunk
     return SHORT_CHUNKS[-1]
+
+
+def _has_room(plan: Plan, packs: int) -> bool:
+    return plan.memory.total(packs) <= (1 - KEPT_FREE) * plan.devices.memory
 
 
 def _enough(plan: Plan) -> int:

@@ -115,7 +115,7 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     with; or it is from another folder and at the horizon already, so that the run would have no step of its own to tell of."""
     if source is None:
         return
-    begins, own = source.path == begin_of(job.recipe), source.path.resolve().parent == checkpoints.folder.resolve()
+    begins, own = source.path == begin_of(job.recipe), checkpoints.owns(source.path)
     if of_another_stream(source.record, job) and not begins:
         raise InputError(
             f"{source.path}: was trained on other text, sources or shares than this stream has, and has no place in it; set "

@@ -141,8 +141,8 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy", "neg_max_prob", "top_k_mass"
 class LossSettings(Settings):
     # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel; reference: all logits at once.
     kind: Literal["chunked", "cce", "reference"] = "chunked"
-    # chunked: tokens whose logits exist at once; auto: 4096; on a GPU more where
-    # the vocabulary is small, fewer where memory is.
+    # chunked: tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small,
+    # and fewer where the memory is.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, the entropy, -max p, 1 - the sum of the `top_k`
     # largest p. Held-out loss is cross-entropy alone.

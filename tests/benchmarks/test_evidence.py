@@ -215,7 +215,7 @@ def test_a_branch_is_held_against_the_very_run_that_it_left(
     out, matrix = tmp_path / "out.json", load_matrix(matrix_file)
     again = ["--scale", "tiny", "--matrix", str(matrix_file), "--out", str(out)]
     assert evidence.main([*again, "--only", "cell=current_branch"]) == 2
-    assert "current_branch-seed1: begin with checkpoints such as" in (said := capsys.readouterr().err) and "not here" in said
+    assert "current_branch-seed1: the checkpoints that they begin with are not here" in capsys.readouterr().err
     baseline, branch = matrix.runs
     assert evidence.that_can_begin([baseline, branch], Results(out)) == [baseline, branch]
     elsewhere = load_matrix(matrix_file, ["train.begin_with=null"]).runs[:1]

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pretrain.model.attention.operator import differentiable
+from pretrain.model.attention.operator import differentiable, room_for_log_sums
 
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -30,7 +30,7 @@ def attend_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scal
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Also, for backward, the logarithms of the softmax's sums [H, T], FP32."""
-    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
+    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), room_for_log_sums(q)
     for document in _documents(cu_seqlens):
         states = (_as_batch(each, document) for each in (q, k, v))
         found, sums = _KERNEL(*states, 0.0, True, scale=scale)
@@ -61,8 +61,4 @@ def _as_batch(states: Tensor, document: slice) -> Tensor:
     return states[document].transpose(0, 1)[None]
 
 
-def _log_sums(q: Tensor) -> Tensor:
-    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-_attend = differentiable("attend_by_document", _forward, _backward, lambda q: (_log_sums(q),))
+_attend = differentiable("attend_by_document", _forward, _backward, lambda q: (room_for_log_sums(q),))

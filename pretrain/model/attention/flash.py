@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from foundation.files import cache_folder
-from pretrain.model.attention.operator import differentiable
+from pretrain.model.attention.operator import differentiable, room_for_log_sums
 from pretrain.precision import transformer_engine
 
 # Both are read when the package is imported, and Transformer Engine imports it too: so they are set before either can be.
@@ -117,8 +117,4 @@ def _kernels() -> ModuleType:
     return interface
 
 
-def _log_sums(q: Tensor) -> tuple[Tensor]:
-    return (q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),)
-
-
-_attend = differentiable("flash_attention", flash_forward, flash_backward, _log_sums)
+_attend = differentiable("flash_attention", flash_forward, flash_backward, lambda q: (room_for_log_sums(q),))

@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 
+def room_for_log_sums(q: Tensor) -> Tensor:
+    """For q [T, H, D], memory for the logarithms of the softmax's sums [H, T], FP32."""
+    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
 def differentiable(
     name: str, forward: Callable[..., Any], backward: Callable[..., Any], statistics: Callable[[Tensor], tuple[Tensor, ...]]
 ) -> CustomOpDef:
