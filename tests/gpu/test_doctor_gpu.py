@@ -181,7 +181,7 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(precision: str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", *QUANTIZED])
 def test_every_kernel_of_a_run_agrees_and_the_time_it_takes_is_shown(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The second time: the first compiles what the run would compile."""
-    if precision != "bf16":
+    if PRECISIONS[precision].quantized:
         hardware(precision)
     run = situation(precision)
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
@@ -216,7 +216,8 @@ def test_a_broken_librarys_product_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(te_linear, "general_gemm", wrong)
     verdict = try_kernel(TABLE["products"], run)
-    assert not verdict.agrees and min(verdict.errors.values()) > 0.2, verdict
+    broken = {name: error for name, error in verdict.errors.items() if not name.startswith("searched")}  # those are our own calls
+    assert not verdict.agrees and broken and min(broken.values()) > 0.2, verdict
 
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
