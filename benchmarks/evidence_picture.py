@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.evidence_read import BASELINE, Scale, Speeds, final_loss
+from benchmarks.evidence_read import BASELINE, BRANCH, BRANCH_REPEAT, REPEAT, Scale, Speeds, final_loss
 from foundation.units import count, plural
 from pretrain.compare.appearance import colour_of
 from pretrain.compare.fairness import CONFIDENCE
@@ -52,14 +52,16 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
         draw_scale(left, right, scale, drawn, apart)
     reach(panels[0, 0], [end for drawn in found for each in drawn for end in (each.mean - each.half, each.mean + each.half)])
     left, right = panels[-1]
-    left.set_xticks(range(len(apart)), apart, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
+    labels = [label(cell, [each.cell for drawn in found for each in drawn]) for cell in apart]
+    left.set_xticks(range(len(apart)), labels, rotation=40, ha="right", rotation_mode="anchor", fontsize="small")
     left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
     left.set_xlabel("no speed\nhere")
     fastest = max((each.speedup for drawn in found for each in drawn if each.speedup), default=1.0)
     right.set_xlim(0.96, max(fastest, 1.05) + 0.12)  # for the name of the last
     right.set_xlabel(f"speed over BF16: {speeds.model} on one {speeds.device}")
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
-    said += f"; dotted: {BASELINE} repeated" if any(scale.floor is not None for scale in scales) else ""
+    floors = [floor_of(scale, drawn) for scale, drawn in zip(scales, found, strict=True)]
+    said += f"; dotted: {BASELINE} repeated" if any(floor is not None for floor in floors) else ""
     said += "; hollow: emulated" if any(each.emulated for drawn in found for each in drawn) else ""
     said += f"; logarithmic beyond {LINEAR:g} %" if left.get_yscale() == "symlog" else ""
     figure.suptitle(said, x=0.01, ha="left", fontsize="small", color=GREY)
@@ -78,17 +80,27 @@ def points(scale: Scale, speeds: Speeds) -> list[EvidencePoint]:
     return drawn
 
 
+def label(cell: str, drawn: Sequence[str]) -> str:
+    """What a cell is called: a branch as its precision, where nothing else that is drawn is called so."""
+    precision = cell.removesuffix(BRANCH)
+    return cell if precision in drawn else precision
+
+
+def floor_of(scale: Scale, drawn: Sequence[EvidencePoint]) -> float | None:
+    """How far repeated baselines end apart, as those that are drawn were begun."""
+    return scale.floor(BRANCH_REPEAT if all(each.cell.endswith(BRANCH) for each in drawn) else REPEAT)
+
+
 def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePoint], apart: Sequence[str]) -> None:
     """Both panels of a scale: what is emulated, and what has a speed."""
     margin = 100 * MARGIN
-    level = scale.mean(BASELINE, final_loss)
-    floor = 100 * scale.floor / level if scale.floor is not None and level else None
+    level, floor = scale.mean(BASELINE, final_loss), floor_of(scale, drawn)
     for panel in (left, right):
         style_panel(panel)
         panel.axhspan(-margin, margin, color=BAND, zorder=0)
         panel.axhline(0, color=GREY, linewidth=0.8)
-        for height in () if floor is None else (-floor, floor):
-            panel.axhline(height, color=GREY, linewidth=0.9, linestyle=":")
+        for height in () if floor is None or not level else (-floor, floor):
+            panel.axhline(100 * height / level, color=GREY, linewidth=0.9, linestyle=":")
     for each in drawn:
         panel, x = (left, apart.index(each.cell)) if each.speedup is None else (right, each.speedup)
         fill = "white" if each.emulated else each.colour
@@ -100,6 +112,7 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
     left.set_ylabel(f"loss minus that of {BASELINE}, %")
     content, seeds = scale.content, plural(len(scale.values(BASELINE, final_loss)), "seed")
     said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {seeds}"
+    said += f", gone on from {BASELINE}" if drawn and all(each.cell.endswith(BRANCH) for each in drawn) else ""
     # Over both panels: a title of the left one would be given its width, and push the right one away.
     at = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     title = left.annotate(f"{content['scale']}: {said}", **at, fontsize="medium", weight="bold")
@@ -109,12 +122,13 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
 
 def name(panel: Axes, drawn: Sequence[EvidencePoint]) -> None:
     """Names at the right of points, or at the left where the next one is too near."""
+    cells = [each.cell for each in drawn]
     ordered = sorted(drawn, key=lambda each: each.speedup or 0.0)
     for each, following in zip_longest(ordered, ordered[1:]):
         leftwards = following is not None and following.speedup - each.speedup < NEAR
         offset, anchor = (-7, "right") if leftwards else (7, "left")
-        at = (each.speedup, each.mean)
-        panel.annotate(each.cell, at, xytext=(offset, 4), textcoords="offset points", ha=anchor, va="bottom", fontsize="small")
+        at = {"xy": (each.speedup, each.mean), "xytext": (offset, 4), "textcoords": "offset points"}
+        panel.annotate(label(each.cell, cells), **at, ha=anchor, va="bottom", fontsize="small")
 
 
 def reach(panel: Axes, ends: Sequence[float]) -> None:

@@ -1,6 +1,7 @@
 """Result files of `benchmarks.evidence`, read: losses by cell and seed, differences over seeds, and speeds of the same settings.
 
-Such a file is one scale, a model of one size. A cell is what was trained: a precision with its options, under several seeds.
+A scale is a model of one size; it may have several files, say of several machines. A cell is what was trained: a precision with
+its options, under several seeds. A run is compared with the baseline of its seed in its own file.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,14 @@ from pretrain.settings.config import flatten, identity_of
 BASELINE = "bf16"
 REPEAT = "bf16_again"  # the baseline once more: how far runs of one seed and one setting end apart
 BRANCH = "_branch"  # the end of a cell's name that begins with a checkpoint of the baseline's run of its seed
+BRANCH_REPEAT = f"{BASELINE}{BRANCH}"  # the baseline gone on once more from there
 # The cells whose equivalence is tested, which was said before any of them ran. All others are estimates.
 _FP8 = ("delayed", "current", "block", "delayed_head", "mxfp8")
 TESTED = (*(f"{cell}{BRANCH}" for cell in _FP8), *_FP8)
 # What a control is held against. It differs from that in one thing.
 CONTROLS = {
     REPEAT: BASELINE,
-    f"{BASELINE}{BRANCH}": BASELINE,
+    BRANCH_REPEAT: BASELINE,
     "bf16_unfused": BASELINE,
     "fp32_weights": BASELINE,
     "bf16_weights": BASELINE,
@@ -92,35 +94,34 @@ def divergence(run: Mapping[str, Any]) -> float | None:
 
 
 @dataclass(frozen=True)
-class Scale:
-    """A result file."""
+class ResultFile:
+    """What `benchmarks.evidence` has written: runs of one scale, with the baselines that they are held against."""
 
     path: Path
     content: Mapping[str, Any]
     records: Mapping[str, RunRecord]  # by a run's name
 
     @classmethod
-    def read(cls, path: Path) -> Scale:
+    def read(cls, path: Path) -> ResultFile:
         """InputError where `path` is no such file, or holds no baseline."""
         content = load_object(path, "make it with `python -m benchmarks.evidence`")
         records = {record.name: record for record in read_kept(path)}
         try:
-            scale = cls(path, content, records)
+            file = cls(path, content, records)
             figures = (final_loss, loss_before_decay, trained_loss, last_word_accuracy, divergence)
             for name, run in content["runs"].items():
-                for measure in (*figures, *(map(loss_of_kind, scale.kinds) if BASELINE in scale.cells else ())):
+                for measure in (*figures, *(map(loss_of_kind, file.kinds) if BASELINE in file.cells else ())):
                     if type(measure(run)) not in (int, float, type(None)):
                         raise TypeError(f"{measure.__name__} of {name}")
-            _ = "".join(scale.cells), sum([*scale.between, content["parameters"], content["tokens"]])
-            _ = content["scale"], content["command"], scale.of_runs("commit"), scale.of_runs("machine")
+            _ = "".join(file.cells), sum([*file.between, content["parameters"], content["tokens"]])
+            _ = content["scale"], content["command"], file.of_runs("commit"), file.of_runs("machine")
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(f"{path}: not as `benchmarks.evidence` makes it, at {error}; make it again") from None
-        if BASELINE not in scale.cells:
+        if BASELINE not in file.cells:
             raise InputError(f"{path}: holds no run of the cell {BASELINE}, which all others are compared with; train it")
-        for cell in scale.cells:
-            scale._check_alike(cell)
-            scale._check_begin(cell)
-        return scale
+        for cell in file.cells:
+            file._check_begin(cell)
+        return file
 
     def _check_begin(self, cell: str) -> None:
         """InputError where a run began with a checkpoint that is none of its baseline's: what chance has done to that would count
@@ -133,24 +134,7 @@ class Scale:
                     "since; train both on one machine into one file"
                 )
 
-    def _check_alike(self, cell: str) -> None:
-        """InputError where seeds of a cell were trained otherwise than its first one: their mean would be of two recipes."""
-        first, *others = ((name, _trained(self.records[name])) for name in self.cells[cell].values())
-        for name, settings in others:
-            keys = [key for key in dict.fromkeys([*first[1], *settings]) if first[1].get(key) != settings.get(key)]
-            if keys:
-                told = f"`{keys[0]}`: {first[1].get(keys[0])} and {settings.get(keys[0])}"
-                raise InputError(
-                    f"{self.path}: {first[0]} and {name} are of one cell and differ in {told}; train one of them again"
-                )
-
-    def unlike(self, cell: str) -> str | None:
-        """In what else than what it is about a cell was trained otherwise than the baseline, with both values, so that a
-        difference is no cost of a precision; None where in nothing."""
-        about = ["seed", _BEGIN, *(["optimizer.learning_rate"] if cell in RATES else [])]
-        return describe_unfairness(self.record(BASELINE), self.record(cell), about)
-
-    def of_runs(self, key: str) -> dict[str, int]:
+    def of_runs(self, key: str) -> Counter[str]:
         """What the runs have for a key of theirs, "commit" or "machine", and how many have it."""
         return Counter(run[key] for run in self.content["runs"].values() if run.get(key))
 
@@ -174,25 +158,8 @@ class Scale:
         """KL divergences between baselines of two seeds, nats a token."""
         return [pair["kl"] for pair in self.content.get("between_baseline_seeds", [])]
 
-    @property
-    def trained_loss(self) -> Measure:
-        """Held-out loss of the last weights in the precision that trained them; None where runs evaluated in BF16."""
-        return trained_loss if self.content["settings"].get(IN_ITS_PRECISION) else lambda run: None
-
-    @property
-    def precisions(self) -> list[str]:
-        """The cells that answer which precision to train in, in the file's order, the baseline left out."""
-        return [cell for cell in self.cells if cell not in (BASELINE, *CONTROLS, *RATES)]
-
-    def record(self, cell: str) -> RunRecord:
-        """Of the cell's first seed."""
-        return self.records[next(iter(self.cells[cell].values()))]
-
-    def broken_off(self, cell: str) -> list[int]:
-        """Seeds that came to no end: halted, or their loss is no number."""
-        return [seed for seed, name in self.cells.get(cell, {}).items() if self._is_broken(name)]
-
-    def _is_broken(self, name: str) -> bool:
+    def is_broken(self, name: str) -> bool:
+        """Whether a run came to no end: it was halted, or its loss is no number."""
         loss = final_loss(self.content["runs"][name])
         return self.records[name].broken_off or loss is None or not math.isfinite(loss)
 
@@ -201,33 +168,145 @@ class Scale:
         found = {
             seed: measure(self.content["runs"][name])
             for seed, name in self.cells.get(cell, {}).items()
-            if not self._is_broken(name)
+            if not self.is_broken(name)
         }
         return {seed: value for seed, value in found.items() if value is not None and math.isfinite(value)}
 
+    def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
+        """By seed, a figure minus the baseline's."""
+        ours, base = self.values(cell, measure), self.values(BASELINE, measure)
+        return {seed: value - base[seed] for seed, value in ours.items() if seed in base}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """All files of a scale. A seed that several of them have counts once, by the mean of its runs."""
+
+    files: tuple[ResultFile, ...]
+
+    @classmethod
+    def read(cls, *paths: Path) -> Scale:
+        """InputError where one is no such file, or they do not fit together."""
+        scale = cls(tuple(map(ResultFile.read, paths)))
+        first, *others = scale.files
+        for other in others:
+            if first.content.get("held_out") != other.content.get("held_out"):
+                raise InputError(f"{first.path} and {other.path} were measured on other held-out text; name one of them")
+        for cell in scale.cells:
+            scale._check_alike(cell)
+        return scale
+
+    def _check_alike(self, cell: str) -> None:
+        """InputError where runs of a cell were trained otherwise than its first one: their mean would be of two recipes."""
+        first, *others = ((file.path, name, _trained(file.records[name])) for file, name in self._runs(cell))
+        for path, name, settings in others:
+            keys = [key for key in dict.fromkeys([*first[2], *settings]) if first[2].get(key) != settings.get(key)]
+            if keys:
+                told = f"`{keys[0]}`: {first[2].get(keys[0])} and {settings.get(keys[0])}"
+                where = f"{first[1]} and {name}" if path == first[0] else f"{first[1]} and {path}: {name}"
+                raise InputError(f"{first[0]}: {where} are of one cell and differ in {told}; train one of them again")
+
+    def unlike(self, cell: str) -> str | None:
+        """In what else than what it is about a cell was trained otherwise than the baseline, with both values, so that a
+        difference is no cost of a precision; None where in nothing."""
+        about = ["seed", _BEGIN, *(["optimizer.learning_rate"] if cell in RATES else [])]
+        return describe_unfairness(self.record(BASELINE), self.record(cell), about)
+
+    def of_runs(self, key: str) -> Counter[str]:
+        return sum((file.of_runs(key) for file in self.files), Counter())
+
+    @property
+    def content(self) -> Mapping[str, Any]:
+        """The first file's; `scale`, `parameters` and `tokens` are those of all."""
+        return self.files[0].content
+
+    @cached_property
+    def cells(self) -> list[str]:
+        """In the files' order. The baseline of a second file is the first one's repeated."""
+        repeated = [REPEAT] if self._repeated(final_loss) else []
+        return list(dict.fromkeys([cell for file in self.files for cell in file.cells] + repeated))
+
+    @property
+    def kinds(self) -> list[str]:
+        return self.files[0].kinds
+
+    @cached_property
+    def between(self) -> list[float]:
+        return [kl for file in self.files for kl in file.between]
+
+    @property
+    def trained_loss(self) -> Measure:
+        """Held-out loss of the last weights in the precision that trained them; None where runs evaluated in BF16."""
+        return trained_loss if self.content["settings"].get(IN_ITS_PRECISION) else lambda run: None
+
+    @property
+    def precisions(self) -> list[str]:
+        """The cells that answer which precision to train in, in the files' order, the baseline left out."""
+        return [cell for cell in self.cells if cell not in (BASELINE, *CONTROLS, *RATES)]
+
+    def _runs(self, cell: str) -> list[tuple[ResultFile, str]]:
+        """Its runs; of a baseline that no cell of its own repeats, those of the later files."""
+        runs = [(file, name) for file in self.files for name in file.cells.get(cell, {}).values()]
+        return runs or [(file, name) for file in self.files[1:] for name in file.cells[BASELINE].values()]
+
+    def number_of_runs(self, cell: str) -> int:
+        return len(self._runs(cell))
+
+    def record(self, cell: str) -> RunRecord:
+        """Of the cell's first seed."""
+        file, name = self._runs(cell)[0]
+        return file.records[name]
+
+    def broken_off(self, cell: str) -> list[str]:
+        """Runs that came to no end: halted, or their loss is no number."""
+        return [name for file, name in self._runs(cell) if file.is_broken(name)] if cell in self.cells else []
+
+    def every(self, cell: str, measure: Measure) -> list[float]:
+        """Of each run that came to its end."""
+        return [value for file in self.files for value in file.values(cell, measure).values()]
+
+    def values(self, cell: str, measure: Measure) -> dict[int, float]:
+        """By seed, of the runs that came to their end and know the figure; empty for a cell that is not there."""
+        return _means(file.values(cell, measure) for file in self.files)
+
     def mean(self, cell: str, measure: Measure) -> float | None:
-        """None too for a cell, other than the baseline, of which a run broke off: see `difference`."""
+        """Over seeds. None too for a cell, other than the baseline, of which a run broke off: see `difference`."""
         if cell != BASELINE and self.broken_off(cell):
             return None
         values = self.values(cell, measure)
         return statistics.fmean(values.values()) if values else None
 
     def difference(self, cell: str, measure: Measure = final_loss, against: str = BASELINE) -> SeedDifference | None:
-        """None where they have no seed in common, and where a run of the cell broke off: the mean of the others would flatter
-        it."""
+        """A cell's figure above the baseline's minus another cell's above it. None where they have no seed in common, and where a
+        run of the cell broke off: the mean of the others would flatter it."""
         if self.broken_off(cell):
             return None
-        return SeedDifference.of(self.values(cell, measure), self.values(against, measure))
+        ours, theirs = (self._above_baseline(each, measure) for each in (cell, against))
+        level = self.values(BASELINE, measure)
+        found = SeedDifference.of(ours, theirs)
+        return found and replace(found, baseline=statistics.fmean(level[seed] + theirs[seed] for seed in found.by_seed))
+
+    def _above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
+        """By seed, a figure minus the baseline's of the same file."""
+        found = [file.above_baseline(cell, measure) for file in self.files]
+        return _means([*found, *(self._repeated(measure) if cell == REPEAT else ())])
+
+    def _repeated(self, measure: Measure) -> list[dict[int, float]]:
+        """The baseline's figures of each later file minus those of the first one that has the seed."""
+        first: dict[int, float] = {}
+        found = []
+        for values in (file.values(BASELINE, measure) for file in self.files):
+            found.append({seed: value - first[seed] for seed, value in values.items() if seed in first})
+            first = values | first
+        return [each for each in found if each]
 
     @cached_property
     def slope(self) -> TokenSlope | None:
-        names = self.cells[BASELINE].values()
-        return slope_of([self.records[name] for name in names if not self._is_broken(name)])
+        return slope_of([file.records[name] for file, name in self._runs(BASELINE) if not file.is_broken(name)])
 
-    @cached_property
-    def floor(self) -> float | None:
-        """Root mean square of what repeated baselines end apart from their twins, nats a token."""
-        difference = self.difference(REPEAT)
+    def floor(self, repeat: str) -> float | None:
+        """Root mean square of what baselines end apart from their twins, nats a token; `repeat`: REPEAT or BRANCH_REPEAT."""
+        difference = self.difference(repeat)
         return difference.root_mean_square if difference else None
 
     def settings(self, cell: str) -> dict[str, str]:
@@ -236,6 +315,23 @@ class Scale:
         ours, base = (_without_defaults(flatten(self.record(each).config)) for each in (cell, BASELINE))
         keys = [key for key in dict.fromkeys([*ours, *base]) if ours.get(key) != base.get(key) and key not in _NAMES]
         return {key: str(ours.get(key)) for key in ("precision", "weights", *keys)}
+
+
+def read_scales(paths: Sequence[Path]) -> list[Scale]:
+    """The files, put together by scale, in the order in which the scales come. InputError for one that cannot be used."""
+    by_scale: dict[str, list[Path]] = {}
+    for path in paths:
+        by_scale.setdefault(ResultFile.read(path).content["scale"], []).append(path)
+    return [Scale.read(*group) for group in by_scale.values()]
+
+
+def _means(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """By seed, the mean of what is `found` for it."""
+    values: dict[int, list[float]] = {}
+    for each in found:
+        for seed, value in each.items():
+            values.setdefault(seed, []).append(value)
+    return {seed: statistics.fmean(each) for seed, each in sorted(values.items())}
 
 
 def _trained(record: RunRecord) -> dict[str, Any]:

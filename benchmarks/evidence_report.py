@@ -1,6 +1,6 @@
 """Result files of `benchmarks.evidence` as the tables of docs/evidence.md, between its markers, and as a picture.
 
-python -m benchmarks.evidence_report benchmarks/results/evidence_14m.json benchmarks/results/evidence_35m.json
+python -m benchmarks.evidence_report benchmarks/results/h200_evidence_14m.json benchmarks/results/h200_evidence_14m_controls.json
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from benchmarks.evidence_picture import draw
 from benchmarks.evidence_read import (
     BASELINE,
+    BRANCH_REPEAT,
     CONTROLS,
     RATES,
     REPEAT,
@@ -28,6 +29,7 @@ from benchmarks.evidence_read import (
     last_word_accuracy,
     loss_before_decay,
     loss_of_kind,
+    read_scales,
 )
 from benchmarks.evidence_results import machine_of
 from benchmarks.throughput_report import check_place, put_between
@@ -51,7 +53,7 @@ BEGIN, END = "<!-- evidence: results -->", "<!-- /evidence -->"
 
 def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) -> None:
     """Replace what stands between the markers of `page`, and draw `picture`. InputError for a file that cannot be used."""
-    scales, speeds = [Scale.read(file) for file in files], Speeds(throughput)
+    scales, speeds = read_scales(files), Speeds(throughput)
     check_place(page, BEGIN, END)
     draw(scales, speeds, picture)
     here = page.parent
@@ -72,10 +74,15 @@ def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
 
 
 def introduction(scale: Scale, here: Path) -> str:
-    content, runs = scale.content, plural(len(scale.records), "run")
-    sizes = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {runs}"
-    link = f"[`{scale.path.name}`]({Path(os.path.relpath(scale.path, here)).as_posix()})"
-    return _wrapped(f"{sizes}, on {machine_of(content['environment'])} ({link}, by `{content['command']}`).")
+    content, files = scale.content, []
+    for file in scale.files:
+        link = f"[`{file.path.name}`]({Path(os.path.relpath(file.path, here)).as_posix()})"
+        days = sorted({run["date"][:10] for run in file.content["runs"].values()})
+        made = f"on {machine_of(file.content['environment'])}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}"
+        made += f" ({link}, by `{file.content['command']}`)"
+        files.append(f"{plural(len(file.records), 'run')} {made}")
+    sizes = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens"
+    return _wrapped(f"{sizes}; {' and '.join(files)}.")
 
 
 def _wrapped(said: str, width: int = PAGE_WIDTH) -> str:
@@ -105,14 +112,15 @@ def cells_table(scale: Scale, speeds: Speeds) -> str:
 
 def baseline_row(scale: Scale) -> list[str]:
     """Losses themselves; its own divergence is the unit of the others'."""
-    finals = [*scale.values(BASELINE, final_loss).values()]
+    finals = scale.every(BASELINE, final_loss)
     before, after, trained = (
         or_dash(scale.mean(BASELINE, measure), "{:.4f}".format) for measure in (loss_before_decay, final_loss, scale.trained_loss)
     )
     spread = f"sd {unsigned(statistics.stdev(finals))}" if finals[1:] else UNKNOWN
     said = without_mean(scale, BASELINE) if scale.broken_off(BASELINE) else "baseline"
     between, word = "1.00" if scale.between else UNKNOWN, or_dash(scale.mean(BASELINE, last_word_accuracy), percent)
-    return [BASELINE, str(len(finals)), before, after, spread, UNKNOWN, said, trained, UNKNOWN, between, word, "1.00 ×", UNKNOWN]
+    seeds = str(len(scale.values(BASELINE, final_loss)))
+    return [BASELINE, seeds, before, after, spread, UNKNOWN, said, trained, UNKNOWN, between, word, "1.00 ×", UNKNOWN]
 
 
 def cell_row(scale: Scale, cell: str, speeds: Speeds) -> list[str]:
@@ -144,13 +152,13 @@ def verdict(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
 
 def seeds_of(scale: Scale, cell: str, difference: SeedDifference | None) -> str:
     """How many a row is over; of a row without figures, how many there are."""
-    return str(len(difference.by_seed) if difference else len(scale.cells[cell]))
+    return str(len(difference.by_seed) if difference else scale.number_of_runs(cell))
 
 
 def without_mean(scale: Scale, cell: str) -> str:
     """Why a cell has no difference."""
-    seeds = scale.broken_off(cell)
-    return f"broke off: {plural(len(seeds), 'run')} of {len(scale.cells[cell])}" if seeds else "no seed in common"
+    broken = scale.broken_off(cell)
+    return f"broke off: {plural(len(broken), 'run')} of {scale.number_of_runs(cell)}" if broken else "no seed in common"
 
 
 def interval(difference: SeedDifference | None) -> list[str]:
@@ -191,7 +199,7 @@ def reading(speeds: Speeds, here: Path) -> str:
     return listed(
         "Losses are held-out, of the weights in BF16 by plain transformers, nats a token; as trained: in the precision that "
         f"trained them. Each is a mean over seeds of the cell's minus {BASELINE}'s of the same seed; ± is its "
-        f"{whole_percent(CONFIDENCE)} interval over seeds by Student's t, after the decay.",
+        f"{whole_percent(CONFIDENCE)} interval over seeds by Student's t, after the decay; sd: of {BASELINE}'s runs.",
         f"{verdicts_note(BASELINE, MARGIN)} Tested are {', '.join(TESTED)}; all others are estimates.",
         tokens_note(BASELINE, speeds=True),
         f"KL: from {BASELINE} of the same seed, over that between {BASELINE} runs of two seeds.",
@@ -202,12 +210,15 @@ def reading(speeds: Speeds, here: Path) -> str:
 def notes(scale: Scale) -> str:
     """What is to be said of a scale's own figures."""
     said = []
-    if scale.floor is not None:
-        number = len(scale.difference(REPEAT).by_seed)
+    if scale.files[1:]:
         said.append(
-            f"The floor: runs of {BASELINE} that were repeated end {unsigned(scale.floor)} nats apart (root mean square of "
-            f"{number})."
+            f"A run is held against the {BASELINE} of its seed in its own file. Where a seed was trained in several, it counts "
+            f"once, by the mean of these differences. {BASELINE} of a later file, beside that of the first, counts as {REPEAT}."
         )
+    for repeat, how in ((REPEAT, "trained once more"), (BRANCH_REPEAT, "gone on once more from their checkpoint")):
+        if (floor := scale.floor(repeat)) is not None:
+            number = len(scale.difference(repeat).by_seed)
+            said.append(f"Runs of {BASELINE} that were {how} end {unsigned(floor)} nats apart (root mean square of {number}).")
     said.append(slope_note(scale.slope, BASELINE) if scale.slope else NO_SLOPE)
     if scale.between:
         mean, pairs = statistics.fmean(scale.between), plural(len(scale.between), "pair")

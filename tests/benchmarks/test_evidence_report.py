@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.evidence_read import Scale, Speeds, final_loss
+from benchmarks.evidence_read import Scale, Speeds, final_loss, read_scales
 from benchmarks.evidence_report import BEGIN, END, main
 from foundation.errors import InputError
 from pretrain.__main__ import main as pretrain
@@ -154,6 +154,47 @@ def test_a_seed_that_the_baseline_lacks_is_not_compared(tmp_path: Path):
     made = make_evidence(tmp_path / "e.json", {"bf16": MadeCell(("precision=bf16",), [0.0] * 2), "delayed": CELLS["delayed"]})
     found = Scale.read(made).difference("delayed", final_loss)
     assert found.by_seed == pytest.approx({1: 0.001, 2: 0.002}) and found.half_width() is None
+
+
+def two_machines(folder: Path) -> list[Path]:
+    """Files of one scale: what the second one's baselines are above the first's is chance."""
+    bf16, delayed = ("precision=bf16",), ("precision=delayed",)
+    emulated = (*delayed, "fp8_config.backend=emulation")
+    one = {"bf16": MadeCell(bf16, [0.0] * 3), "delayed": MadeCell(delayed, (0.001, 0.002, 0.003))}
+    two = {"bf16": MadeCell(bf16, (0.004, -0.002)), "delayed": MadeCell(delayed, (0.006, 0.001))}
+    two |= {"delayed_emulated": MadeCell(emulated, (0.007,), "emulation")}
+    return [make_evidence(folder / "one.json", one, scale="14m"), make_evidence(folder / "two.json", two, scale="14m")]
+
+
+def test_a_run_is_held_against_the_baseline_of_its_own_file(tmp_path: Path):
+    (scale,) = read_scales(two_machines(tmp_path))
+    assert [*scale.cells] == ["bf16", "delayed", "delayed_emulated", "bf16_again"]
+    assert scale.difference("delayed").by_seed == pytest.approx({1: 0.0015, 2: 0.0025, 3: 0.003}), "a seed counts once"
+    assert scale.difference("delayed_emulated", against="delayed").by_seed == pytest.approx({1: 0.003 - 0.0015})
+    assert scale.difference("bf16_again").by_seed == pytest.approx({1: 0.004, 2: -0.002}), "chance between the files"
+    assert scale.floor("bf16_again") == pytest.approx(math.sqrt(1e-5))
+    assert scale.values("bf16", final_loss) == pytest.approx({1: level(1) + 0.002, 2: level(2) - 0.001, 3: level(3)})
+    assert scale.slope.nats == pytest.approx(SLOPE) and len(scale.between) == 4
+
+
+def test_a_page_of_several_files_names_each_and_says_how_they_are_put_together(page: Path, tmp_path: Path):
+    text = written([*two_machines(tmp_path), make_speeds(tmp_path / "speeds.json", SPEEDS)], page)
+    assert text.count("### 14m") == 1 and "6 runs on" in text and "and 5 runs on" in " ".join(text.split())
+    assert "beside that of the first, counts as bf16_again" in " ".join(text.split())
+    assert rows(text)["delayed"]["seeds"] == "3" and rows(text, "| cell             | against")["bf16_again"]["seeds"] == "2"
+
+
+@pytest.mark.parametrize("change", [{"held_out": "other"}, {"settings": {"optimizer.learning_rate": 1.0}}])
+def test_files_that_do_not_fit_together_are_refused(change: dict, tmp_path: Path):
+    one, two = two_machines(tmp_path)
+    content = json.loads(two.read_text())
+    two.write_text(
+        json.dumps(
+            content | {key: content.get(key, {}) | value if type(value) is dict else value for key, value in change.items()}
+        )
+    )
+    with pytest.raises(InputError, match=r"one\.json.*two\.json"):
+        read_scales([one, two])
 
 
 def test_continued_training_has_no_slope_over_tokens(tmp_path: Path):

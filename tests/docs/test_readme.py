@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.evidence_read import Scale, Speeds
 from demo.corpus import library_documents, standard_library
 
 ROOT = Path(__file__).parents[2]
@@ -67,16 +68,47 @@ def test_readme_has_the_speeds_of_the_result_files():
         assert len(shown) >= 4 and set(shown) <= speeds
 
 
-def test_readme_has_the_losses_of_the_result_file():
+def test_the_losses_of_the_comparison_are_those_of_the_result_file():
     runs = json.loads((ROOT / "benchmarks/results/h200_comparison.json").read_text())["runs"]
     losses = {name: run["losses"] for name, run in runs.items()}
-    (table,) = re.findall(r"\*\*Loss\.\*\*.*?\n(\|.*?)\n\n", README, re.DOTALL)
+    (table,) = re.findall(r"## Loss\n.*?\n(\|.*?)\n\n", (ROOT / "docs/results.md").read_text(), re.DOTALL)
     header, _, *rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines()]
     for weights, *cells in rows:
         for precision, cell in zip(header[1:], cells, strict=True):
-            steps = zip(losses[f"{precision}-{weights}"], losses["bf16-fp32"], strict=True)
+            if cell == "baseline":
+                continue
+            steps = zip(losses[f"{precision.split()[0]}-{weights}"], losses["bf16-fp32"], strict=True)
             difference = statistics.mean([ours - baseline for ours, baseline in steps][-16:])
-            assert float(cell) == float(f"{difference:.4f}"), f"{precision}, {weights}"
+            assert float(cell.split(" ")[0]) == float(f"{difference:.4f}"), f"{precision}, {weights}"
+
+
+def test_what_a_precision_costs_is_what_the_experiment_found():
+    """The README's table of hardware, and the answer in docs/evidence.md, from the experiment's files."""
+    scale = Scale.read(*(ROOT / f"benchmarks/results/h200_evidence_{name}.json" for name in ("14m", "14m_controls")))
+    speeds = Speeds(ROOT / "benchmarks/results/h200_throughput_7_gpus.json")
+    readme = README.partition("## Which precision")[2].partition("## ")[0]
+    answer = (ROOT / "docs/evidence.md").read_text().partition("## The answer")[2].partition("## ")[0]
+    for cell, row, begins in (
+        ("current", "`fp8_current.yaml`", "FP8, current scaling"),
+        ("block", None, "FP8, blocks"),
+        ("mxfp8", "`mxfp8.yaml`", "MXFP8, emulated"),
+        ("delayed", "`fp8_delayed.yaml`", "FP8, delayed scaling"),
+        ("delayed_head", "`fp8_config.scope=linear+head`", "the same, the head in FP8"),
+        ("nvfp4", None, "NVFP4 in every linear"),
+        ("bf16_weights", None, "for comparison: BF16 weights"),
+    ):
+        found = scale.difference(f"{cell}_branch")
+        mean, half = 100 * found.mean / found.baseline, 100 * found.half_width() / found.baseline
+        (line,) = [line for line in answer.splitlines() if line.startswith(f"| {begins}")]
+        figures = [float(each.replace("\u2212", "-")) for each in re.findall(r"[+\u2212]\d+\.\d+", line)]
+        assert figures == pytest.approx([mean, mean - half, mean + half], abs=0.0051), line
+        if cell in ("nvfp4", "bf16_weights"):
+            continue
+        assert f"| {found.verdict()} |" in line
+        if speed := speeds.over_baseline(scale, f"{cell}_branch"):
+            assert f"{speed:.2f} \u00d7" in line
+        for line in [line for line in readme.splitlines() if row and row in line and line.startswith("|")]:
+            assert f"{mean:+.2f} %, {found.verdict()}" in line
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
