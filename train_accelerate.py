@@ -232,7 +232,7 @@ def build(
         waited=waited,
     )
     if source:
-        go_on_as_scheduled(run, source.record)
+        go_on_as_scheduled(run, source)
     watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
     comparisons = sum(4 if active.precision.quantized else 2 for active in job.plan.actives)
     with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):

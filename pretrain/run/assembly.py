@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,10 +115,23 @@ class Assembly:
         Collective; InputError where a product does not run as it should."""
         self.precision.forget()
         self.use(active)
-        stage = self.stages[active.precision.name]
-        stage.found["products"] = rehearse(job.in_precision(active), accelerator, self.model, self.optimizer, stage.decisions)
+        self._rehearse(job, accelerator)
+
+    def begin_histories(self, kept: Iterable[str], job: Job, accelerator: Accelerator) -> None:
+        """Let the histories of the precision at present begin with the weights as they are, but for those `kept`, and audit it
+        anew. Collective, as `begin` is."""
+        values = {name: self.precision.state()[name].clone() for name in kept}
+        self.precision.backend.reset()
+        self._rehearse(job, accelerator)
+        for name, value in values.items():
+            self.precision.state()[name].copy_(value)
+
+    def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
+        stage = self.stages[self.active.precision.name]
+        job = job.in_precision(self.active)
+        stage.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, stage.decisions)
         stage.found.pop("confirmed_in_step", None)
-        self.use(active)
+        self.use(self.active)
 
     @property
     def tensors(self) -> dict[str, Tensor]:

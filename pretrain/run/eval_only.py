@@ -16,7 +16,7 @@ from pretrain.plan.preflight import Job
 from pretrain.precision.linear import holding
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.resume import find_resume_point, load_weights, scales_to_load
+from pretrain.run.resume import complete_histories, find_resume_point, load_weights, scales_to_load
 
 
 def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
@@ -44,6 +44,8 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):
         with evaluating:
+            if source is not None:
+                complete_histories(source.path, assembly, job, accelerator)
             figures = held_out_figures(job, assembly.model, accelerator)
         penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
         console.notice(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from pydantic import BaseModel, PositiveInt, ValidationError
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
-from pretrain.checkpoint.manifest import NOT_HERE, read_manifest
+from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training
 from pretrain.metrics.health import Health
 from pretrain.model.huggingface import named_tensors
@@ -304,14 +305,34 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
 
     Those that this run has too, in the same shape, go into `wanted`; the others into tensors that nobody keeps.
     """
-    saved = {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
-    fits = {name: tensor for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)}
+    saved = _histories_in(path)
+    fits = {name: wanted[name] for name in _fitting(saved, wanted)}
     rest = {name: torch.empty(tuple(entry.shape), dtype=torch.float32) for name, entry in saved.items() if name not in fits}
     notes = []
     if len(fits) < len(wanted):
         notes.append(
-            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint and start afresh"
+            f"{len(wanted) - len(fits)} of {len(wanted)} tensors of delayed scaling are not in the checkpoint and begin with "
+            "packs under its weights"
         )
     if rest:
         notes.append(f"{len(rest)} tensors of delayed scaling in the checkpoint have no place in this run")
     return fits | rest, notes
+
+
+def complete_histories(path: Path, assembly: Assembly, job: Job, accelerator: Accelerator) -> None:
+    """After the weights of the checkpoint `path` were loaded: where it lacks histories that the precision at present keeps, as it
+    was trained in another, let those begin under these weights. What they had is of the weights before, at which gradients are
+    many times as large. Collective."""
+    live = assembly.precision.state()
+    fits = _fitting(_histories_in(path), live)
+    if len(fits) < len(live):
+        assembly.begin_histories(fits, job, accelerator)
+
+
+def _histories_in(path: Path) -> dict[str, TensorEntry]:
+    return {name: entry for name, entry in read_manifest(path).optimizer.items() if name.startswith(PREFIX)}
+
+
+def _fitting(saved: Mapping[str, TensorEntry], wanted: Mapping[str, Tensor]) -> list[str]:
+    """The names of those wanted that are saved in the same shape."""
+    return [name for name, tensor in wanted.items() if name in saved and tuple(saved[name].shape) == tuple(tensor.shape)]

@@ -35,12 +35,13 @@ def roll_back(run: Run, reason: str) -> None:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
     run.assembly.precision.forget()
-    run.state, notes = restore(ResumePoint(path, record, []), checkpoints, run.job, run.assembly, run.health)
+    source = ResumePoint(path, record, [])
+    run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step
     run.state.shift = judged.shift  # of what follows the judged step's packs, whatever the steps before the checkpoint had
 
-    go_on_as_scheduled(run, record)
+    go_on_as_scheduled(run, source)
     if run.precision_watch:
         run.precision_watch.go_back(run.state.step)
     if run.accelerator.is_main_process:

@@ -6,12 +6,9 @@ at any later one it finds the histories in its checkpoint. So both have the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Run
-from pretrain.run.resume import precision_to_come
+from pretrain.run.resume import ResumePoint, complete_histories, precision_to_come
 from pretrain.verify.audit import in_short
 
 
@@ -24,17 +21,20 @@ def follow_the_schedule(run: Run) -> None:
     begin(run, timetable[step], run.assembly.active.precision.name)
 
 
-def go_on_as_scheduled(run: Run, record: Mapping[str, Any]) -> None:
-    """After a checkpoint with this `record` was read: the precision of the step that it was saved after. What begins now, the
-    next step begins. Where the checkpoint's own schedule has another precision for it, the histories are none that could be gone
-    on with, and this one begins here."""
-    saved, coming = precision_to_come(record), run.job.plan.active_after(run.state.step)
+def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
+    """After the checkpoint `source` was read: the precision of the step that it was saved after. What begins now, the next step
+    begins. Where the checkpoint's own schedule has another precision for it, the histories are none that could be gone on with,
+    and this one begins here. Histories that the checkpoint lacks begin with its weights."""
+    saved, coming = precision_to_come(source.record), run.job.plan.active_after(run.state.step)
     if run.job.plan.phases:
         active = run.job.plan.active_after(max(run.state.step - 1, 0))
         run.assembly.use(active)
         look_after(run, active, first_step=1)
     if saved not in (None, coming.precision.name):
         begin(run, coming, saved)
+    else:
+        with run.watch.busy("looking at what runs"):
+            complete_histories(source.path, run.assembly, run.job, run.accelerator)
 
 
 def begin(run: Run, active: ActivePrecision, before: str) -> None:

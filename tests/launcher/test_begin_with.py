@@ -65,6 +65,34 @@ def test_another_precision_and_other_settings_take_over_from_there(first: Callab
 
 
 @pytest.mark.parametrize(
+    "before", ["precision=fp32", "precision=delayed", "precision=delayed fp8_config.keep_bf16_layers.last=1"]
+)
+def test_histories_that_the_checkpoint_lacks_begin_under_its_weights(before: str, train_here: Callable, tmp_path: Path) -> None:
+    """The largest weights are known from the checkpoint, and all that is remembered of them, of eight packs and a step, must be
+    these: nothing of the weights with which the model was built."""
+    shared = ["seed=5", "fp8_config.on_unsupported=emulate", "parity=off", "evaluate.every=null", "train.steps=5"]
+    shared += ["checkpoint={every: 4, keep: 9, at_end: true}", "optimizer.learning_rate=0.05"]
+    assert train_here(*shared, *before.split(), f"run_dir={tmp_path}/runs-5/first").status == 0
+    there = tmp_path / BEGIN.format(seed=5)
+    second = train_here(*shared, "precision=delayed", f"run_dir={tmp_path}/second", f"train.begin_with={there}")
+    assert second.status == 0, second.output
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+    origin, later = tensors(there), tensors(tmp_path / "second" / "checkpoints" / "step-00000005")
+    histories = {name: tensor for name, tensor in later.items() if name.endswith("forward/amax_history")}
+    assert len(histories) == 14
+    for name, history in histories.items():
+        if name in origin:  # gone on with: what was there, and a step
+            assert torch.equal(history[:-1, 1], origin[name][1:, 1]) and history[-1, 1] > 0
+            continue
+        weight = origin[name.removeprefix("fp8/").removesuffix("/forward/amax_history") + ".weight"]
+        remembered = history[:, 1][history[:, 1] > 0]
+        assert len(remembered) == 9 and (remembered == weight.bfloat16().abs().max()).all(), name
+
+
+@pytest.mark.parametrize(
     ("path", "says"),
     [
         ("{seed}/step-00000004", "`train.begin_with`: 1337/step-00000004: no such checkpoint; name a step-* folder of another"),

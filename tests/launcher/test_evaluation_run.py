@@ -103,6 +103,16 @@ def test_eval_only_says_the_losses_in_low_precision_and_in_bf16_and_writes_nothi
     assert 0 < abs(found["bf16"] - found["current"]) < 0.02
 
 
+def test_eval_only_in_a_precision_that_the_checkpoint_was_not_trained_in(train_here: Callable, tmp_path: Path):
+    """Its scales are those of the trained weights, not of those with which the model was built."""
+    shared = ["parity=off", "evaluate.every=null", "train.steps=40", "checkpoint.every=40", "optimizer.learning_rate=0.05"]
+    assert train_here(*shared).status == 0
+    there = ["--eval-only", "--resume", f"{tmp_path}/run/checkpoints/step-00000040", f"run_dir={tmp_path}/other"]
+    low = ["precision=delayed", "fp8_config.on_unsupported=emulate", "fp8_config.use_autocast_during_eval=true"]
+    found = said_of(train_here(*shared, *there, *low))
+    assert found["delayed"] == pytest.approx(found["bf16"], abs=0.005) and found["bf16"] < 0.2, "random weights' make it 3"
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
