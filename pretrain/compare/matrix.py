@@ -212,10 +212,9 @@ def write_report(matrix: Matrix) -> str:
     baseline = next(iter(own or finished))
     halted = {run.run_dir for run in matrix.runs if run.run_dir not in finished and run.has_halted()}
     ended = [run.run_dir for run in matrix.runs if run.run_dir in halted or run.run_dir in finished]
-    name = matrix.folder / matrix.settings.name
     vary = list(dict.fromkeys(key for run in matrix.runs for key in run.settings))
     endings = {"out": "png", "tables_file": "md", "page": "html"}
-    files = {what: name.with_name(f"{name.name}.{ending}") for what, ending in endings.items()}
+    files = {what: matrix.folder / f"{matrix.settings.name}.{ending}" for what, ending in endings.items()}
     text = report.write(ended, baseline=baseline, **files, vary=vary, leave_out_unfair=True)
     if not own:
         text += f"\nThe baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place."
@@ -240,17 +239,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in runs:
             print(f"# {run.name}{' (finished)' if run.is_finished() else ''}\n{shlex.join(command_of(matrix, run))}")
         return 0
-    ranking = Ranking(matrix)
     if options.table:
-        print(ranking.table())
+        print(Ranking(matrix).table())
         return 0
+    return carry_out(matrix, runs, single=options.cell is not None)
+
+
+def carry_out(matrix: Matrix, runs: Sequence[MatrixRun], *, single: bool) -> int:
+    """Run `runs`, say how they ended and how the matrix's cells compare; returns the exit status. `single`: a cell by itself,
+    whose matrix others may be running."""
+    ranking = Ranking(matrix)
     # Its lock: two of these would start the same runs. Single cells run beside each other, each under its own run's lock.
-    lock = RunFolder(matrix.folder) if options.cell is None else contextlib.nullcontext()
+    lock = contextlib.nullcontext() if single else RunFolder(matrix.folder)
     with lock, StopRequest(passed_on=True) as stop:
         outcomes = run_all(matrix, runs, stop, ranking)
         rows = [[each.run.name, each.status, or_dash(each.seconds, duration), str(each.run.run_dir)] for each in outcomes]
         print(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n", flush=True)
-        if options.cell is None:
+        if not single:
             by_cell = True
             try:
                 print(f"{write_report(matrix)}\n")

@@ -212,24 +212,26 @@ def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Valu
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
-    called: dict[str, Values] = {}
-    for group in settings.groups:
-        axes = {key for values in _crossed(group.axes) for key in values}
-        for name, cell in group.cells.items():
-            if both := [key for key in flatten(cell) if key in axes]:
+    alone = [(values, values) for values in [*crossed, *map(flatten, settings.cells)]]
+    return [*alone, *_grouped(path, settings.groups)]
+
+
+def _grouped(path: str | Path, groups: Sequence[MatrixGroup]) -> list[tuple[Values, Values]]:
+    """The same of the groups' cells. InputError where a cell sets an axis of its group, or is called as another one is."""
+    found, called = [], dict[str, Values]()
+    for group in groups:
+        crossed, cells = _crossed(group.axes), {name: flatten(cell) for name, cell in group.cells.items()}
+        axes = {key for values in crossed for key in values}
+        for name, cell in cells.items():
+            if both := [key for key in cell if key in axes]:
                 raise InputError(
                     f"{path}: `groups`: cell {name} sets `{both[0]}`, which is an axis of its group; leave it out of one of them"
                 )
-            if called.setdefault(name, flatten(cell)) != flatten(cell):
-                two = f"{_described(called[name])} in one group and {_described(flatten(cell))} in another"
+            if called.setdefault(name, cell) != cell:
+                two = f"{_described(called[name])} in one group and {_described(cell)} in another"
                 raise InputError(f"{path}: `groups`: cell {name} is {two}; give them two names")
-    grouped = [
-        ({CELL: name, **values}, flatten(cell) | values)
-        for group in settings.groups
-        for values in _crossed(group.axes)
-        for name, cell in group.cells.items()
-    ]
-    return [*((values, values) for values in [*crossed, *map(flatten, settings.cells)]), *grouped]
+        found += [({CELL: name, **values}, cell | values) for values in crossed for name, cell in cells.items()]
+    return found
 
 
 def _crossed(axes: Axes) -> list[Values]:

@@ -61,6 +61,23 @@ IN_PIECES = 1.15
 
 
 @dataclass(frozen=True)
+class Devices:
+    """What a run trains on: `count` equal devices, one a process. `name` and `memory` (bytes) are those of each."""
+
+    count: int = 1
+    sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
+    name: str | None = None
+    memory: int | None = None
+    gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
+    replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
+
+    @property
+    def shards(self) -> int:
+        """Devices over which one copy of the parameters is spread."""
+        return self.count // self.replicas if self.sharded else 1
+
+
+@dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes on one device. What ends in `_by_pack` is for each pack of a microbatch."""
 
@@ -78,7 +95,7 @@ class MemoryEstimate:
     logits_at_most: int | None  # the same for one chunk; None: not chunked
     backward: int  # of shards, a group's sums on their way
     backward_by_pack: int  # of a layer: its gradients, and where it is recomputed what it had not kept
-    workspace: int  # of the products whose algorithms are searched
+    workspace: int  # of the products whose algorithms may be searched (pretrain.precision.products)
 
     @classmethod
     def of(
@@ -86,21 +103,16 @@ class MemoryEstimate:
         recipe: Recipe,
         flops: ModelFlops,
         precision: str,
-        world_size: int,
-        sharded: bool,
+        devices: Devices,
         layers: Sequence[LayerMemory] | None = None,
-        gathered: bool = False,
-        replicas: int = 1,
+        *,
         keeps_rotated: bool = False,
-        searches: bool = False,
     ) -> MemoryEstimate:
-        """The estimate for `recipe`; `sharded`: parameters, gradients and moments are spread over all devices (FSDP2), or over
-        those of one of `replicas`, and `gathered` for a whole step or, false, for each use (pretrain.model.sharding). `layers`:
-        of the model, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do.
-        `searches`: the algorithms of its products may be searched (pretrain.precision.products)."""
+        """The estimate for `recipe` in `precision` on each of `devices`. `layers`: of the model that `flops` counts, in order;
+        None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do."""
         length, shape, products = recipe.data.length, flops.shape, PRECISIONS[precision]
         computed = products.number_bytes
-        values = math.ceil(flops.parameters / (world_size // replicas if sharded else 1))  # parameters that a device has
+        values = math.ceil(flops.parameters / devices.shards)  # parameters that a device has
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * shape.layers
         if keeps_rotated:
             layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
@@ -110,23 +122,24 @@ class MemoryEstimate:
         head = shape.vocabulary * shape.hidden
         quantized_head = 2 * head if _head_is_quantized(recipe, products) else 0
         logits = shape.vocabulary * _logit(recipe, products)
-        shards = _shards(flops, computed, gathered=gathered) if sharded else _Shards(0, 0, 0)
+        shards = _shards(flops, computed, gathered=devices.gathered) if devices.sharded else _Shards(0, 0, 0)
+        searches = devices.name != "CPU" and not recipe.deterministic and products.compute_dtype == "bfloat16"
         return cls(
             parameters=values * (4 if recipe.weights == "fp32" else 2),
             gathered_weights=shards.in_use,
             gradients=values * _BYTES[recipe.gradients_kept_in] + shards.sums,
             moments=2 * values * _BYTES[moments],
             remainders=2 * values if recipe.weights == "bf16_exact" else 0,
-            working_copies=0 if sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
+            working_copies=0 if devices.sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
             quantized_weights=sum(layer.quantized_weights for layer in layers) + quantized_head,
             activations_by_pack=length * sum(kept),
-            loss=head * _head_at_the_loss(recipe, products, sharded=sharded),
+            loss=head * _head_at_the_loss(recipe, products, sharded=devices.sharded),
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
             logits_at_most=recipe.loss.tokens_at_once * logits if recipe.loss.kind == "chunked" else None,
             backward=shards.on_their_way,
             backward_by_pack=length * _backward(layers, kept),
-            workspace=WORKSPACE if searches and products.compute_dtype == "bfloat16" else 0,
+            workspace=WORKSPACE if searches else 0,
         )
 
     def parts(self, microbatch: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
+from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
 from pretrain.precision.schedule import label, last_steps
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe
@@ -30,18 +30,6 @@ WIDTH = 100  # of the rendered plan, or as many columns as a narrower terminal h
 SMALL_HIDDEN = 768  # at which low precision was measured not to pay; at 2,048 it does, and between them nothing was measured
 SOME = 0.005  # a share worth a word
 ASSUMED_SHARES = (0.5, 0.3)  # of the peak, between which runs of dense models usually lie
-
-
-@dataclass(frozen=True)
-class Devices:
-    """What a run trains on: `count` equal devices, one a process. `name` and `memory` (bytes) are those of each."""
-
-    count: int = 1
-    sharded: bool = False  # parameters, gradients and moments are spread over all of them (FSDP2)
-    name: str | None = None
-    memory: int | None = None
-    gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
-    replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
 
 
 @dataclass(frozen=True)
@@ -126,18 +114,11 @@ class Plan:
     @cached_property
     def memory(self) -> MemoryEstimate:
         """Of the phase that takes most."""
-        of, known = self.devices, {phase.active.precision.name: phase.layers for phase in self.phases}
+        known = {phase.active.precision.name: phase.layers for phase in self.phases}
         known = known or {self.active.precision.name: self.layers}
         recipe = self.recipe.model_copy(update={"loss": self.loss})
         estimates = [
-            MemoryEstimate.of(
-                recipe,
-                self.flops,
-                name,
-                *(of.count, of.sharded, layers, of.gathered, of.replicas),
-                keeps_rotated=self.keeps_rotated,
-                searches=of.name != "CPU" and not recipe.deterministic,
-            )
+            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
             for name, layers in known.items()
         ]
         return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
@@ -225,8 +206,7 @@ class Plan:
     def bytes_copied(self) -> int:
         """Of host memory, in each process, while a checkpoint is written behind the training: its part of it."""
         held = self.memory.parameters + self.memory.remainders + self.memory.moments
-        shards = self.devices.count // self.devices.replicas if self.devices.sharded else 1
-        return held * shards // self.devices.count
+        return held * self.devices.shards // self.devices.count
 
     @property
     def peak_tflops(self) -> float | None:
@@ -328,7 +308,7 @@ def render(plan: Plan, *, brief: bool = False) -> str:
     width = screen_width(WIDTH)
     recipe, devices = plan.recipe, f"{plan.devices.count} x {plan.devices.name or 'device'}"
     if plan.devices.replicas > 1:
-        devices += f" ({plan.devices.replicas} replicas of {plan.devices.count // plan.devices.replicas} shards)"
+        devices += f" ({plan.devices.replicas} replicas of {plan.devices.shards} shards)"
     if plan.devices.sharded:
         devices += f", shards gathered {'once a step' if plan.devices.gathered else 'for each use'}"
     compute = f"{plan.computes} compute, emulated" if plan.emulated else f"{plan.computes} compute"

@@ -30,8 +30,8 @@ from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
 from pretrain.plan.data import Data, check_tokens, open_data
-from pretrain.plan.memory import layers_of
-from pretrain.plan.plan import ActivePhase, Devices, Plan
+from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
 from pretrain.plan.tokenizer import (
     check_tokenizer,

@@ -20,8 +20,8 @@ from foundation.units import TERA, plural
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_step
 from pretrain.model.attention.backends import MIN_MEASURED_HEAD_DIM
-from pretrain.plan.memory import LayerMemory, layers_of
-from pretrain.plan.plan import ASSUMED_SHARES, Devices, Plan
+from pretrain.plan.memory import Devices, LayerMemory, layers_of
+from pretrain.plan.plan import ASSUMED_SHARES, Plan
 from pretrain.plan.preflight import KEPT_FREE, Job
 from pretrain.plan.scaling import Cluster, Scaled, links_of, on_cluster
 from pretrain.precision.registry import PRECISIONS

@@ -54,7 +54,7 @@ from pretrain.run import determinism
 from pretrain.run.parity import LeftOut, hold_to_parity
 from pretrain.run.ranks import RankWatch
 from pretrain.verify import audit
-from pretrain.verify.kernels import choose_kernels
+from pretrain.verify.kernels import Chosen, choose_kernels
 from pretrain.verify.parity import Parity
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of
@@ -300,20 +300,7 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
     compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
     wrap_layers(packed, recipe.model, cast_to=cast_to, compile_layers=compiled)
 
-    exact, once_a_step = recipe.weights == "bf16_exact", plan.devices.gathered
-    adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
-    adamw.by_kernel = kernels.optimizer
-    packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
-    stacks = fused.stacks if fused else ()
-    summed_in = getattr(torch, WEIGHT_DTYPES[recipe.gradients_kept_in])
-    if not accelerator.is_fsdp2 and _sums_apart(job, accelerator, fused):
-        attach_main_gradients(packed, summed_in, stacks)
-        packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
-    _give_values(built, adamw, exact=exact)
-    if accelerator.is_fsdp2:
-        packed.sharding = Sharding(packed, summed_in, stacks, once_a_step=once_a_step)
-    adamw.materialise()
-
+    packed, adamw = _put_on_devices(job, accelerator, built, packed, by_kernel=kernels.optimizer)
     for stage in stages.values():
         with (
             holding(context, backend=stage.backend),
@@ -321,21 +308,8 @@ def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -
         ):
             products = rehearse(job.in_precision(stage.active), accelerator, packed, adamw, stage.decisions)
             stage.found.update(_found_in(stage, hf, products))
-    around = {
-        "weights": recipe.weights,
-        "gradients": recipe.gradients_kept_in,
-        "attention": {"kind": kernels.attention.name, "reason": kernels.attention.reason},
-        "fused": what_is_fused,
-        **({"built": built.how} if built.how else {}),
-        "compiled": what_is_compiled(compiled, context, fused),
-        "deterministic": determinism.describe(device.type, os.environ),
-        "kernels": [verdict.record() for verdict in kernels.verdicts],
-    }
-    if (algorithms := describe_algorithms()) is not None:
-        around["algorithms"] = algorithms
-    if plan.phases:
-        begins = {begin + 1: active.precision.name for begin, active in plan.timetable.items()}
-        around |= {"schedule": plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
+    how = {"fused": what_is_fused, "built": built.how, "compiled": what_is_compiled(compiled, context, fused)}
+    around = _found_around(job, stages, kernels, how, device.type)
     return Assembly(hf, packed, adamw, job.active, context, stages, stages[job.precision.name].found | around)
 
 
@@ -388,6 +362,28 @@ def _fuse(
     return fused if fused.layers else None, fused.describe()
 
 
+def _put_on_devices(
+    job: Job, accelerator: Accelerator, built: _Built, packed: PackedLanguageModel, *, by_kernel: bool
+) -> tuple[PackedLanguageModel, ExactAdamW]:
+    """The wrapped model where it is trained, and its optimizer: its parameters have their values there, and its gradients and
+    moments their places. `by_kernel`: the optimizer may use its own. Collective."""
+    recipe, fused, once_a_step = job.recipe, packed.fused, job.plan.devices.gathered
+    exact = recipe.weights == "bf16_exact"
+    adamw = build_optimizer(packed, recipe.optimizer, exact=exact)
+    adamw.by_kernel = by_kernel
+    packed, adamw = prepare(accelerator, packed, adamw, job.compute_dtype, once_a_step=once_a_step)
+    stacks = fused.stacks if fused else ()
+    summed_in = getattr(torch, WEIGHT_DTYPES[recipe.gradients_kept_in])
+    if not accelerator.is_fsdp2 and _sums_apart(job, accelerator, fused):
+        attach_main_gradients(packed, summed_in, stacks)
+        packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
+    _give_values(built, adamw, exact=exact)
+    if accelerator.is_fsdp2:
+        packed.sharding = Sharding(packed, summed_in, stacks, once_a_step=once_a_step)
+    adamw.materialise()
+    return packed, adamw
+
+
 def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
     """Whether gradients are summed in a place of their own. Autograd sums in the parameters' dtype by itself: another dtype needs
     one, products that add to it, and ranks that exchange it."""
@@ -427,6 +423,27 @@ def _found_in(stage: Stage, hf: PreTrainedModel, products: list[audit.Entry]) ->
         "loss": hf.get_output_embeddings().describe(),
         "products": products,
     }
+
+
+def _found_around(
+    job: Job, stages: Mapping[str, Stage], kernels: Chosen, how: Mapping[str, str | None], device_type: str
+) -> dict[str, Any]:
+    """What the audit says beside that: of the whole run, `how` the model was put together among it."""
+    recipe, plan = job.recipe, job.plan
+    found = {
+        "weights": recipe.weights,
+        "gradients": recipe.gradients_kept_in,
+        "attention": {"kind": kernels.attention.name, "reason": kernels.attention.reason},
+        **{key: said for key, said in how.items() if said is not None},
+        "deterministic": determinism.describe(device_type, os.environ),
+        "kernels": [verdict.record() for verdict in kernels.verdicts],
+    }
+    if (algorithms := describe_algorithms()) is not None:
+        found["algorithms"] = algorithms
+    if plan.phases:
+        begins = {begin + 1: active.precision.name for begin, active in plan.timetable.items()}
+        found |= {"schedule": plan.computes, "phases": begins, "precisions": {n: s.found for n, s in stages.items()}}
+    return found
 
 
 def build_in_parts_of(job: Job, accelerator: Accelerator, kept: torch.dtype, backend: str) -> tuple[InParts | None, str | None]:

@@ -22,9 +22,9 @@ import torch
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown
 from pretrain.precision.registry import PRECISIONS
-from pretrain.run.examination import examine_fully
+from pretrain.run.examination import Examination, examine_fully
 from pretrain.run.processes import MARK, Bench, Finding, Process, told, wait_for_turn
-from pretrain.run.trial import FAILED, PASSED, TIMEOUT, Patient, check, describe, examine, machine, measure, plain
+from pretrain.run.trial import FAILED, PASSED, TIMEOUT, Machine, Patient, check, describe, examine, machine, measure, plain
 
 
 @dataclass
@@ -50,17 +50,15 @@ class Row:
 HEADER = ("precision", "computes on", "ms", "tokens/s", "agree", "off FP32", "why not on hardware")
 
 
-def row_of(
-    patient: Patient, bench: Bench, name: str, process: Process | None, machine_: Finding, arguments: Sequence[str]
-) -> Row:
+def row_of(patient: Patient, bench: Bench, name: str, process: Process | None, known: Machine) -> Row:
     """On hardware where it works, else emulated, else the reason."""
-    version = machine_["environment"]["packages"].get("transformer-engine")
+    version = known["environment"]["packages"].get("transformer-engine")
     quantized = PRECISIONS[name].quantized
-    why = machine_["missing"].get(name) if quantized else None
+    why = known["missing"].get(name) if quantized else None
     row = Row(name, why=why or "")
     for way in ["emulation"] if why else ["transformer_engine", "emulation"] if quantized else ["torch"]:
         findings: list[Finding] = []
-        check(patient, name, way, arguments, process, full=False, found=findings.append)
+        check(patient, name, way, process, full=False, found=findings.append)
         if not any(finding["status"] == FAILED for finding in findings):
             measure(bench, process, findings.append)
         failed = [finding for finding in findings if finding["status"] == FAILED]
@@ -105,28 +103,26 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     patient = Patient.of(parsed)
     precisions = list(dict.fromkeys(parsed.precisions or PRECISIONS))
-    passed_on = [*(["--recipe", str(parsed.recipe.resolve())] if parsed.recipe else []), *(["--cpu"] if parsed.cpu else [])]
-    passed_on += ["--tokens", str(patient.tokens)]
     with Bench(gpu=patient.device.type == "cuda") as bench:
-        found: list[Finding] = []
-        processes: dict[str, Process] = {}
+        processes: dict[str, Process | None] = dict.fromkeys(precisions)
         if bench.gpu:  # this process must hold no memory there, and outlive what fails
-            describer = bench.start()
+            describer, said = bench.start(), []
             processes = {name: bench.start() for name in precisions}
-            if ended := describer.tell(["--machine"], TIMEOUT, found.append):
+            if ended := describer.tell(["--machine"], TIMEOUT, said.append):
                 raise InputError(f"this machine cannot even be described: its process {ended}")
+            known: Machine = said[0]
         else:
-            found.append(machine("cpu"))
+            known = machine("cpu")
         if parsed.full:
-            return examine_fully(patient, precisions, found[0], passed_on, parsed.out, bench, processes, began)
+            return examine_fully(Examination.of(patient, known, parsed.out, began), patient, bench, processes)
         rows: dict[str, Row] = {}
 
         def look(name: str) -> None:
-            rows[name] = row = row_of(patient, bench, name, processes.get(name), found[0], passed_on)
+            rows[name] = row = row_of(patient, bench, name, processes[name], known)
             print(f"{time.monotonic() - began:4.0f} s  {name}: {row.on}", file=sys.stderr, flush=True)
 
         bench.each(look, precisions)
-    print("\n".join(describe(patient, found[0])) + "\n")
+    print("\n".join(describe(patient, known)) + "\n")
     print(markdown(HEADER, [rows[name].cells() for name in precisions], names=2))
     for name in precisions:
         for finding in rows[name].findings:

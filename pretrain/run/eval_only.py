@@ -9,14 +9,12 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.disks import look_at_disks
 from pretrain.metrics.console import Console
 from pretrain.plan.preflight import Job
 from pretrain.precision.linear import holding
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.resume import complete_histories, find_resume_point, load_weights, scales_to_load
+from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load
 
 
 def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: str) -> None:
@@ -28,9 +26,7 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     if job.data.held_out is None:
         raise InputError("`--eval-only` needs held-out packs and there are none; set `data.held_out`")
     job = job.with_microbatch(job.plan.expected_microbatch)
-    disks = look_at_disks(job.run_dir)
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
-    source = find_resume_point(checkpoints, wanted, job, accept_changes=True, look_only=True)
+    checkpoints, source = look_for_resume_point(wanted, job, accept_changes=True)
     assembly = assemble(job, accelerator)
     if source is None:
         origin = job.recipe.model.weights_source

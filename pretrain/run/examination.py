@@ -36,6 +36,7 @@ from pretrain.run.trial import (
     PASSED,
     QWEN3_1_7B,
     SMALL,
+    Machine,
     Patient,
     check,
     describe,
@@ -60,12 +61,26 @@ class Examination:
     """What was found so far; `add` writes it to `out`."""
 
     out: Path
-    head: dict[str, Any]  # machine, versions, commit, command
+    head: dict[str, Any]  # the machine, when, and by which command
     lines: list[str]  # the machine and the layer, for people
     began: float = field(default_factory=time.monotonic)
     findings: dict[str, list[Finding]] = field(default_factory=dict)  # by precision
     finished: bool = False
     _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, patient: Patient, known: Machine, out: Path, began: float) -> Examination:
+        """Of a machine that is `known`, before anything is found. InputError where `out` has no folder."""
+        if not out.resolve().parent.is_dir():
+            raise InputError(f"--out {out}: there is no folder {out.parent}")
+        command = shlex.join(["python", "-m", "pretrain", *sys.argv[1:]])
+        head = {"command": command, "date": time.strftime("%Y-%m-%d %H:%M"), **known}
+        commit = (known["environment"]["git"] or {}).get("commit", "unknown")
+        return cls(out, head, [*describe(patient, known), f"commit {commit}, {head['date']}", f"`{command}`"], began)
+
+    def lacks(self, precision: str) -> str | None:
+        """What of the precision the device has not."""
+        return self.head["missing"].get(precision)
 
     def add(self, precision: str, finding: Finding) -> None:
         """`finding` of `precision`, with the seconds since the one before it, waiting for its turn among them."""
@@ -115,25 +130,14 @@ class Examination:
 
 
 def examine_fully(
+    examination: Examination,
     patient: Patient,
-    precisions: Sequence[str],
-    machine: Finding,
-    arguments: Sequence[str],
-    out: Path,
     bench: Bench,
-    processes: Mapping[str, Process],
-    began: float,
+    processes: Mapping[str, Process | None],
     start: Start | None = None,
 ) -> int:
-    """Examine `precisions` and write `out`; returns 1 where something failed, else 0. `arguments`: for processes of the doctor,
-    of which `processes` wait, on a GPU one a precision. `start`: in place of the launcher in a process of its own."""
-    command = shlex.join(["python", "-m", "pretrain", *sys.argv[1:]])
-    head = {"command": command, "date": time.strftime("%Y-%m-%d %H:%M"), **machine}
-    commit = (machine["environment"]["git"] or {}).get("commit", "unknown")
-    lines = [*describe(patient, machine), f"commit {commit}, {head['date']}", f"`{command}`"]
-    if not out.resolve().parent.is_dir():
-        raise InputError(f"--out {out}: there is no folder {out.parent}")
-    examination = Examination(out, head, lines, began)
+    """Examine each precision of `processes`, in the process that waits for that, or with None in this one; returns 1 where
+    something failed, else 0. `start`: in place of the launcher in a process of its own."""
     start = start or partial(in_process, bench)
 
     with tempfile.TemporaryDirectory(prefix="doctor-", ignore_cleanup_errors=True) as kept:
@@ -143,7 +147,7 @@ def examine_fully(
             write_packs(folder / "packs", LENGTH, QWEN3_1_7B["vocab_size"], packs=PACKS * TIMED_STEPS)
 
         def look(name: str) -> None:
-            found, process, lacks = partial(examination.add, name), processes.get(name), machine["missing"].get(name)
+            found, process, lacks = partial(examination.add, name), processes[name], examination.lacks(name)
             if lacks:
                 found({"part": "all" if bench.gpu else "hardware", "status": NOT_HERE, "said": lacks})
             if lacks and process:
@@ -151,7 +155,7 @@ def examine_fully(
                 return
             backend = "torch" if not PRECISIONS[name].quantized else "emulation" if lacks else "transformer_engine"
             small = train_small(name, folder, start) if process else None  # imports meanwhile; on a CPU that would be in the way
-            check(patient, name, backend, arguments, process, full=True, found=found)
+            check(patient, name, backend, process, full=True, found=found)
             timed = PRECISIONS[name].compute_dtype == "bfloat16"
             ten = ten_steps(name, folder, start) if timed and bench.gpu else None  # imports while the small model trains
             for finding in small or train_small(name, folder, start):
@@ -163,9 +167,9 @@ def examine_fully(
             elif timed:
                 found({"part": "ten steps", "status": NOT_HERE, "said": "Qwen3-1.7B's shape needs a GPU"})
 
-        bench.each(look, precisions)
+        bench.each(look, processes)
     examination.finish()
-    print(f"{out}: {dict(examination.counts)} in {examination.seconds:.0f} s")
+    print(f"{examination.out}: {dict(examination.counts)} in {examination.seconds:.0f} s")
     return int(examination.counts[FAILED] > 0)
 
 

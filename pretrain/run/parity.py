@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from packing.stream import order_of
 from pretrain.model.distributed import describe_topology, largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.plan.preflight import Job
@@ -66,10 +65,9 @@ def hold_to_parity(
 
 def compare_step_0(job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator) -> Parity:
     """The beginning of the run's step 0 in microbatches of the plan's size; collective."""
-    order = order_of(job.data.train, job.plan.packs_per_step, job.recipe.seed)
-    packs = [job.data.train[index] for index in order.packs_of_step(0).tolist()]
-    step, mask_boundaries = job.batches(accelerator).step(0), job.recipe.data.mask_boundaries
-    return check_parity(model, optimizer, step, packs, job.active, accelerator, mask_boundaries=mask_boundaries)
+    batches, mask_boundaries = job.batches(accelerator), job.recipe.data.mask_boundaries
+    packs = [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()]
+    return check_parity(model, optimizer, batches.step(0), packs, job.active, accelerator, mask_boundaries=mask_boundaries)
 
 
 def _fits(model: PackedLanguageModel, device: torch.device) -> bool:

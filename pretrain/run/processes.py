@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ class Bench:
             self._processes.append(process := Process(cpu=not self.gpu))
         return process
 
-    def each(self, work: Callable[[str], None], precisions: Sequence[str]) -> None:
+    def each(self, work: Callable[[str], None], precisions: Iterable[str]) -> None:
         """Do `work` for each precision: on a GPU at once, in threads that wait for processes, on a CPU one after the other."""
         if not self.gpu:
             for name in precisions:

@@ -32,6 +32,8 @@ from pretrain.run.assembly import Assembly
 from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
+BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
+
 
 class SavedSteps(BaseModel):
     """What a step of the checkpoint's run took, in tokens."""
@@ -42,11 +44,12 @@ class SavedSteps(BaseModel):
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint that may be continued."""
+    """A checkpoint from which a run goes on: one to resume, or another run's to begin with."""
 
     path: Path
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
+    begins: bool = False  # it is that of `train.begin_with`: another training's is what was asked for
 
 
 def find_resume_point(
@@ -58,25 +61,15 @@ def find_resume_point(
     Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
     checkpoints are damaged: a new run in their place would bury what may still be rescued.
     """
-    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
-    if path is not None and not checkpoints.is_there(path):
-        there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
-        raise InputError(
-            f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
-        )
-    if path is None and checkpoints.damaged:
-        newest, problems = max(checkpoints.damaged.items())
-        if all(NOT_HERE in problem for problem in problems):
-            raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
-        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
+    path = _to_resume(checkpoints, wanted, look_only=look_only)
     begins = path is None
     if begins:
         path = begin_of(job.recipe)
         if path is None:
             return None
+        named, remedy = BEGIN_WITH, _to_begin_with(path)
         if not checkpoints.is_there(path):
-            raise InputError(f"`train.begin_with`: {path}: no such checkpoint; {_to_begin_with(path)}")
-        named, remedy = "`train.begin_with`: ", _to_begin_with(path)
+            raise InputError(f"{named}{path}: no such checkpoint; {remedy}")
     else:
         named, remedy = "", "--resume takes a step-* folder of a run's `checkpoints`, or auto, which finds the newest intact one"
     try:
@@ -97,7 +90,23 @@ def find_resume_point(
         raise InputError(f"{named}{path}: does not fit this run's model{because}: {'; '.join(misfits[:2])}{more}; {fits}")
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     notes += filter(None, [precision_has_moved(record, job), *other_text(record, job)])
-    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes)
+    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins)
+
+
+def _to_resume(checkpoints: Checkpoints, wanted: str, *, look_only: bool) -> Path | None:
+    """The checkpoint that `wanted` names, or for "auto" the run's newest; None where it has none yet. InputError as above."""
+    path = checkpoints.newest(look_only=look_only) if wanted == "auto" else Path(wanted)
+    if path is not None and not checkpoints.is_there(path):
+        there = ", ".join(folder.name for folder in step_folders(checkpoints.folder)) or "no checkpoint"
+        raise InputError(
+            f"--resume {path}: no such checkpoint; {checkpoints.folder} holds {there}; name a step-* folder, or auto"
+        )
+    if path is None and checkpoints.damaged:
+        newest, problems = max(checkpoints.damaged.items())
+        if all(NOT_HERE in problem for problem in problems):
+            raise InputError(f"checkpoint {newest}: {'; '.join(problems)}; then start the same command again")
+        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
+    return path
 
 
 def _to_begin_with(path: Path) -> str:
@@ -116,18 +125,17 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     with; or it is from another folder and at the horizon already, so that the run would have no step of its own to tell of."""
     if source is None:
         return
-    begins, own = source.path == begin_of(job.recipe), checkpoints.owns(source.path)
-    if of_another_stream(source.record, job) and not begins:
+    if of_another_stream(source.record, job) and not source.begins:
         raise InputError(
             f"{source.path}: was trained on other text, sources or shares than this stream has, and has no place in it; set "
             f"another `run_dir`, and `train.begin_with: {source.path}` to begin this stream with its weights, or "
             "`data.streaming: false` to prepare all packs before the run"
         )
     step, train = source.record["progress"]["step"], job.recipe.train
-    if step >= job.plan.steps and not own:
+    if step >= job.plan.steps and not checkpoints.owns(source.path):
         key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
         horizon = f"this run's horizon, `train.{key}: {getattr(train, key)}`, is {plural(job.plan.steps, 'step')}"
-        named = "`train.begin_with`: " if begins else ""
+        named = BEGIN_WITH if source.begins else ""
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
 
 
@@ -239,13 +247,18 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     )
 
 
+def look_for_resume_point(wanted: str, job: Job, accept_changes: bool) -> tuple[Checkpoints, ResumePoint | None]:
+    """As `find_resume_point`, for who changes nothing on the disk; and the checkpoints of the run folder."""
+    disks = look_at_disks(job.run_dir)
+    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
+    return checkpoints, find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
+
+
 def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
         return None
-    disks = look_at_disks(job.run_dir)
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, disks=disks)
-    source = find_resume_point(checkpoints, wanted, job, accept_changes, look_only=True)
+    checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_a_way_on(source, checkpoints, job)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -60,6 +60,7 @@ SMALL = QWEN3_1_7B | {
     "head_dim": 64,
 }
 TIMEOUT = 150  # seconds for what one precision checks, and again for what it measures
+Machine = dict[str, Any]  # environment: versions and devices; missing: by precision, what the device lacks or None
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not here"
 
 
@@ -82,6 +83,12 @@ class Patient:
         length = recipe.data.length if recipe else 4096 if gpu else 128
         tokens = arguments.tokens or max(length, 8192 if gpu else 256)
         return cls(device, QWEN3_1_7B if gpu else SMALL, arguments.recipe, length, tokens)
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the doctor's command in a process of its own, which then examines the same."""
+        recipe = ["--recipe", str(self.recipe.resolve())] if self.recipe else []
+        return [*recipe, *(["--cpu"] if self.device.type == "cpu" else []), "--tokens", str(self.tokens)]
 
     @cached_property
     def hf(self) -> PreTrainedModel:
@@ -229,8 +236,8 @@ def in_a_line(error: BaseException) -> str:
 # ── In the process that asks for it ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def machine(device_type: str) -> Finding:
-    """Versions and devices, and for each precision what the device lacks (None: nothing more, if the library is right)."""
+def machine(device_type: str) -> Machine:
+    """This one. Where a precision lacks nothing, its library may still fail."""
     missing = missing_on(device_type)
     quantized = [precision for precision in PRECISIONS.values() if precision.quantized]
     return {"environment": describe_environment({}), "missing": {each.name: missing(each) for each in quantized}}
@@ -240,7 +247,6 @@ def check(
     patient: Patient,
     name: str,
     backend: str,
-    arguments: Sequence[str],
     process: Process | None,
     *,
     full: bool,
@@ -250,7 +256,7 @@ def check(
     if process is None:
         for finding in examine(patient, name, backend, full=full):
             found(finding)
-    elif ended := process.tell([*arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found):
+    elif ended := process.tell([*patient.arguments, "--try", name, backend, *(["--full"] if full else [])], TIMEOUT, found):
         found({"part": "process", "status": FAILED, "said": ended})
 
 
@@ -262,9 +268,9 @@ def measure(bench: Bench, process: Process | None, found: Callable[[Finding], No
                 found({"part": "process", "status": FAILED, "said": ended})
 
 
-def describe(patient: Patient, found: Finding) -> list[str]:
+def describe(patient: Patient, known: Machine) -> list[str]:
     """The machine and the layer, in two lines."""
-    environment = found["environment"]
+    environment = known["environment"]
     packages = environment["packages"]
     library = f", Transformer Engine {packages['transformer-engine']}" if "transformer-engine" in packages else ""
     device = ", ".join(dict.fromkeys(environment["gpus"])) if patient.device.type == "cuda" else "CPU"

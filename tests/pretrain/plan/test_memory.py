@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
+from pretrain.plan.memory import Devices, MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
@@ -55,7 +55,7 @@ def estimate(
     **changes: object,
 ) -> MemoryEstimate:
     """Of layers that are compiled."""
-    return MemoryEstimate.of(recipe(**changes), flops, precision, world_size, sharded, gathered=gathered)
+    return MemoryEstimate.of(recipe(**changes), flops, precision, Devices(world_size, sharded, gathered=gathered))
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def fused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         active = ActivePrecision(precision, chosen, backend, asked.fp8_config.resolved(precision))
         layers = layers_of(of, asked, active, "cuda", "packed_cudnn")
         assert all(layer.fused for layer in layers)
-        return MemoryEstimate.of(asked, ModelFlops.of(of), precision, world_size, sharded, layers, gathered)
+        return MemoryEstimate.of(asked, ModelFlops.of(of), precision, Devices(world_size, sharded, gathered=gathered), layers)
 
     return estimated
 
@@ -270,7 +270,7 @@ def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_su
     assert shards[True]["gradients"] == 4 * every + every
     assert shards[False]["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
     assert shards[False]["gradients"] == pytest.approx(4 * (layer + head) + every, rel=1e-4)
-    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", 4, True, replicas=2).parts(1)
+    two_replicas = MemoryEstimate.of(recipe(), qwen3, "bf16", Devices(4, sharded=True, replicas=2)).parts(1)
     assert two_replicas["parameters"] == 4 * every // 2
 
 

@@ -62,6 +62,14 @@ def test_a_model_that_a_precision_cannot_take_is_a_row_with_the_reason(
     assert "takes linears whose features are multiples of 128" in row_of(capsys.readouterr().out, "block")[-1]
 
 
+def test_a_process_of_its_own_is_told_to_examine_the_same(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(small_recipe))
+    for asked in (SOME, ["--cpu", "--recipe", str(path)]):
+        patient = Patient.of(parse(asked))
+        assert Patient.of(parse(patient.arguments)) == patient
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--precisions", "bf16,fp9"], "--precisions: no fp9 among fp32, bf16"), (["--tokens", "0"], "--tokens: a number")],
@@ -172,7 +180,7 @@ def test_what_a_process_measures_is_found_and_so_is_its_death(dies: str, ended: 
     found: list[Finding] = []
     with Bench(gpu=True) as bench:
         process = bench.start()
-        trial.check(Patient.of(parse(SOME)), "fp32", "torch", SOME, process, full=False, found=found.append)
+        trial.check(Patient.of(parse(SOME)), "fp32", "torch", process, full=False, found=found.append)
         assert found == [] and process.waits
         bench.each(lambda _: measure(bench, process, found.append), ["fp32"])
     assert found[0] == {"part": "first"} and [each["said"] for each in found[1:]] == ([ended] if ended else [])
@@ -209,9 +217,9 @@ def examine(tmp_path: Path) -> Callable[..., tuple[int, str, dict[str, list[Find
     def run(start: Callable[..., Any], *precisions: str) -> tuple[int, str, dict[str, list[Finding]]]:
         out = tmp_path / "doctor.md"
         with Bench(gpu=False) as bench:
-            status = examine_fully(
-                Patient.of(parse(SOME)), precisions, machine("cpu"), SOME, out, bench, {}, time.monotonic(), start
-            )
+            patient = Patient.of(parse(SOME))
+            examination = Examination.of(patient, machine("cpu"), out, time.monotonic())
+            status = examine_fully(examination, patient, bench, dict.fromkeys(precisions), start)
         text = out.read_text()
         return status, text, figures_of(text)["findings"]
 
@@ -272,9 +280,8 @@ def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable,
 
 
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--out .*: there is no folder"), Bench(gpu=False) as bench:
-        out = tmp_path / "none" / "doctor.md"
-        examine_fully(Patient.of(parse(SOME)), ["fp32"], machine("cpu"), SOME, out, bench, {}, 0.0)
+    with pytest.raises(InputError, match=r"--out .*: there is no folder"):
+        Examination.of(Patient.of(parse(SOME)), machine("cpu"), tmp_path / "none" / "doctor.md", 0.0)
 
 
 def metrics(folder: Path, losses: dict[int, float]) -> Path:
@@ -319,7 +326,7 @@ def test_the_librarys_version_is_in_its_row(processes_run: Callable) -> None:
     rows = []
     with Bench(gpu=True) as bench:
         bench.each(
-            lambda name: rows.append(doctor.row_of(Patient.of(parse(SOME)), bench, name, bench.start(), found, SOME)), ["current"]
+            lambda name: rows.append(doctor.row_of(Patient.of(parse(SOME)), bench, name, bench.start(), found)), ["current"]
         )
     assert rows[0].on == "hardware (TE 2.20.2)" and "Transformer Engine 2.20.2" in describe(Patient.of(parse(SOME)), found)[0]
 
