@@ -58,7 +58,7 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     left.set_xlabel("no speed\nhere")
     fastest = max((each.speedup for drawn in found for each in drawn if each.speedup), default=1.0)
     right.set_xlim(0.96, max(fastest, 1.05) + 0.12)  # for the name of the last
-    right.set_xlabel(f"speed over BF16: {speeds.model} on one {speeds.device}")
+    right.set_xlabel(f"speed over BF16: {speeds.model} on an {speeds.device}")
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
     floors = [floor_of(scale, drawn) for scale, drawn in zip(scales, found, strict=True)]
     said += f"; dotted: {BASELINE} repeated" if any(floor is not None for floor in floors) else ""

@@ -57,6 +57,7 @@ RATES = {
     "lr2_nvfp4": "lr2_bf16",
 }
 IN_ITS_PRECISION = "fp8_config.use_autocast_during_eval"  # the setting by which a run evaluates so
+LAST_STEPS = 100  # whose training loss is told
 _KIND = "held_out_loss/"
 _BEGIN = "train.begin_with"
 _NAMES = ("name", "seed", "run_dir", "checkpoint.keep", _BEGIN)  # in which runs of a cell, and cells of a training, may differ
@@ -84,6 +85,12 @@ def trained_loss(run: Mapping[str, Any]) -> float | None:
     return run["evaluations"][-1]["held_out_loss"] if run["evaluations"] else None
 
 
+def training_loss(run: Mapping[str, Any]) -> float | None:
+    """Mean loss of the last LAST_STEPS steps, in the precision that trained. Runs of one seed saw the same text in them."""
+    last = run["losses"][-LAST_STEPS:]
+    return None if None in last or not last else statistics.fmean(last)
+
+
 def last_word_accuracy(run: Mapping[str, Any]) -> float | None:
     return run["endpoints"]["final"].get("last_word_accuracy")
 
@@ -108,7 +115,7 @@ class ResultFile:
         records = {record.name: record for record in read_kept(path)}
         try:
             file = cls(path, content, records)
-            figures = (final_loss, loss_before_decay, trained_loss, last_word_accuracy, divergence)
+            figures = (final_loss, loss_before_decay, trained_loss, training_loss, last_word_accuracy, divergence)
             for name, run in content["runs"].items():
                 for measure in (*figures, *(map(loss_of_kind, file.kinds) if BASELINE in file.cells else ())):
                     if type(measure(run)) not in (int, float, type(None)):

@@ -18,6 +18,7 @@ from benchmarks.evidence_read import (
     BASELINE,
     BRANCH_REPEAT,
     CONTROLS,
+    LAST_STEPS,
     RATES,
     REPEAT,
     TESTED,
@@ -30,6 +31,7 @@ from benchmarks.evidence_read import (
     loss_before_decay,
     loss_of_kind,
     read_scales,
+    training_loss,
 )
 from benchmarks.evidence_results import machine_of
 from benchmarks.throughput_report import check_place, put_between
@@ -47,6 +49,10 @@ AGAINST = ("against", "seeds", "minus", INTERVAL, "in %", "interval")
 NO_SLOPE = (
     f"No tokens and no equal time: they take {BASELINE} from scratch, with 3 evaluations or more at a constant rate in the "
     "second half of the tokens before its decay."
+)
+BY_TEXT = (
+    f"Training loss, in the precision that trains, mean of the last {LAST_STEPS} steps; and held-out loss after the decay by "
+    "kind of text:"
 )
 BEGIN, END = "<!-- evidence: results -->", "<!-- /evidence -->"
 
@@ -66,8 +72,8 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
     """A scale's heading, tables and notes."""
     parts = [f"### {scale.content['scale']}", introduction(scale, here), cells_table(scale, speeds), notes(scale)]
-    kinds, rates, controls = kinds_table(scale), rates_table(scale), controls_table(scale)
-    parts += ["By kind of held-out text, after the decay:", kinds] if kinds else []
+    texts, rates, controls = texts_table(scale), rates_table(scale), controls_table(scale)
+    parts += [_wrapped(BY_TEXT), texts] if texts else []
     parts += ["Learning rates:", rates] if rates else []
     parts += ["Controls, each held against what it differs from in one thing:", controls] if controls else []
     return parts
@@ -183,14 +189,16 @@ def divergence_ratio(scale: Scale, cell: str) -> str:
     return UNKNOWN if own is None or not any(scale.between) else f"{own / statistics.fmean(scale.between):.2f}"
 
 
-def kinds_table(scale: Scale) -> str:
-    """Differences after the decay by kind of held-out text; empty where it is of one kind."""
-    header = ["cell", *(title for kind in scale.kinds for title in (kind, INTERVAL, "in %"))]
+def texts_table(scale: Scale) -> str:
+    """Differences of the training loss, and after the decay by kind of held-out text where there are several; empty where there
+    is no cell."""
+    measures = {"training": training_loss} | {kind: loss_of_kind(kind) for kind in scale.kinds if scale.kinds[1:]}
+    header = ["cell", *(title for text in measures for title in (text, INTERVAL, "in %"))]
     rows = [
-        [cell, *(text for kind in scale.kinds for text in interval(scale.difference(cell, loss_of_kind(kind))))]
+        [cell, *(text for measure in measures.values() for text in interval(scale.difference(cell, measure)))]
         for cell in scale.precisions
     ]
-    return markdown(header, rows) if rows and scale.kinds[1:] else ""
+    return markdown(header, rows) if rows else ""
 
 
 def reading(speeds: Speeds, here: Path) -> str:
@@ -203,7 +211,7 @@ def reading(speeds: Speeds, here: Path) -> str:
         f"{verdicts_note(BASELINE, MARGIN)} Tested are {', '.join(TESTED)}; all others are estimates.",
         tokens_note(BASELINE, speeds=True),
         f"KL: from {BASELINE} of the same seed, over that between {BASELINE} runs of two seeds.",
-        f"Speed: of {speeds.model} on one {speeds.device} over its BF16 ({link}); none of what that emulates.",
+        f"Speed: of {speeds.model} on an {speeds.device} over its BF16 on another ({link}); none of what that emulates.",
     )
 
 
@@ -251,8 +259,16 @@ def rates_table(scale: Scale) -> str:
 def controls_table(scale: Scale) -> str:
     """Empty where there are none."""
     cells = present(scale, CONTROLS)
-    rows = [[cell, *against(scale, cell, other), divergence_ratio(scale, cell)] for cell, other in cells.items()]
-    return markdown(["cell", *AGAINST, "KL"], rows) if cells else ""
+    rows = [
+        [
+            cell,
+            *against(scale, cell, other),
+            divergence_ratio(scale, cell),
+            *interval(scale.difference(cell, training_loss, other))[:2],
+        ]
+        for cell, other in cells.items()
+    ]
+    return markdown(["cell", *AGAINST, "KL", "training", INTERVAL], rows) if cells else ""
 
 
 def against(scale: Scale, cell: str, other: str) -> list[str]:

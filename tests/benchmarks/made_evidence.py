@@ -17,6 +17,7 @@ from pretrain.settings.launch_environment import with_precision
 STEPS, TOKENS = 100, 4096  # a step
 SLOPE = -0.2  # nats for each factor e of tokens
 ANNEALED = 0.3  # nats by which the decay lowers the loss
+TRAINED = 50.0  # of a loss above the baseline's, what the last step's training loss has
 KINDS = {"code": 0.5, "prose": 2.0}  # of a loss above the baseline's, what each kind of text has
 RECIPE = {
     "name": "evidence_tiny",
@@ -93,7 +94,7 @@ def _run(cell: MadeCell, seed: int, above: float | None) -> dict[str, Any]:
     return {
         "audit": {"precision": None, "backend": cell.backend},
         "summary": summary | ({} if lost else {"held_out_loss": final}),
-        "losses": [3.0] * (STEPS - 1) + [None if lost else 3.0],
+        "losses": [3.0] * (STEPS - 1) + [None if lost else 3.0 + TRAINED * above],
         "gradient_norms": [1.0] * STEPS,
         "evaluations": evaluations,
         "endpoints": {

@@ -110,8 +110,12 @@ def test_rates_and_controls_stand_apart_each_against_what_it_differs_from(made: 
 
 
 def test_kinds_of_text_have_their_own_differences(made: str):
-    found = rows(made, "| cell    |    code")
-    assert found["delayed"]["code"] == "+0.0010" and found["nvfp4"]["prose"] == "+0.2040"
+    found = rows(made, "| cell    | training")
+    assert (
+        found["delayed"]["training"] == "+0.0010"
+        and found["delayed"]["code"] == "+0.0010"
+        and found["nvfp4"]["prose"] == "+0.2040"
+    )
 
 
 def test_only_what_stands_between_the_markers_is_replaced_and_a_scale_has_its_own_part(files: list[Path], page: Path):
