@@ -144,4 +144,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     import torch  # here, so that the rest of this module does without torch
 
-    torch.manual_seed(step_seed(seed, step, rank))
+    seed = step_seed(seed, step, rank)
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:  # for GPUs that are not there `manual_seed` keeps where it was called from, which takes a millisecond of each step
+        torch.default_generator.manual_seed(seed)

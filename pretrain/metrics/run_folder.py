@@ -182,8 +182,9 @@ def _git(root: Path) -> dict[str, Any] | None:
         return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")) != root:
+        top, commit = git("rev-parse", "--show-toplevel", "HEAD").splitlines()
+        if Path(top) != root:
             return None  # installed somewhere below another project's checkout
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+        return {"commit": commit, "dirty": bool(git("status", "--porcelain"))}
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -65,8 +65,9 @@ EXAMINED_AGAIN = 13
 REHEARSALS = 8
 SAME_MODEL = "give every machine the same files at `model.source`, and the same versions of torch and transformers"
 IN_PARTS = "in parts"  # how the audit says that no process held the whole model
-# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does.
-SEEN_UNQUANTIZED = 512
+# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. To a
+# CPU 512 are half a step of a small model, and in a quarter of them every linear multiplies too.
+SEEN_UNQUANTIZED, SEEN_ON_CPU = 512, 128
 
 
 @dataclass(frozen=True)
@@ -479,7 +480,7 @@ def rehearse(
     def loss_of(pack: int) -> Tensor:
         batch = job.data.one_pack(pack, job.model_config.vocab_size)
         if packed.context.backend is None and packed.fused is None:
-            batch = beginning_of(batch, SEEN_UNQUANTIZED)
+            batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
     entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)

@@ -21,11 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
-from transformers.models.gpt2.modeling_gpt2 import GPT2Block
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
@@ -47,6 +42,14 @@ ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[.
     "packed_fa4": (flash_forward, flash_backward),
 }
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
+# The classes of layers with a fused form, by full name: the classes themselves would bring five architectures into every start.
+_GPT2 = "transformers.models.gpt2.modeling_gpt2.GPT2Block"
+_LIKE_LLAMA = {
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
+    "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
+    "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
+}
 # transformers' names of the activations -> ours, for gated layers and for GPT-2's.
 _GATED: dict[str, Activation] = {"silu": "swiglu", "swish": "swiglu"}
 _UNGATED: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
@@ -144,20 +147,24 @@ def _unsupported(layer: nn.Module) -> str | None:
     """Why `layer` cannot be fused; None if it can."""
     if any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules()):
         return "has hooks, which no module of a fused layer would run"
-    if type(layer) is GPT2Block:
+    if _class_of(layer) == _GPT2:
         if layer.attn.reorder_and_upcast_attn or hasattr(layer, "crossattention"):
             return "attends in a way of its own"
         if any(m.p for m in layer.modules() if isinstance(m, nn.Dropout)):
             return "has dropout"
         return None if layer.attn.config.activation_function in _UNGATED else "has an activation that is not fused"
-    if type(layer) not in (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer):
+    if _class_of(layer) not in _LIKE_LLAMA:
         return f"no fused form of {type(layer).__name__}"
     return None if layer.self_attn.config.hidden_act in _GATED else "has an activation that is not fused"
 
 
+def _class_of(layer: nn.Module) -> str:
+    return f"{type(layer).__module__}.{type(layer).__qualname__}"
+
+
 def parts_of(layer: nn.Module) -> Parts:
     """The parts of a layer that can be fused."""
-    if type(layer) is GPT2Block:
+    if _class_of(layer) == _GPT2:
         attention, mlp = layer.attn, layer.mlp
         return Parts(
             attention=attention,

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.optimizer.adamw import ExactAdamW
-from pretrain.optimizer.adamw_update import split
+from pretrain.optimizer.adamw_update import _IN_CACHE, split
 
 SHAPES = ((33, 17), (17,), (5, 3, 2))
 HYPER = {"lr": 3e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -110,6 +110,20 @@ def test_plain_bf16_computes_in_fp32_and_rounds_once_as_torchs_fused_adamw_does(
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=0)
 
 
+def test_a_parameter_that_is_updated_part_by_part_follows_torchs_adamw_bit_for_bit() -> None:
+    drawn = torch.randn(2, _IN_CACHE + 3, generator=torch.Generator().manual_seed(0)).bfloat16()
+    master, fp32, bf16 = (nn.Parameter(drawn.to(dtype)) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    optimizers = torch.optim.AdamW([master], **HYPER, foreach=False), ExactAdamW([fp32], **HYPER), ExactAdamW([bf16], **HYPER)
+    for step in range(3):
+        (gradient,) = loss_gradients([bf16.detach()], step)
+        for parameter, optimizer in zip((master, fp32, bf16), optimizers, strict=True):
+            give([parameter], [gradient])
+            optimizer.step()
+    assert equal([fp32, optimizers[2].master(bf16)], [master, master])
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizers[2].state[bf16][moment], optimizers[0].state[master][moment])
+
+
 def test_groups_keep_their_own_numbers_and_parameters_without_gradients_stay() -> None:
     decayed, spared, unused = (nn.Parameter(torch.ones(4)) for _ in range(3))
     groups = [{"params": [decayed, unused], "weight_decay": 0.5}, {"params": [spared], "weight_decay": 0.0}]
@@ -142,18 +156,19 @@ def test_plain_bf16_freezes_where_exact_bf16_and_fp32_arrive() -> None:
         assert frozen == 0 and distance < 1e-3
 
 
-def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is() -> None:
-    weight = nn.Parameter(torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16))
-    gradient = torch.tensor([0.0, 0.0, 1.0, 1.0])
+@pytest.mark.parametrize("times", [1, _IN_CACHE // 3], ids=["at once", "part by part"])
+def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is(times: int) -> None:
+    weight = torch.tensor([0.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16).repeat(times)
+    gradient = torch.tensor([0.0, 0.0, 1.0, 1.0]).repeat(times)
     for lr, weight_decay, expected in (
         (1e-5, 0.1, [2, 4]),  # 1: decay lost, 2: update lost; 3 moves away from zero
         (1e-5, 0.0, [1, 4]),  # 2 alone: nothing moves 1
         (0.0, 0.1, [0, 4]),
     ):
-        optimizer = ExactAdamW([nn.Parameter(weight.detach().clone())], lr=lr, weight_decay=weight_decay, exact=False)
+        optimizer = ExactAdamW([nn.Parameter(weight.clone())], lr=lr, weight_decay=weight_decay, exact=False)
         give(optimizer.param_groups[0]["params"], [gradient])
         optimizer.step()
-        assert optimizer.frozen_counts().tolist() == expected
+        assert optimizer.frozen_counts().tolist() == [count * times for count in expected]
 
 
 # ── State ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
