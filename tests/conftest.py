@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ import pytest
 import yaml
 from hypothesis import settings
 
+from packing import workers
 from packing.arrow import Pack, PackWriter
+from tests.moments import fork_context
 
 # Two cores shared by several workers: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
@@ -55,6 +57,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACK_LENGTH = 32
 BLOCK_LENGTH = 128
 VOCABULARY = 61
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_tokenizers() -> Iterator[None]:
+    """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
+    importing. Those of commands and runs in processes of their own are spawned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "START", fork_context)
+        yield
 
 
 @pytest.fixture(scope="session")
