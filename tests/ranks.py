@@ -104,11 +104,13 @@ def _launch(
     before: Callable[[int], None] | None,
     main: Callable[[], int | None] | None,
 ) -> None:
-    if machine is not None:
-        os.chdir(machine)
     _begin(environment, logs)
     import train_accelerate
+    from pretrain.checkpoint import disks
 
+    if machine is not None:
+        os.chdir(machine)
+        disks.SECONDS = 0.2  # no folder here is a network's, which may be late
     sys.argv = ["train_accelerate.py", *arguments]
     if before:
         before(int(environment["RANK"]))
