@@ -142,7 +142,7 @@ def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch
 
-    for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)
