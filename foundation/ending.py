@@ -14,7 +14,8 @@ class Ending:
     transformers imported that takes longer than a second.
 
     Threads are waited for and what is registered with `atexit` runs, then the streams are flushed. Made before anything is
-    imported that registers something: of these, the first to be registered runs last.
+    imported that registers something: of these, the first to be registered runs last. What waits for the C library's own exit, as
+    the profilers of a GPU's maker do, is left out.
     """
 
     def __init__(self) -> None:

@@ -144,4 +144,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     """
     import torch  # here, so that the rest of this module does without torch
 
-    torch.manual_seed(step_seed(seed, step, rank))
+    number = step_seed(seed, step, rank)
+    if torch.accelerator.is_available():
+        torch.manual_seed(number)
+    else:  # which would note, with the lines of the whole stack, what to do with devices that are not here
+        torch.default_generator.manual_seed(number)
