@@ -40,8 +40,13 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: no worker then waits for it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """What takes longest begins first, then modules that start several processes: no worker then waits for them at the end."""
+
+    def late(item: pytest.Item) -> tuple[bool, bool]:
+        module = item.getparent(pytest.Module)
+        return item.get_closest_marker("long") is None, module is None or module.get_closest_marker("multi") is None
+
+    items.sort(key=late)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
