@@ -31,6 +31,8 @@ from packing.records import Ids
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+START = multiprocessing.get_context("spawn")
+
 
 @dataclass(frozen=True)
 class Tokenized:
@@ -101,7 +103,7 @@ class TokenizerWorkers:
 
     def _start(self) -> None:
         ours, theirs = multiprocessing.Pipe()
-        worker = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
+        worker = START.Process(target=_serve, args=(theirs, *self._arguments), daemon=True)
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # or each worker would import the caller's script again
         try:

@@ -12,7 +12,9 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
+from foundation.ending import Ending
 from foundation.errors import InputError
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
@@ -37,9 +39,9 @@ COMMANDS = RUNS | PACKS
 SCRIPT = "low-precision"  # as pyproject.toml names it
 
 
-def console() -> int:
+def console() -> NoReturn:
     """The installed command."""
-    return main(sys.argv[1:])
+    Ending().exit(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:
@@ -89,4 +91,4 @@ def imported(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    console()

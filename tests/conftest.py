@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ import pytest
 import yaml
 from hypothesis import settings
 
+from packing import workers
 from packing.arrow import Pack, PackWriter
+from tests.moments import fork_context
 
 # Two cores shared by several workers: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
@@ -38,8 +40,13 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first: no worker then waits for it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    """What takes longest begins first, then modules that start several processes: no worker then waits for them at the end."""
+
+    def late(item: pytest.Item) -> tuple[bool, bool]:
+        module = item.getparent(pytest.Module)
+        return item.get_closest_marker("long") is None, module is None or module.get_closest_marker("multi") is None
+
+    items.sort(key=late)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -55,6 +62,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACK_LENGTH = 32
 BLOCK_LENGTH = 128
 VOCABULARY = 61
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_tokenizers() -> Iterator[None]:
+    """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
+    importing. Those of commands and runs in processes of their own are spawned."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workers, "START", fork_context)
+        yield
 
 
 @pytest.fixture(scope="session")

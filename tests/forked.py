@@ -20,6 +20,9 @@ gc.disable()
 for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
 sys.modules["train_accelerate"].plot_losses = plot_losses
+sys.modules["pretrain.run.command_line"].OTHERS_WAIT = 0.3  # most have no launcher that could end them meanwhile
+# Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
+sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
 gc.freeze()
 gc.enable()
 atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds; forked processes end without

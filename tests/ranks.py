@@ -104,11 +104,13 @@ def _launch(
     before: Callable[[int], None] | None,
     main: Callable[[], int | None] | None,
 ) -> None:
-    if machine is not None:
-        os.chdir(machine)
     _begin(environment, logs)
     import train_accelerate
+    from pretrain.checkpoint import disks
 
+    if machine is not None:
+        os.chdir(machine)
+        disks.SECONDS = 0.2  # no folder here is a network's, which may be late
     sys.argv = ["train_accelerate.py", *arguments]
     if before:
         before(int(environment["RANK"]))
@@ -140,7 +142,7 @@ def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
     import torch
 
-    for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch_environment import with_precision
+from tests.ranks import accelerate_launch, start_agent
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
@@ -81,9 +80,9 @@ def launch(name: str, folder: Path, **environment: str) -> list[dict[str, Any]]:
     """What each process that `accelerate launch` starts with a configuration reports, in order of rank."""
     path = folder / "script.py"
     path.write_text(REPORT)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(by_name(name)), str(path), str(folder)]
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    subprocess.run(command, env=inherited | environment, check=True, capture_output=True)
+    command = ["--config_file", str(by_name(name)), str(path), str(folder)]
+    status, out, err = start_agent(accelerate_launch, command, folder, **environment)
+    assert status == 0, out + err
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,7 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+@cache
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)

@@ -15,6 +15,8 @@ from typing import NoReturn
 
 from foundation.errors import InputError
 
+OTHERS_WAIT = 3.0  # seconds in which the launcher ends a process, if the first of its machine has failed too
+
 
 class LauncherParser(argparse.ArgumentParser):
     """One whose mistakes are an InputError, of which every process of a launch makes one message."""
@@ -76,7 +78,7 @@ def say_once(text: str) -> None:
     """
     tell_torchrun(text)
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(3)
+        time.sleep(OTHERS_WAIT)
         text = f"rank {os.environ.get('RANK')}: {text}"
     print(text, file=sys.stderr)
 

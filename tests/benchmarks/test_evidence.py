@@ -114,6 +114,8 @@ def test_a_last_word_counts_where_greedy_generation_writes_it(models, documents,
 def matrix_file(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
     recipe = low_precision_recipe | {"precision": "bf16", "weights": "bf16_exact", "parity": "off"}
     recipe |= {"schedule": {"kind": "wsd", "decay": 0.5}, "train": {"steps": 4}, "checkpoint": {"every": 2, "keep": 1}}
+    recipe |= {"batch": {"tokens": 256, "microbatch": 2}}
+    recipe["model"]["config"]["num_hidden_layers"] = 1
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"evaluate": {"every": 2, "packs": 7}}))
     groups = [
         {"axes": {"seed": [1, 2]}, "cells": {"bf16": {"precision": "bf16"}}},
@@ -147,7 +149,7 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     assert measure()["runs"]["current-seed1"]["endpoints"]["final"]["kl_to_baseline"] is None  # its baseline may come later
     train("bf16-seed1", "bf16-seed2", "again-seed1")
     found = measure()
-    assert (found["scale"], found["command"], found["tokens"]) == ("tiny", "made by", 4 * 1024)
+    assert (found["scale"], found["command"], found["tokens"]) == ("tiny", "made by", 4 * 256)
     assert list(found["runs"]) == list(ran) and found["settings"]["weights"] == "bf16_exact"
     ends = {key: run["endpoints"]["final"] for key, run in found["runs"].items()}
     assert ends["bf16-seed1"]["kl_to_baseline"] is None and ends["again-seed1"]["kl_to_baseline"] == 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 from pretrain.metrics.run_record import read_metrics
 from tests.conftest import write_recipe
@@ -15,11 +16,11 @@ from tests.moments import LauncherProcess
 pytestmark = pytest.mark.multi
 
 
-def start(recipe: dict[str, Any], folder: Path, *of_the_second: str) -> tuple[list[int], str, str]:
-    """Exit statuses of two ranks, and what each has said; the second gets further arguments."""
+def start(recipe: dict[str, Any], folder: Path, *of_the_second: str, **variables: str) -> tuple[list[int], str, str]:
+    """Exit statuses of two ranks, in an environment with `variables`, and what each has said; the second gets more arguments."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} | variables
     path, logs = str(write_recipe(recipe, folder)), [folder / f"{rank}.log" for rank in range(2)]
     ranks = [
         LauncherProcess([path, *more], log, **together, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -32,7 +33,9 @@ def test_processes_go_back_together_and_stop_together(small_recipe: dict[str, An
     """A rate that makes giants of the weights in the first step: from then on no data is good."""
     blown = {"optimizer": {"learning_rate": 1e36}, "schedule": {"kind": "constant"}, "evaluate": {}, "checkpoint": {"every": 1}}
     recipe = small_recipe | blown | {"health": {"on_nan": "rollback", "max_rollbacks": 2}}
-    statuses, first, second = start(recipe, tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a rank that had it would end last
+    launched = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    statuses, first, second = start(recipe, tmp_path, **launched)
     assert statuses == [3, 3], first + second
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 2 times already"
     assert first.count(halt) == 1 and second.count(f"rank 1: {halt}") == 1 and "Traceback" not in first + second

@@ -19,7 +19,7 @@ def test_delayed_scaling_over_two_processes_learns_what_one_learns(
     train_as_ranks: Callable, train_here: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     """Not the same bits: one process scales by what a pack had, two processes by what two packs had, one in each."""
-    recipe = low_precision_recipe | {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 5}}
+    recipe = low_precision_recipe | {"precision": "delayed", "weights": "bf16_exact", "train": {"steps": 3}}
     recipe |= {"batch": {"tokens": 4 * BLOCK_LENGTH, "microbatch": 1}}
     recipe |= {"evaluate": {}, "checkpoint": {"at_end": False}, "schedule": {}, "optimizer": {"learning_rate": 0.003}}
     recipe["model"] |= {"gradient_checkpointing": "full"}

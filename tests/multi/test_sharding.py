@@ -58,7 +58,7 @@ def runs(
             if way == "one":
                 finished[name] = start_here(recipe, folder, *arguments, "parity=off")
             else:
-                arguments += ["--profile", "parity=on" if weights == "fp32" else "parity=off"]
+                arguments += ["parity=on"] if weights == "fp32" else ["parity=off", "--profile"]
                 finished[name] = start_as_ranks(recipe, folder, *arguments, launch=WAYS[way])
             assert finished[name].status == 0, finished[name].output
         return finished[name]

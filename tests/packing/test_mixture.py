@@ -192,6 +192,7 @@ def test_inspect_shows_every_source(data: DataSettings, capsys: pytest.CaptureFi
 
 
 def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+    documents = [text[:2000] for text in documents]
     train, other = write_texts(tmp_path / "a.jsonl", documents[:30]), write_texts(tmp_path / "b.jsonl", documents[30:40])
     common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
     by_file = DataSettings(packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common)
@@ -213,7 +214,8 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
 
 
 def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
-    paths = {name: write_texts(tmp_path / f"{name}.jsonl", documents[10 * n : 10 * n + 10]) for n, name in enumerate("abc")}
+    texts = {name: [text[:2000] for text in documents[10 * n : 10 * n + 10]] for n, name in enumerate("abc")}
+    paths = {name: write_texts(tmp_path / f"{name}.jsonl", each) for name, each in texts.items()}
     common = {"tokenizer": str(tokenizer_file), "length": 64, "processes": 1}
     named = [{"source": str(paths["b"]), "name": "first"}, {"source": str(paths["c"])}]
     alone = []
@@ -237,7 +239,7 @@ def test_several_texts_are_validated_on_apart(tmp_path: Path, documents: list[st
 
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
     text = tmp_path / "input.txt"
-    text.write_text("".join(documents[:5]))
+    text.write_text("".join(text[:4000] for text in documents[:5]))
     data = DataSettings(
         packs=tmp_path / "packs", source=str(text), tokenizer=str(tokenizer_file), length=64, held_out=0.1, processes=1
     )

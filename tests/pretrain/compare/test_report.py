@@ -310,7 +310,7 @@ def test_runs_with_the_same_losses_are_named_beside_their_line(tmp_path):
 
 
 def test_runs_are_drawn_in_the_colour_of_their_precision(tmp_path):
-    runs = grid_of_runs(tmp_path, ("linear", "linear+head", "linear+head+norm"))
+    runs = grid_of_runs(tmp_path, ("linear", "linear+head"))
     runs.append(trained(tmp_path / "last", [3.0] * 400, "weights=bf16", side_by_side=True))
     plot_losses(runs, tmp_path / "comparison.png")
     picture = imread(tmp_path / "comparison.png")[..., :3]

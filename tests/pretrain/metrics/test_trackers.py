@@ -169,8 +169,12 @@ def test_tensorboard_holds_every_scalar_once_after_a_resume(tmp_path):
 # A start that is killed after step 3, and one that goes on from the checkpoint of step 2. Trackers that start services and read
 # their environment once run in a process of their own.
 PROGRAM = """
-import sys
+import gc, sys
 from pathlib import Path
+from foundation.ending import Ending
+if __name__ == "__main__":
+    ending = Ending()
+    gc.disable()
 import matplotlib.image
 import numpy
 from accelerate import PartialState
@@ -194,6 +198,7 @@ if __name__ == "__main__":
     matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
     run(name, run_dir, 0, (1, 2, 3), 0.5)
     run(name, run_dir, 2, (3, 4), 1234.5)
+    ending.exit(0)
 """
 
 

@@ -269,7 +269,10 @@ def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on
 
 def test_flash_attention_4_is_told_where_to_keep_its_kernels_before_anything_can_import_it() -> None:
     """Transformer Engine imports it, and is itself imported by a call, never with our modules."""
-    script = "import os, sys, train_accelerate; print(os.environ['FLASH_ATTENTION_CUTE_DSL_CACHE_DIR'], *sys.modules)"
+    script = (
+        "import gc, os, sys; from foundation.ending import Ending; ending = Ending(); gc.disable(); import train_accelerate; "
+    )
+    script += "print(os.environ['FLASH_ATTENTION_CUTE_DSL_CACHE_DIR'], *sys.modules); ending.exit(0)"
     unset = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ATTENTION")}
     said = subprocess.run([sys.executable, "-c", script], env=unset, capture_output=True, text=True, check=True).stdout.split()
     assert said[0].endswith("pretrain/flash_attn_4")
