@@ -18,7 +18,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import TrainState, check_record, check_same_training
+from pretrain.checkpoint.state import TrainState, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
@@ -357,23 +357,20 @@ def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accele
     return f"{anew} begin with packs under the checkpoint's weights: {why_not}"
 
 
-def _of_use(histories: list[str], record: Mapping[str, Any], active: ActivePrecision, job: Job) -> tuple[list[str], str | None]:
+def _of_use(histories: list[str], record: Mapping[str, Any], active: ActivePrecision, job: Job) -> tuple[list[str], str]:
     """Which `histories` of a checkpoint are of its weights, and of gradients such as are to come in `active`; and why not all."""
     before, _ = precisions_around(record)
     if before not in (None, active.precision.name):
         return [], f"the checkpoint's last step was in {before}"  # they wait for their phase, or it is over
 
-    def settings_of_gradients(identity: Mapping[str, Any]) -> dict[str, Any]:
-        """What the scales of gradients follow: the largest code, and by how many tokens the loss is divided."""
+    def size_of_gradients(identity: Mapping[str, Any]) -> dict[str, Any]:
+        """What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided."""
         options = {f"fp8_config.{key}": option.default for key, option in active.precision.options.items() if key == "fp8_format"}
-        found = {key: identity.get(key) for key in (*options, "batch.tokens")}
-        return {key: options.get(key) if value is None else value for key, value in found.items()}
+        loss = {key: value for key, value in identity.items() if key == "batch.tokens" or key.startswith("loss.")}
+        return loss | {key: identity.get(key) or default for key, default in options.items()}
 
-    saved, now = settings_of_gradients(record["identity"]), settings_of_gradients(job.identity)
-    if saved == now:
-        return histories, None
-    changed = [f"{key}: saved {saved[key]}, now {value}" for key, value in now.items() if value != saved[key]]
-    return [name for name in histories if "/backward/" not in name], "; ".join(changed)
+    changed = differences(size_of_gradients(record["identity"]), size_of_gradients(job.identity))
+    return [name for name in histories if not changed or "/backward/" not in name], "; ".join(changed)
 
 
 def _histories_in(path: Path) -> dict[str, TensorEntry]:
