@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import TrainState
+from pretrain.checkpoint.state import TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.health import Health
@@ -130,6 +130,8 @@ class Assembly:
     def _rehearse(self, job: Job, accelerator: Accelerator) -> None:
         stage = self.stages[self.active.precision.name]
         job = job.in_precision(self.active)
+        # Histories must not hang on what was drawn before, which is not the same in a run that is resumed here: dropout shows.
+        seed_step(job.recipe.seed, 0, accelerator.process_index)
         stage.found["products"] = rehearse(job, accelerator, self.model, self.optimizer, stage.decisions)
         stage.found.pop("confirmed_in_step", None)
         self.use(self.active)

@@ -40,8 +40,8 @@ def evaluate_only(job: Job, accelerator: Accelerator, console: Console, wanted: 
     console.notice(f"held-out loss of {what}")
     for name, evaluating in _precisions(job, assembly, accelerator):
         with evaluating:
-            if source is not None:
-                complete_histories(source.path, assembly, job, accelerator)
+            if source and (note := complete_histories(source, assembly, job, accelerator)):
+                console.notice(note)
             figures = held_out_figures(job, assembly.model, accelerator)
         penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
         console.notice(

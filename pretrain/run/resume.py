@@ -18,7 +18,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import TrainState, check_record, check_same_training
+from pretrain.checkpoint.state import TrainState, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
@@ -28,6 +28,7 @@ from pretrain.plan.preflight import Job
 from pretrain.precision.linear import PREFIX
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.schedule import last_steps, phases_of
+from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly
 from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
@@ -221,29 +222,34 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     return told + f"{earlier[0].name} is from before it; go on from there with {how}"
 
 
-def precision_to_come(record: Mapping[str, Any]) -> str | None:
-    """What the schedule that a checkpoint was saved under has for what comes after it; None where there was no schedule."""
+def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Of the schedule that a checkpoint was saved under: what its last step computed in, whose histories can be gone on with, and
+    what was to come after it; None for both where there was no schedule."""
     phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
     if len(phases) < 2:
-        return None
+        return None, None
     try:
         ends = last_steps([until for until, _ in phases], progress["steps"])
     except (InputError, TypeError):  # of a version with other rules
-        return None
-    names = [name for end, (_, name) in zip(ends, phases, strict=True) if progress["step"] < end]
-    return names[0] if names else phases[-1][1]
+        return None, None
+
+    def of_step(number: int) -> str:
+        return next((name for end, (_, name) in zip(ends, phases, strict=True) if number <= end), phases[-1][1])
+
+    return of_step(progress["step"]), of_step(progress["step"] + 1)
 
 
 def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     """What to know where the present schedule goes on in another precision than the checkpoint's own: a changed horizon moves the
     shares. None where it does not."""
-    saved, step = precision_to_come(record), record["progress"]["step"]
+    (before, saved), step = precisions_around(record), record["progress"]["step"]
     now = job.plan.active_after(step).precision.name
     if saved in (None, now):
         return None
+    how = "goes on" if before == now else "begins anew"
     return (
         f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
-        "which begins anew there. An `until` that is a step number stays where it is when the horizon changes"
+        f"which {how} there. An `until` that is a step number stays where it is when the horizon changes"
     )
 
 
@@ -307,7 +313,8 @@ def load_weights(
     kept = moments | scales | (remainders if saved == "bf16_exact" else {})
     notes = checkpoints.load(source.path, assembly.tensors | stored, kept)
     for name, parameter in parameters.items():
-        remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" else None
+        # Of BF16 alone the stored weight is kept: the master would round to its neighbour where it lies just between two.
+        remainder = local_part(remainders[f"remainder/{name}"]) if saved == "bf16_exact" and mode == "fp32" else None
         master, _ = convert_weight(local_part(stored.pop(name)), remainder, "fp32")
         assembly.optimizer.set_master(parameter, master)
     return [describe_conversion(saved, mode), *notes]
@@ -332,14 +339,38 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
     return fits | rest, notes
 
 
-def complete_histories(path: Path, assembly: Assembly, job: Job, accelerator: Accelerator) -> None:
-    """After the weights of the checkpoint `path` were loaded: where it lacks histories that the precision at present keeps, as it
-    was trained in another, let those begin under these weights. What they had is of the weights before, at which gradients are
-    many times as large. Collective."""
+def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:
+    """After the weights of the checkpoint `source` were loaded: where it lacks histories that the precision at present keeps, let
+    those begin under these weights. What they had is of the weights before, at which gradients are many times as large. So are
+    those that it has and that are of no use. Collective.
+
+    Returns what to tell the user of the latter; None where there are none.
+    """
     live = assembly.precision.state()
-    fits = _fitting(_histories_in(path), live)
-    if len(fits) < len(live):
-        assembly.begin_histories(fits, job, accelerator)
+    fits = _fitting(_histories_in(source.path), live)
+    kept, why_not = _of_use(fits, source.record, assembly.active, job)
+    if len(kept) < len(live):
+        assembly.begin_histories(kept, job, accelerator)
+    if len(kept) == len(fits):
+        return None
+    anew = f"{len(fits) - len(kept)} of {len(live)} tensors of delayed scaling"
+    return f"{anew} begin with packs under the checkpoint's weights: {why_not}"
+
+
+def _of_use(histories: list[str], record: Mapping[str, Any], active: ActivePrecision, job: Job) -> tuple[list[str], str]:
+    """Which `histories` of a checkpoint are of its weights, and of gradients such as are to come in `active`; and why not all."""
+    before, _ = precisions_around(record)
+    if before not in (None, active.precision.name):
+        return [], f"the checkpoint's last step was in {before}"  # they wait for their phase, or it is over
+
+    def size_of_gradients(identity: Mapping[str, Any]) -> dict[str, Any]:
+        """What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided."""
+        options = {f"fp8_config.{key}": option.default for key, option in active.precision.options.items() if key == "fp8_format"}
+        loss = {key: value for key, value in identity.items() if key == "batch.tokens" or key.startswith("loss.")}
+        return loss | {key: identity.get(key) or default for key, default in options.items()}
+
+    changed = differences(size_of_gradients(record["identity"]), size_of_gradients(job.identity))
+    return [name for name in histories if not changed or "/backward/" not in name], "; ".join(changed)
 
 
 def _histories_in(path: Path) -> dict[str, TensorEntry]:

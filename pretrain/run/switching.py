@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Run
-from pretrain.run.resume import ResumePoint, complete_histories, precision_to_come
+from pretrain.run.resume import ResumePoint, complete_histories, precisions_around
 from pretrain.verify.audit import in_short
 
 
@@ -23,18 +23,21 @@ def follow_the_schedule(run: Run) -> None:
 
 def go_on_as_scheduled(run: Run, source: ResumePoint) -> None:
     """After the checkpoint `source` was read: the precision of the step that it was saved after. What begins now, the next step
-    begins. Where the checkpoint's own schedule has another precision for it, the histories are none that could be gone on with,
-    and this one begins here. Histories that the checkpoint lacks begin with its weights."""
-    saved, coming = precision_to_come(source.record), run.job.plan.active_after(run.state.step)
-    if run.job.plan.phases:
-        active = run.job.plan.active_after(max(run.state.step - 1, 0))
+    begins. Where that does not, and the checkpoint's last step was of another phase, its histories are none that could be gone on
+    with: they begin here, as do those that it lacks."""
+    (before, _), plan, step = precisions_around(source.record), run.job.plan, run.state.step
+    coming = plan.active_after(step)
+    if plan.phases:
+        active = plan.active_after(max(step - 1, 0))
         run.assembly.use(active)
         look_after(run, active, first_step=1)
-    if saved not in (None, coming.precision.name):
-        begin(run, coming, saved)
-    else:
-        with run.watch.busy("looking at what runs"):
-            complete_histories(source.path, run.assembly, run.job, run.accelerator)
+    if before not in (None, coming.precision.name) and step not in plan.timetable:
+        begin(run, coming, before)
+        return
+    with run.watch.busy("looking at what runs"):
+        note = complete_histories(source, run.assembly, run.job, run.accelerator)
+    if note:
+        run.console.notice(note)
 
 
 def begin(run: Run, active: ActivePrecision, before: str) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pretrain.optimizer.adamw_update import join
 
@@ -94,3 +95,21 @@ def test_a_checkpoint_of_one_mode_is_continued_in_another_and_says_so(
     for name, master in before.items():
         assert torch.equal(master, after[name]), name
     assert json.loads((continued.run_dir / "audit.json").read_text())["weights"] == then
+
+
+def test_bf16_weights_stay_as_they_are_when_their_remainders_are_dropped(
+    runs: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where a master lies just between two of them, too: one in 65,536 does, and here all."""
+    hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**small_recipe["model"]["config"]))
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            parameter.view(torch.int32).bitwise_or_(0xFFFF).bitwise_xor_(0x7FFF)
+    hf.save_pretrained(tmp_path / "between")
+    still = [f"model.source={tmp_path / 'between'}", "model.config=null", "optimizer.learning_rate=1e-35", "parity=off"]
+    exact = runs("bf16_exact", *still, "train.steps=1")
+    begins = f"train.begin_with={exact.run_dir / 'checkpoints' / 'step-00000001'}"
+    plain = runs("bf16", *still, begins, "train.steps=2")
+    before, after = tensors(exact.run_dir, "model"), tensors(plain.run_dir, "model")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert any(not torch.equal(master.bfloat16(), before[name]) for name, master in masters(exact.run_dir).items())
