@@ -180,7 +180,7 @@ def test_what_ends_is_measured_once_and_not_trained_again(
     (folder / "metrics.jsonl").write_text("\n".join([*steps, json.dumps(json.loads(last) | {"halted": "it broke"})]) + "\n")
     halted = measure()["runs"]["current-seed1"]
     assert halted["summary"]["halted"] == "it broke" and halted["endpoints"]["final"]["held_out_loss"] is None
-    assert Scale.read(out).broken_off("current") == [1] and Scale.read(out).difference("current") is None
+    assert Scale.read(out).broken_off("current") == ["current-seed1"] and Scale.read(out).difference("current") is None
     first = found["runs"]["bf16-seed1"]
     standing = {
         "bf16-seed1": first | {"summary": first["summary"] | {"halted": "it broke"}},
@@ -228,7 +228,7 @@ def test_a_branch_is_held_against_the_very_run_that_it_left(
     scale = Scale.read(out)
     baseline, found = (scale.content["runs"][name] for name in ("bf16-seed1", "current_branch-seed1"))
     assert found["began_with"] == baseline["checkpoints"]["step-00000002"] and baseline["began_with"] is None
-    assert scale.records["current_branch-seed1"].curve("loss")[0].tolist() == [3, 4]
+    assert scale.record("current_branch").curve("loss")[0].tolist() == [3, 4]
     assert scale.unlike("current_branch") is None and "train.begin_with" not in scale.settings("current_branch")
     difference = found["endpoints"]["final"]["held_out_loss"] - baseline["endpoints"]["final"]["held_out_loss"]
     assert scale.difference("current_branch").mean == pytest.approx(difference) != 0
