@@ -194,7 +194,12 @@ class Scale:
     @classmethod
     def read(cls, *paths: Path) -> Scale:
         """InputError where one is no such file, or they do not fit together."""
-        scale = cls(tuple(map(ResultFile.read, paths)))
+        return cls.of(map(ResultFile.read, paths))
+
+    @classmethod
+    def of(cls, files: Iterable[ResultFile]) -> Scale:
+        """InputError where they do not fit together."""
+        scale = cls(tuple(files))
         first, *others = scale.files
         for other in others:
             if first.content.get("held_out") != other.content.get("held_out"):
@@ -252,9 +257,10 @@ class Scale:
         return [cell for cell in self.cells if cell not in (BASELINE, *CONTROLS, *RATES)]
 
     def _runs(self, cell: str) -> list[tuple[ResultFile, str]]:
-        """Its runs; of a baseline that no cell of its own repeats, those of the later files."""
+        """Its runs; to those that repeat the baseline belong the baselines of later files."""
         runs = [(file, name) for file in self.files for name in file.cells.get(cell, {}).values()]
-        return runs or [(file, name) for file in self.files[1:] for name in file.cells[BASELINE].values()]
+        again = self.files[1:] if cell == REPEAT else ()
+        return runs + [(file, name) for file in again for name in file.cells[BASELINE].values()]
 
     def number_of_runs(self, cell: str) -> int:
         return len(self._runs(cell))
@@ -266,7 +272,7 @@ class Scale:
 
     def broken_off(self, cell: str) -> list[str]:
         """Runs that came to no end: halted, or their loss is no number."""
-        return [name for file, name in self._runs(cell) if file.is_broken(name)] if cell in self.cells else []
+        return [name for file, name in self._runs(cell) if file.is_broken(name)]
 
     def every(self, cell: str, measure: Measure) -> list[float]:
         """Of each run that came to its end."""
@@ -326,10 +332,10 @@ class Scale:
 
 def read_scales(paths: Sequence[Path]) -> list[Scale]:
     """The files, put together by scale, in the order in which the scales come. InputError for one that cannot be used."""
-    by_scale: dict[str, list[Path]] = {}
-    for path in paths:
-        by_scale.setdefault(ResultFile.read(path).content["scale"], []).append(path)
-    return [Scale.read(*group) for group in by_scale.values()]
+    by_scale: dict[str, list[ResultFile]] = {}
+    for file in map(ResultFile.read, paths):
+        by_scale.setdefault(file.content["scale"], []).append(file)
+    return [Scale.of(files) for files in by_scale.values()]
 
 
 def _means(found: Iterable[Mapping[int, float]]) -> dict[int, float]:

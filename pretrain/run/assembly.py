@@ -354,9 +354,8 @@ def _fuse(
     of it."""
     if why_not is not None:
         return None, why_not
-    for active in sorted(
-        job.plan.actives, key=lambda each: each.precision.quantized
-    ):  # of several, the quantized one's serves all
+    # Of several precisions the quantized one's arithmetic serves all, so it comes last.
+    for active in sorted(job.plan.actives, key=lambda each: each.precision.quantized):
         arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
         if arithmetic is None:
             return None, why_not

@@ -340,13 +340,15 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:
-    """After the weights of the checkpoint `source` were loaded: where it lacks histories that the precision at present keeps, let
-    those begin under these weights. What they had is of the weights before, at which gradients are many times as large. So are
-    those that it has and that are of no use. Collective.
+    """Once the weights of the checkpoint `source` are loaded: begin under these weights the histories that the precision at present
+    keeps and the checkpoint lacks, or has and which are of no use. Until then they are of the weights that the model was built
+    with, whose gradients are many times as large. Collective.
 
-    Returns what to tell the user of the latter; None where there are none.
+    Returns what to tell the user of those of no use; None where there are none.
     """
     live = assembly.precision.state()
+    if not live:
+        return None
     fits = _fitting(_histories_in(source.path), live)
     kept, why_not = _of_use(fits, source.record, assembly.active, job)
     if len(kept) < len(live):
@@ -365,9 +367,9 @@ def _of_use(histories: list[str], record: Mapping[str, Any], active: ActivePreci
 
     def size_of_gradients(identity: Mapping[str, Any]) -> dict[str, Any]:
         """What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided."""
-        options = {f"fp8_config.{key}": option.default for key, option in active.precision.options.items() if key == "fp8_format"}
-        loss = {key: value for key, value in identity.items() if key == "batch.tokens" or key.startswith("loss.")}
-        return loss | {key: identity.get(key) or default for key, default in options.items()}
+        key, default = "fp8_config.fp8_format", active.precision.options["fp8_format"].default
+        loss = {name: value for name, value in identity.items() if name == "batch.tokens" or name.startswith("loss.")}
+        return loss | {key: identity.get(key) or default}
 
     changed = differences(size_of_gradients(record["identity"]), size_of_gradients(job.identity))
     return [name for name in histories if not changed or "/backward/" not in name], "; ".join(changed)
