@@ -340,9 +340,9 @@ def scales_to_load(path: Path, wanted: Mapping[str, Tensor]) -> tuple[dict[str, 
 
 
 def complete_histories(source: ResumePoint, assembly: Assembly, job: Job, accelerator: Accelerator) -> str | None:
-    """Once the weights of the checkpoint `source` are loaded: begin under these weights the histories that the precision at present
-    keeps and the checkpoint lacks, or has and which are of no use. Until then they are of the weights that the model was built
-    with, whose gradients are many times as large. Collective.
+    """Once the weights of the checkpoint `source` are loaded: begin under these weights the histories that the precision at
+    present keeps and the checkpoint lacks, or has and which are of no use. Until then they are of the weights that the model was
+    built with, whose gradients are many times as large. Collective.
 
     Returns what to tell the user of those of no use; None where there are none.
     """
