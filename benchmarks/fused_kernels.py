@@ -293,8 +293,21 @@ def softmax_tilings() -> Iterator[Case]:
 
 WIDTH = 6144  # of the activated values, in Qwen3-1.7B
 # Rows, columns and warps of a tile of 64 x 64 values or so, and warps for the tiles of 128 x 128 that blocks need.
-ACTIVATION_TILES = [(64, 64, 4), (64, 64, 8), (128, 64, 8), (64, 128, 8), (32, 64, 4), (128, 32, 4), (32, 128, 4)]
-BLOCK_WARPS = (4, 8, 16)
+ACTIVATION_TILES = [
+    (64, 64, 4),
+    (64, 64, 8),
+    (128, 64, 8),
+    (64, 128, 8),
+    (32, 64, 4),
+    (32, 128, 4),
+    (32, 128, 8),
+    (16, 128, 4),
+    (32, 256, 8),
+    (64, 128, 4),
+    (16, 256, 4),
+]
+BLOCK_TILES = [(16, 128, 4), (16, 128, 8), (32, 128, 8), (64, 128, 8), (32, 128, 16)]
+BLOCK_WARPS = (4, 8, 16)  # of the norm's
 ACTIVATION_RECIPES = ("delayed", "current", "block")
 
 
@@ -377,9 +390,9 @@ def activation_tilings() -> Iterator[Case]:
     for rows in (16, 32, 64):
         ours = partial(kernel.forward_blocks, hidden, activated, Tile(rows, 128, 4))
         yield Case(f"block, forward, {rows} rows", 5 * s.values, ours)
-    for warps in BLOCK_WARPS:
-        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, Tile(128, 128, warps))
-        yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
+    for tile in (Tile(*each) for each in BLOCK_TILES):
+        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, tile)
+        yield Case(f"block, backward, {tile}", 11 * s.values, ours)
 
 
 # ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,6 +20,7 @@ BLOCK = tl.constexpr(128)  # values that share a scale in TE's `block` recipe, a
 FP32_MAX = tl.constexpr(3.4028234663852886e38)
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 _INFINITY = tl.constexpr(float("inf"))
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -139,9 +140,18 @@ def store_block_scaled(
         store_rows(fp8_codes(values, scale[:, None], fp8), rows, i, j, K)
     if columns is not None:
         tl.static_assert(values.shape[0] == BLOCK)
-        scale = scale_from_amax(largest_magnitude(values, 0), epsilon, BF16_MAX, power_of_two, fp8)
-        tl.store(columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j, reciprocal(scale, power_of_two))
+        at = columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j
+        scale = column_scale(values, at, epsilon, power_of_two, fp8)
         store_columns(fp8_codes(values, scale[None, :], fp8), columns, i, j, M)
+
+
+@triton.jit
+def column_scale(values, at, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
+    """The scale of each column of `values`, which were BF16, or of those of which `values` are the largest; its reciprocal is
+    written to the pointers `at`."""
+    scale = scale_from_amax(largest_magnitude(values, 0), epsilon, BF16_MAX, power_of_two, fp8)
+    tl.store(at, reciprocal(scale, power_of_two))
+    return scale
 
 
 @triton.jit
@@ -176,6 +186,15 @@ def _computed_once(codes):
 def through_bf16(values):
     """FP32 values rounded to BF16, as FP32."""
     return values.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def exponential(x):
+    """e^x by the GPU's own instruction, a few units off in FP32's last place; below 1e-38 zero, for which the library would spend
+    as many instructions again."""
+    if _INTERPRETED:
+        return tl.exp(x)
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit

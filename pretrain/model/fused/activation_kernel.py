@@ -14,19 +14,21 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 from pretrain.precision.fp8_tile import (
     BLOCK,
     TYPES,
     BlockScaled,
     TensorScaled,
+    column_scale,
+    exponential,
+    fp8_codes,
     record_amax,
     store_block_scaled,
+    store_columns,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
-    through_bf16,
 )
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -40,10 +42,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-# 64 bytes of a transpose's row are two sectors of memory, whole. Larger tiles leave fewer programs in flight.
-TILE = Tile(64, 64, 4)
+# 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
+FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
+NARROW = Tile(64, 64, 4)  # of either, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
+BACKWARD_BLOCKS = Tile(32, 128, 8)  # 128 rows share a scale in the transpose: a program takes them so many at a time
 
 
 @triton.jit
@@ -54,10 +57,30 @@ def _load(tensor, i, j, width):
 @triton.jit
 def _sigmoid(x):
     """By the GPU's own exponential and reciprocal, each off by a few units in FP32's last place: that decides one rounding to FP8
-    in some hundred thousand. The library's care for numbers below 1e-38 would be a third of forward's instructions."""
+    in some hundred thousand."""
     if _INTERPRETED:
         return 1 / (1 + tl.exp(-x))
-    return libdevice.fast_dividef(1.0, 1 + libdevice.fast_expf(-x))
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1 + exponential(-x)], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _through_bf16(values):
+    """FP32 values rounded to BF16, as FP32; two at a time.
+
+    Left to the compiler, they are rounded one by one, by an instruction of a quarter of the others' rate, and are transposed in a
+    way that takes twice the registers: the kernel of the gradient then takes 1.5 times as long."""
+    if _INTERPRETED:
+        return values.to(tl.bfloat16).to(tl.float32)
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
+        "=r,=r,r,r",
+        [values],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
 
 
 @triton.jit
@@ -72,6 +95,15 @@ def _differentiate(d_activated, gate, up):
     d_gate = tl.fma(gate, sigmoid * (1 - sigmoid), sigmoid) * d_activated * up
     d_up = d_activated * (gate * sigmoid)
     return d_gate, d_up
+
+
+@triton.jit
+def _gradients(d_activated, hidden, i, j, F):
+    """The gradients of gate and up at the rows i and columns j, and the activated values, FP32 rounded to BF16."""
+    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
+    activated = _through_bf16(_activate(gate, up))
+    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
+    return _through_bf16(d_gate), _through_bf16(d_up), activated
 
 
 # ── Kernels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -108,7 +140,7 @@ def _swiglu_forward(
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    activated = through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
     if scale is not None and amax is not None:
         record_amax(amax, activated)
     value = tensor_scale(scale, amax, used, scale_inv, epsilon, power_of_two, fp8)
@@ -139,10 +171,7 @@ def _swiglu_backward(
 ):
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
-    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
-    activated = through_bf16(_activate(gate, up))
-    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
-    d_gate, d_up = through_bf16(d_gate), through_bf16(d_up)
+    d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
     if scale is not None and amax is not None:
         record_amax(amax, tl.maximum(tl.abs(d_gate), tl.abs(d_up)))
     value = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
@@ -158,7 +187,7 @@ def _swiglu_forward_blocks(
 ):
     row, column = tl.program_id(0) * height, tl.program_id(1) * BLOCK
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
-    activated = through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
+    activated = _through_bf16(_activate(_load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)))
     store_block_scaled(activated, rows, rows_scale_inv, None, None, row, column, T, F, epsilon, power_of_two, fp8)
 
 
@@ -180,33 +209,34 @@ def _swiglu_backward_blocks(
     activated_power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
+    height: tl.constexpr,
 ):
+    """A block of 128 x 128 values, `height` rows at a time, twice: what a column's scale is must be known before any of it is
+    written. All of it at once would take every register of a multiprocessor, and nothing would be loaded while it computes."""
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
-    i, j = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
-    gate, up = _load(hidden, i, j, 2 * F), _load(hidden, i, j + F, 2 * F)
-    activated = through_bf16(_activate(gate, up))
-    store_block_scaled(
-        activated,
-        None,
-        None,
-        activated_columns,
-        activated_columns_scale_inv,
-        row,
-        column,
-        T,
-        F,
-        activated_epsilon,
-        activated_power_of_two,
-        activated_fp8,
-    )
-    d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
-    d_gate, d_up = through_bf16(d_gate), through_bf16(d_up)
-    store_block_scaled(
-        d_gate, rows, rows_scale_inv, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8
-    )
-    store_block_scaled(
-        d_up, rows, rows_scale_inv, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8
-    )
+    j = column + tl.arange(0, BLOCK)
+    of_gate = tl.zeros([height, BLOCK], tl.float32)
+    of_up, of_activated = of_gate, of_gate
+    for start in tl.range(0, BLOCK, height):
+        i = row + start + tl.arange(0, height)
+        d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
+        first = row + start
+        store_block_scaled(d_gate, rows, rows_scale_inv, None, None, first, column, T, 2 * F, epsilon, power_of_two, fp8)
+        store_block_scaled(d_up, rows, rows_scale_inv, None, None, first, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+        of_gate, of_up = tl.maximum(of_gate, tl.abs(d_gate)), tl.maximum(of_up, tl.abs(d_up))
+        of_activated = tl.maximum(of_activated, tl.abs(activated))
+    block = tl.cast(row // BLOCK, tl.int64)
+    at = columns_scale_inv + block * (2 * F) + j
+    gate_scale = column_scale(of_gate, at, epsilon, power_of_two, fp8)
+    up_scale = column_scale(of_up, at + F, epsilon, power_of_two, fp8)
+    at = activated_columns_scale_inv + block * F + j
+    activated_scale = column_scale(of_activated, at, activated_epsilon, activated_power_of_two, activated_fp8)
+    for start in tl.range(0, BLOCK, height):
+        i = row + start + tl.arange(0, height)
+        d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
+        store_columns(fp8_codes(d_gate, gate_scale[None, :], fp8), columns, i, j, T)
+        store_columns(fp8_codes(d_up, up_scale[None, :], fp8), columns, i, j + F, T)
+        store_columns(fp8_codes(activated, activated_scale[None, :], activated_fp8), activated_columns, i, j, T)
 
 
 @triton.jit
@@ -230,14 +260,15 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    tile = BACKWARD_BLOCKS if to is BlockScaled else TILE
-    whole = hidden.shape[0] % tile.rows == 0 and hidden.shape[1] % (2 * tile.columns) == 0
+    rows, columns = (BLOCK.value, BLOCK.value) if to is BlockScaled else (NARROW.rows, NARROW.columns)
+    whole = hidden.shape[0] % rows == 0 and hidden.shape[1] % (2 * columns) == 0
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
-def forward(hidden: Tensor, activated: TensorScaled, tile: Tile = TILE) -> None:
+def forward(hidden: Tensor, activated: TensorScaled, tile: Tile | None = None) -> None:
     """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
     width = hidden.shape[1] // 2
+    tile = tile or _tile(hidden, FORWARD)
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
     _swiglu_forward[_grid(hidden, tile)](
@@ -275,11 +306,14 @@ def forward_blocks(hidden: Tensor, activated: BlockScaled, tile: Tile = FORWARD_
     )
 
 
-def backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled, tile: Tile = TILE) -> None:
+def backward(
+    d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled, tile: Tile | None = None
+) -> None:
     """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values.
 
     The latter are written with the scale that `activated` gives, rounded to BF16 first where `d_hidden` is (current scaling).
     """
+    tile = tile or _tile(hidden, BACKWARD)
     if d_hidden.scale is None:
         _find_amax(d_activated, hidden, d_hidden.amax)
     _swiglu_backward[_grid(hidden, tile)](
@@ -310,7 +344,7 @@ def backward_blocks(
     d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
 ) -> None:
     """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
-    _swiglu_backward_blocks[_grid(hidden, tile)](
+    _swiglu_backward_blocks[_grid(hidden, tile._replace(rows=BLOCK.value))](
         d_activated,
         hidden,
         d_hidden.rows,
@@ -326,6 +360,7 @@ def backward_blocks(
         activated.power_of_two,
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
+        tile.rows,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -349,14 +384,20 @@ def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
-    arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, TILE.rows, TILE.columns)
-    _swiglu_amax[_grid(hidden, TILE)](*arguments, num_warps=TILE.warps, enable_fp_fusion=False)
+    tile = _tile(hidden, FORWARD)
+    arguments = (d_activated, hidden, amax, hidden.shape[1] // 2, tile.rows, tile.columns)
+    _swiglu_amax[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
+
+
+def _tile(hidden: Tensor, tile: Tile) -> Tile:
+    """`tile` where it divides `hidden`, of which NARROW does."""
+    return NARROW if hidden.shape[1] // 2 % tile.columns else tile
 
 
 def _whole_tile(hidden: Tensor) -> Tile:
-    """One that divides `hidden`: TILE, or with fewer rows and more columns."""
-    rows = math.gcd(hidden.shape[0], TILE.rows)
-    return Tile(rows, math.gcd(hidden.shape[1] // 2, TILE.rows * TILE.columns // rows), TILE.warps)
+    """One that divides `hidden`: NARROW, or with fewer rows and more columns."""
+    rows = math.gcd(hidden.shape[0], NARROW.rows)
+    return Tile(rows, math.gcd(hidden.shape[1] // 2, NARROW.rows * NARROW.columns // rows), NARROW.warps)
 
 
 def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.precision.fp8_tile import FP32_MAX, record_amax, scale_from_amax, store_tensor_scaled
+from pretrain.precision.fp8_tile import FP32_MAX, exponential, record_amax, scale_from_amax, store_tensor_scaled
 from pretrain.precision.fp8_tile import reciprocal as inverse
 
 
@@ -51,7 +51,7 @@ def row_sums(row, vocabulary: tl.constexpr, block: tl.constexpr):
         scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(scores))
         reference = tl.where(higher == -float("inf"), 0.0, higher)  # inf - inf, where all so far are -inf, would be NaN
-        total = total * tl.exp(maximum - reference) + tl.sum(tl.exp(scores - reference))
+        total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
         maximum = higher
     return maximum, total
 
