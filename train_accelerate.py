@@ -379,6 +379,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     norm = adamw.gradient_norm(run.assembly.model.parameters())
     parts = run.assembly.model.mean_parts(run.accelerator, batches.valid_tokens)
     figures = (mean_loss, norm) if parts is None else (parts[0], norm, parts[1])
+    # Before the wait, while the device computes: after it, the device would stand still until the update is queued.
+    clip_coefficient, update = adamw.clip_coefficient(norm, recipe.optimizer.clip), optimizer.prepare()
     loss, gradient_norm, *penalty = same_on_all_ranks(run.accelerator, *figures)  # waits for the device
 
     gradients = {}
@@ -389,7 +391,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     # Update, unless the figures say that it would do harm.
     decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest)
     if decision.proceed:
-        optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
+        optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
         precision.go_back()
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0

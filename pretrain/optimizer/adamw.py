@@ -6,7 +6,8 @@ of FP32 weights bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,21 @@ from pretrain.settings.recipe import OptimizerSettings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from pretrain.optimizer.adamw_kernel import FusedUpdate
+    from pretrain.optimizer.adamw_kernel import FusedLaunch, FusedUpdate
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class PreparedUpdate:
+    """What `ExactAdamW.step` needs of all parameters with a gradient; it holds the gradients.
+
+    `counts`: the `step` of each one's state. `updates`: the parameters by what they are updated with, those of which this process
+    holds no part left out; each with what launches the kernel, or None where torch updates them.
+    """
+
+    counts: list[Tensor] = field(default_factory=list)
+    updates: list[tuple[Hyperparameters, list[ParameterTensors], list[FusedLaunch] | None]] = field(default_factory=list)
 
 
 class ExactAdamW(torch.optim.Optimizer):
@@ -102,24 +115,35 @@ class ExactAdamW(torch.optim.Optimizer):
             local_part(remainder).copy_(rest)
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: Tensor | None = None) -> None:
+    def step(self, prepared: PreparedUpdate | None = None, *, clip_coefficient: Tensor | None = None) -> None:
         """One update of every parameter with a gradient, each gradient times `clip_coefficient`, an FP32 scalar on its device.
 
-        Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients.
+        `prepared`: what `prepare` returned for this very step; None: it is called here. Clipping here spares reading and writing
+        all gradients once more, and the rounding of clipped BF16 gradients.
         """
+        prepared = prepared or self.prepare()
         self._frozen, self._updated = [], 0
-        for hyper, parameters in self._updates():
-            self._updated += sum(each.weight.numel() for each in parameters)
-            if self.by_kernel and parameters[0].weight.is_cuda:
-                self._frozen += self._fused(parameters, hyper, clip_coefficient)
+        for hyper, parameters, launches in prepared.updates:
+            if launches is not None:
+                self._frozen += self._fused.launch(launches, hyper, clip_coefficient)
             else:
                 counts = [update_parameter(each, hyper, clip_coefficient) for each in parameters]
                 self._frozen += counts
                 addresses = (each.weight.data_ptr() for each in parameters)
                 self._frozen_by_weight.update(zip(addresses, counts, strict=True))
+            self._updated += sum(each.weight.numel() for each in parameters)
+        if prepared.counts:  # last, as a device computes by now
+            torch._foreach_add_(prepared.counts, 1)
 
-    def _updates(self) -> Iterator[tuple[Hyperparameters, list[ParameterTensors]]]:
-        """The parameters to update, gathered by their hyperparameters and by device."""
+    @torch.no_grad()
+    def prepare(self) -> PreparedUpdate:
+        """All of a step but the update itself: nothing that is stored changes, and to go without the step is to drop the result.
+
+        It walks all parameters, which takes milliseconds, and needs addresses alone. So it may be called as soon as the backward
+        has been queued, before anything waits for the device. The step is the next one, with the learning rate of now, and the
+        gradients stay where they are until then.
+        """
+        prepared = PreparedUpdate()
         for group in self.param_groups:
             gathered: dict[tuple[int, torch.device], list[ParameterTensors]] = {}
             for parameter in group["params"]:
@@ -127,14 +151,16 @@ class ExactAdamW(torch.optim.Optimizer):
                 if gradient is None:
                     continue
                 state = self._state_of(parameter)
-                state["step"] += 1
+                prepared.counts.append(state["step"])
                 tensors = _tensors_of(parameter, gradient, state)
                 if tensors.weight.numel():  # a process may hold no part of a sharded parameter
-                    gathered.setdefault((int(state["step"].item()), tensors.weight.device), []).append(tensors)
+                    gathered.setdefault((int(state["step"].item()) + 1, tensors.weight.device), []).append(tensors)
             # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
             numbers = [float(number) for number in (group["lr"], group["weight_decay"], *group["betas"], group["eps"])]
-            for (step, _), parameters in gathered.items():
-                yield Hyperparameters(*numbers, step), parameters
+            for (step, device), parameters in gathered.items():
+                launches = self._fused.prepare(parameters) if self.by_kernel and device.type == "cuda" else None
+                prepared.updates.append((Hyperparameters(*numbers, step), parameters, launches))
+        return prepared
 
     @cached_property
     def _fused(self) -> FusedUpdate:

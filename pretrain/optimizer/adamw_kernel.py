@@ -104,11 +104,12 @@ def _adamw(
         tl.store(frozen + program, tl.sum((inside & moved & (stored == before)).to(tl.int32)))
 
 
-@dataclass
-class _Launch:
-    """What a launch needs on the device, kept from step to step."""
+@dataclass(frozen=True)
+class FusedLaunch:
+    """What one launch needs on the device, kept from step to step."""
 
-    rows: list[tuple[int, ...]]
+    kind: _Kind
+    rows: list[tuple[int, ...]]  # those of `table`
     table: Tensor
     blocks: Tensor
     frozen: Tensor
@@ -121,20 +122,29 @@ class FusedUpdate:
     block: int = 1024  # values a program takes; with 4 warps 8 a thread, 16 bytes of BF16
     warps: int = 4
     count: bool = True  # frozen updates; benchmarks alone leave them out
-    _launches: dict[tuple, _Launch] = field(default_factory=dict)
+    _launches: dict[tuple[_Kind, int], FusedLaunch] = field(default_factory=dict)
 
     def __call__(
         self, parameters: list[ParameterTensors], hyper: Hyperparameters, clip_coefficient: Tensor | None
     ) -> list[Tensor]:
         """Update `parameters`, all on one device, in place; returns counts of lost updates, to be summed."""
-        device = parameters[0].weight.device
+        return self.launch(self.prepare(parameters), hyper, clip_coefficient)
+
+    def prepare(self, parameters: list[ParameterTensors]) -> list[FusedLaunch]:
+        """The launches that update `parameters`, all on one device. The caller keeps their tensors until `launch` was called."""
+        kinds: dict[_Kind, list[tuple[int, ...]]] = defaultdict(list)
+        for each in parameters:
+            row = _row(each)
+            kinds[_kind_of(each, row)].append(row)
+        return [self._prepare(kind, rows, parameters[0].weight.device) for kind, rows in kinds.items()]
+
+    def launch(self, launches: list[FusedLaunch], hyper: Hyperparameters, clip_coefficient: Tensor | None) -> list[Tensor]:
+        """Update the parameters that `launches` were prepared for; returns counts of lost updates, to be summed."""
+        device = launches[0].table.device
         coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
         if coefficient.dtype != torch.float32 or coefficient.device != device:
             raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
-        kinds: dict[_Kind, list[ParameterTensors]] = defaultdict(list)
-        for each in parameters:
-            kinds[_kind_of(each)].append(each)
-        return [self._launch(kind, each, hyper, coefficient) for kind, each in kinds.items()]
+        return [self._launch(each, hyper, coefficient) for each in launches]
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
         """How many of its values the last update of each weight lost, int64 scalars on its device, by the weight's address."""
@@ -145,9 +155,8 @@ class FusedUpdate:
             found |= {row[0]: count for row, count in zip(launch.rows, counts, strict=True)}
         return found
 
-    def _launch(self, kind: _Kind, parameters: list[ParameterTensors], hyper: Hyperparameters, coefficient: Tensor) -> Tensor:
-        launch = self._prepare(kind, parameters)
-        weight_type, gradient_type, moment_type, exact, aligned = kind
+    def _launch(self, launch: FusedLaunch, hyper: Hyperparameters, coefficient: Tensor) -> Tensor:
+        weight_type, gradient_type, moment_type, exact, aligned = launch.kind
         with torch.cuda.device_of(launch.table):
             _adamw[(len(launch.blocks),)](
                 launch.table,
@@ -175,20 +184,21 @@ class FusedUpdate:
             )
         return launch.frozen
 
-    def _prepare(self, kind: _Kind, parameters: list[ParameterTensors]) -> _Launch:
-        """The tables for `parameters`: those of an earlier step where they still hold."""
-        rows = [_row(each) for each in parameters]
+    def _prepare(self, kind: _Kind, rows: list[tuple[int, ...]], device: torch.device) -> FusedLaunch:
+        """The tables for `rows`: those of an earlier step where they still hold."""
         key = (kind, rows[0][0])  # groups do not share parameters, so the first weight's address tells launches apart
-        launch = self._launches.get(key)
-        if launch is None or [row[-1] for row in launch.rows] != [row[-1] for row in rows]:
-            blocks = self._blocks([row[-1] for row in rows]).to(parameters[0].weight.device)
-            frozen = torch.zeros(len(blocks), dtype=torch.int32, device=blocks.device)
-            launch = self._launches[key] = _Launch([], torch.empty(0), blocks, frozen)
-        if launch.rows != rows:
-            table = torch.tensor(rows, dtype=torch.int64, pin_memory=launch.blocks.is_cuda)
-            launch.table = table.to(launch.blocks.device, non_blocking=True)
-            launch.rows = rows
-        return launch
+        known, sizes = self._launches.get(key), [row[-1] for row in rows]
+        if known is not None and known.rows == rows:
+            return known
+        if known is not None and [row[-1] for row in known.rows] == sizes:
+            blocks, frozen = known.blocks, known.frozen
+        else:
+            blocks = self._blocks(sizes).to(device)
+            frozen = torch.zeros(len(blocks), dtype=torch.int32, device=device)
+        table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        # A new one: what was prepared before, and was not launched, keeps the table that it was prepared with.
+        self._launches[key] = FusedLaunch(kind, rows, table, blocks, frozen)
+        return self._launches[key]
 
     def _blocks(self, sizes: list[int]) -> Tensor:
         """int32 [programs, 2]: for each program its tensor and block, tensor by tensor."""
@@ -204,8 +214,8 @@ def _row(parameter: ParameterTensors) -> tuple[int, ...]:
     return (parameter.weight.data_ptr(), remainder, *(tensor.data_ptr() for tensor in tensors), parameter.weight.numel())
 
 
-def _kind_of(parameter: ParameterTensors) -> _Kind:
+def _kind_of(parameter: ParameterTensors, row: tuple[int, ...]) -> _Kind:
     """What a launch is compiled for. Tensors that FSDP cut at odd places are read value by value, others 16 bytes at a time."""
-    aligned = all(number % _ALIGNMENT == 0 for number in _row(parameter))
+    aligned = all(number % _ALIGNMENT == 0 for number in row)
     dtypes = (parameter.weight.dtype, parameter.gradient.dtype, parameter.exp_avg.dtype)
     return (*dtypes, parameter.remainder is not None, aligned)

@@ -97,10 +97,30 @@ def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
     assert len(counts) == 2, "one launch for aligned tensors and one for the others"
 
 
+def test_a_launch_updates_what_it_was_prepared_for_whatever_is_prepared_after_it() -> None:
+    from pretrain.optimizer.adamw_kernel import FusedUpdate
+
+    fused, other = FusedUpdate(), FusedUpdate()
+    ours, theirs = draw(BF16, FP32, FP32, True), draw(BF16, FP32, FP32, True)
+    for hyper in STEPS:
+        ours, theirs = (
+            [replace(o, gradient=gradients(tuple(o.weight.shape), FP32, hyper.step)) for o in each] for each in (ours, theirs)
+        )
+        launches = fused.prepare(ours)
+        skipped = [replace(o, gradient=torch.full_like(o.gradient, torch.nan)) for o in ours]
+        fused.prepare(skipped)
+        mine, its = fused.launch(launches, hyper, None), other(theirs, hyper, None)
+        for a, b in zip(ours, theirs, strict=True):
+            assert all(x is y is None or torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(mine, its, strict=True))
+
+
 def kernel_step(optimizer: ExactAdamW, coefficient: Tensor | None = None) -> None:
     """optimizer.step() through the kernel, on a CPU too."""
-    for hyper, operands in optimizer._updates():
+    prepared = optimizer.prepare()
+    for hyper, operands, _ in prepared.updates:
         optimizer._fused(operands, hyper, coefficient)
+    torch._foreach_add_(prepared.counts, 1)
 
 
 @pytest.mark.parametrize("steps", [pytest.param(1000, marks=cuda_only), 8])
@@ -165,3 +185,31 @@ def test_gradients_allocated_anew_and_a_transposed_gradient_are_followed() -> No
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(parameter, mirror)
+
+
+@cuda_only
+def test_a_prepared_step_has_the_bits_of_one_that_was_not_and_a_skipped_one_leaves_no_trace() -> None:
+    torch.manual_seed(0)
+    start = [torch.randn(shape, device=DEVICE).bfloat16() for shape in SHAPES]
+    ahead, alone = ([nn.Parameter(weight.clone()) for weight in start] for _ in range(2))
+    optimizers = ExactAdamW(ahead, lr=3e-3), ExactAdamW(alone, lr=3e-3)
+    clip = torch.tensor(0.37, device=DEVICE)
+    for step in range(6):
+        if step % 2:
+            for parameter in ahead:
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            optimizers[0].prepare()
+        for params in (ahead, alone):  # allocated anew
+            for parameter in params:
+                parameter.grad = gradients(tuple(parameter.shape), BF16, step)
+        prepared = optimizers[0].prepare()
+        torch.cuda.synchronize()
+        optimizers[0].step(prepared, clip_coefficient=clip)
+        optimizers[1].step(clip_coefficient=clip)
+        assert torch.equal(optimizers[0].frozen_counts(), optimizers[1].frozen_counts())
+        counts = [list(optimizer.frozen_by_weight().values()) for optimizer in optimizers]
+        assert all(torch.equal(a, b) for a, b in zip(*counts, strict=True))
+    for a, b in zip(ahead, alone, strict=True):
+        mine, its = optimizers[0].state[a], optimizers[1].state[b]
+        assert torch.equal(a, b) and all(torch.equal(tensor, its[name]) for name, tensor in mine.items())
+        assert mine["step"].item() == 6

@@ -146,8 +146,8 @@ def no_ties(monkeypatch: pytest.MonkeyPatch) -> None:
             parameter.data = off_ties(parameter)
         return hf
 
-    def step_off_ties(optimizer: ExactAdamW, **options: Any) -> None:
-        step(optimizer, **options)
+    def step_off_ties(optimizer: ExactAdamW, *update: Any, **options: Any) -> None:
+        step(optimizer, *update, **options)
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
             optimizer.set_master(parameter, off_ties(optimizer.master(parameter)))
 
