@@ -140,18 +140,9 @@ def store_block_scaled(
         store_rows(fp8_codes(values, scale[:, None], fp8), rows, i, j, K)
     if columns is not None:
         tl.static_assert(values.shape[0] == BLOCK)
-        at = columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j
-        scale = column_scale(values, at, epsilon, power_of_two, fp8)
+        scale = scale_from_amax(largest_magnitude(values, 0), epsilon, BF16_MAX, power_of_two, fp8)
+        tl.store(columns_scale_inv + (row // BLOCK).to(tl.int64) * K + j, reciprocal(scale, power_of_two))
         store_columns(fp8_codes(values, scale[None, :], fp8), columns, i, j, M)
-
-
-@triton.jit
-def column_scale(values, at, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """The scale of each column of `values`, which were BF16, or of those of which `values` are the largest; its reciprocal is
-    written to the pointers `at`."""
-    scale = scale_from_amax(largest_magnitude(values, 0), epsilon, BF16_MAX, power_of_two, fp8)
-    tl.store(at, reciprocal(scale, power_of_two))
-    return scale
 
 
 @triton.jit

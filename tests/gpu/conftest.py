@@ -1,10 +1,12 @@
-"""What tests of Triton kernels share when they run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""What GPU tests share; most of it for those of Triton kernels on a CPU, under Triton's interpreter (TRITON_INTERPRET=1)."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +16,13 @@ import torch
 
 from pretrain.precision.quantizers.grid import E4M3, E5M2
 from pretrain.precision.quantizers.rounding import round_to_grid
+
+
+@pytest.fixture(scope="session", autouse=True)
+def transformer_engine_is_imported_first() -> None:
+    """As in a run. Where the system has a cuDNN of another version than torch's, it cannot be once torch has used its own."""
+    with suppress(ImportError):
+        importlib.import_module("transformer_engine.pytorch")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,12 +20,9 @@ from pretrain.precision.fp8_tile import (
     TYPES,
     BlockScaled,
     TensorScaled,
-    column_scale,
     exponential,
-    fp8_codes,
     record_amax,
     store_block_scaled,
-    store_columns,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
@@ -46,7 +43,7 @@ class Tile(NamedTuple):
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # of either, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(32, 128, 8)  # 128 rows share a scale in the transpose: a program takes them so many at a time
+BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
 
 
 @triton.jit
@@ -209,34 +206,30 @@ def _swiglu_backward_blocks(
     activated_power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
-    height: tl.constexpr,
 ):
-    """A block of 128 x 128 values, `height` rows at a time, twice: what a column's scale is must be known before any of it is
-    written. All of it at once would take every register of a multiprocessor, and nothing would be loaded while it computes."""
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
-    j = column + tl.arange(0, BLOCK)
-    of_gate = tl.zeros([height, BLOCK], tl.float32)
-    of_up, of_activated = of_gate, of_gate
-    for start in tl.range(0, BLOCK, height):
-        i = row + start + tl.arange(0, height)
-        d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
-        first = row + start
-        store_block_scaled(d_gate, rows, rows_scale_inv, None, None, first, column, T, 2 * F, epsilon, power_of_two, fp8)
-        store_block_scaled(d_up, rows, rows_scale_inv, None, None, first, column + F, T, 2 * F, epsilon, power_of_two, fp8)
-        of_gate, of_up = tl.maximum(of_gate, tl.abs(d_gate)), tl.maximum(of_up, tl.abs(d_up))
-        of_activated = tl.maximum(of_activated, tl.abs(activated))
-    block = tl.cast(row // BLOCK, tl.int64)
-    at = columns_scale_inv + block * (2 * F) + j
-    gate_scale = column_scale(of_gate, at, epsilon, power_of_two, fp8)
-    up_scale = column_scale(of_up, at + F, epsilon, power_of_two, fp8)
-    at = activated_columns_scale_inv + block * F + j
-    activated_scale = column_scale(of_activated, at, activated_epsilon, activated_power_of_two, activated_fp8)
-    for start in tl.range(0, BLOCK, height):
-        i = row + start + tl.arange(0, height)
-        d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
-        store_columns(fp8_codes(d_gate, gate_scale[None, :], fp8), columns, i, j, T)
-        store_columns(fp8_codes(d_up, up_scale[None, :], fp8), columns, i, j + F, T)
-        store_columns(fp8_codes(activated, activated_scale[None, :], activated_fp8), activated_columns, i, j, T)
+    i, j = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
+    d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
+    store_block_scaled(
+        activated,
+        None,
+        None,
+        activated_columns,
+        activated_columns_scale_inv,
+        row,
+        column,
+        T,
+        F,
+        activated_epsilon,
+        activated_power_of_two,
+        activated_fp8,
+    )
+    store_block_scaled(
+        d_gate, rows, rows_scale_inv, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8
+    )
+    store_block_scaled(
+        d_up, rows, rows_scale_inv, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8
+    )
 
 
 @triton.jit
@@ -260,8 +253,8 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    rows, columns = (BLOCK.value, BLOCK.value) if to is BlockScaled else (NARROW.rows, NARROW.columns)
-    whole = hidden.shape[0] % rows == 0 and hidden.shape[1] % (2 * columns) == 0
+    tile = BACKWARD_BLOCKS if to is BlockScaled else NARROW
+    whole = hidden.shape[0] % tile.rows == 0 and hidden.shape[1] % (2 * tile.columns) == 0
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
@@ -344,7 +337,7 @@ def backward_blocks(
     d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
 ) -> None:
     """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
-    _swiglu_backward_blocks[_grid(hidden, tile._replace(rows=BLOCK.value))](
+    _swiglu_backward_blocks[_grid(hidden, tile)](
         d_activated,
         hidden,
         d_hidden.rows,
@@ -360,7 +353,6 @@ def backward_blocks(
         activated.power_of_two,
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
-        tile.rows,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -368,7 +360,7 @@ def backward_blocks(
 
 def forward_bf16(hidden: Tensor) -> Tensor:
     """The activated values [T, F] of `hidden` [T, 2 F], both BF16, contiguous, of any size."""
-    activated, tile = hidden.new_empty(len(hidden), hidden.shape[1] // 2), _whole_tile(hidden)
+    activated, tile = hidden.new_empty(len(hidden), hidden.shape[1] // 2), _along_rows(hidden)
     arguments = (hidden, activated, activated.shape[1], tile.rows, tile.columns)
     _swiglu_forward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return activated
@@ -377,7 +369,7 @@ def forward_bf16(hidden: Tensor) -> Tensor:
 def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
     of `forward_bf16`."""
-    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _whole_tile(hidden)
+    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _along_rows(hidden)
     arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
     return d_hidden, activated
@@ -394,10 +386,10 @@ def _tile(hidden: Tensor, tile: Tile) -> Tile:
     return NARROW if hidden.shape[1] // 2 % tile.columns else tile
 
 
-def _whole_tile(hidden: Tensor) -> Tile:
-    """One that divides `hidden`: NARROW, or with fewer rows and more columns."""
-    rows = math.gcd(hidden.shape[0], NARROW.rows)
-    return Tile(rows, math.gcd(hidden.shape[1] // 2, NARROW.rows * NARROW.columns // rows), NARROW.warps)
+def _along_rows(hidden: Tensor) -> Tile:
+    """One that divides `hidden`, of 2,048 values where that is possible, as many of one row as may be: nothing is transposed."""
+    columns = math.gcd(hidden.shape[1] // 2, 2048)
+    return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
 
 
 def _grid(hidden: Tensor, tile: Tile) -> tuple[int, int]:

@@ -47,7 +47,7 @@ from pretrain.precision.fp8_tile import (
 
 VECTOR = tl.constexpr(8)  # BF16 values in 16 bytes
 LEAST_ROWS, LEAST_COLUMNS = 16, 64  # of a tile, the rows of one of codes: smaller ones would be slower than what they replace
-CACHED = 1 << 17  # bytes of x that one program may leave in the cache meanwhile; as 264 run at once, H200's holds 34 MB of them
+CACHED = 1 << 18  # bytes of x that one program may leave in the cache meanwhile: more rows would then be read anew from memory
 
 
 class NormTiling(NamedTuple):
@@ -60,7 +60,7 @@ class NormTiling(NamedTuple):
 
 
 BY_ROWS = NormTiling(8, 8192, 4)  # in BF16, and before a second kernel: as many columns as may be, and rows for 4,096 values
-TRANSPOSED = NormTiling(32, 256, 8)
+TRANSPOSED = NormTiling(32, 512, 16)
 QUANTIZED = NormTiling(64, 64, 4)  # the second kernel's
 BLOCKS = NormTiling(128, 128, 8)
 BACKWARD_PROGRAMS = 1024  # at most; each leaves a row of FP32 sums
