@@ -6,6 +6,7 @@ its options, under several seeds. A run is compared with the baseline of its see
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
@@ -317,10 +318,22 @@ class Scale:
     def slope(self) -> TokenSlope | None:
         return slope_of([file.records[name] for file, name in self._runs(BASELINE) if not file.is_broken(name)])
 
+    def apart(self, repeat: str) -> list[float]:
+        """What baselines end apart from their twins, nats a token, a number for each pair; `repeat`: REPEAT or BRANCH_REPEAT.
+        None of them where one of these runs broke off."""
+        if self.broken_off(repeat):
+            return []
+        found = [value for file in self.files for value in file.above_baseline(repeat, final_loss).values()]
+        if repeat == REPEAT:
+            baselines = [file.values(BASELINE, final_loss) for file in self.files]
+            for one, other in itertools.combinations(baselines, 2):
+                found += [other[seed] - one[seed] for seed in one if seed in other]
+        return found
+
     def floor(self, repeat: str) -> float | None:
-        """Root mean square of what baselines end apart from their twins, nats a token; `repeat`: REPEAT or BRANCH_REPEAT."""
-        difference = self.difference(repeat)
-        return difference.root_mean_square if difference else None
+        """The root mean square of `apart`; None where there is no pair."""
+        apart = self.apart(repeat)
+        return math.sqrt(statistics.fmean(value**2 for value in apart)) if apart else None
 
     def settings(self, cell: str) -> dict[str, str]:
         """Precision and weights of a cell, and what else it sets differently from the baseline, as a command line has them:
@@ -378,6 +391,7 @@ class Speeds:
                 raise TypeError(f"a speed of {strange[0]!r}")
             self.model: str = content["settings"]["model"]
             self.device: str = content["environment"]["gpus"][0]
+            self.on_one_gpu = content["settings"]["gpus"] == "1"  # one way after another; else each on a GPU of its own
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise InputError(f"{path}: not as `benchmarks.throughput` makes it, at {error}; measure again") from None
 

@@ -211,7 +211,8 @@ def reading(speeds: Speeds, here: Path) -> str:
         f"{verdicts_note(BASELINE, MARGIN)} Tested are {', '.join(TESTED)}; all others are estimates.",
         tokens_note(BASELINE, speeds=True),
         f"KL: from {BASELINE} of the same seed, over that between {BASELINE} runs of two seeds.",
-        f"Speed: of {speeds.model} on an {speeds.device} over its BF16 on another ({link}); none of what that emulates.",
+        f"Speed: of {speeds.model} on an {speeds.device} over its BF16 on {'the same' if speeds.on_one_gpu else 'another'} "
+        f"({link}); none of what that emulates.",
     )
 
 
@@ -225,8 +226,8 @@ def notes(scale: Scale) -> str:
         )
     for repeat, how in ((REPEAT, "trained once more"), (BRANCH_REPEAT, "gone on once more from their checkpoint")):
         if (floor := scale.floor(repeat)) is not None:
-            number = len(scale.difference(repeat).by_seed)
-            said.append(f"Runs of {BASELINE} that were {how} end {unsigned(floor)} nats apart (root mean square of {number}).")
+            pairs = plural(len(scale.apart(repeat)), "pair")
+            said.append(f"Runs of {BASELINE} that were {how} end {unsigned(floor)} nats apart (root mean square of {pairs}).")
     said.append(slope_note(scale.slope, BASELINE) if scale.slope else NO_SLOPE)
     if scale.between:
         mean, pairs = statistics.fmean(scale.between), plural(len(scale.between), "pair")
@@ -302,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--throughput",
         type=Path,
-        default=Path("benchmarks/results/h200_throughput_7_gpus.json"),
+        default=Path("benchmarks/results/h200_throughput.json"),
         help="whose speeds are taken, by settings",
     )
     options = parser.parse_args(arguments)

@@ -112,5 +112,5 @@ def make_speeds(path: Path, speeds: Mapping[tuple[str, ...], float]) -> Path:
         for number, (overrides, speed) in enumerate(speeds.items())
     }
     environment = {"gpus": ["NVIDIA H200"]}
-    path.write_text(json.dumps({"ways": ways, "settings": {"model": "qwen3_1_7b"}, "environment": environment}))
+    path.write_text(json.dumps({"ways": ways, "settings": {"model": "qwen3_1_7b", "gpus": "7"}, "environment": environment}))
     return path

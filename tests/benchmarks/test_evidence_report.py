@@ -105,7 +105,7 @@ def test_rates_and_controls_stand_apart_each_against_what_it_differs_from(made: 
     emulated, again = controls["delayed_emulated"], controls["bf16_again"]
     assert (emulated["against"], emulated["minus"], emulated["interval"]) == ("delayed", "0", "holds 0")
     assert again["interval"] == "2 seeds: no interval" and controls["delayed_kept"]["against"] == "delayed"
-    assert f"end {math.sqrt((9e-8 + 16e-8) / 2):.4f} nats apart (root mean square of 2)" in made
+    assert f"end {math.sqrt((9e-8 + 16e-8) / 2):.4f} nats apart (root mean square of 2 pairs)" in made
     assert "The slope of bf16: −0.2000 nats for each factor e of tokens, from 164k to 328k tokens." in made
 
 
@@ -148,7 +148,7 @@ def test_a_picture_shows_every_precision_that_can_be_compared(files: list[Path],
 
 
 def test_a_speed_belongs_to_the_very_settings_that_were_timed(files: list[Path]):
-    scale, speeds = Scale.read(files[0]), Speeds(ROOT / "benchmarks/results/h200_throughput_7_gpus.json")
+    scale, speeds = Scale.read(files[0]), Speeds(ROOT / "benchmarks/results/h200_throughput.json")
     assert 1.2 < speeds.over_baseline(scale, "delayed") < 1.6 and speeds.over_baseline(scale, "bf16") == 1.0
     for cell in ("nvfp4", "delayed_kept", "delayed_emulated", "lr2_delayed"):
         assert speeds.over_baseline(scale, cell) is None
@@ -179,6 +179,14 @@ def test_a_run_is_held_against_the_baseline_of_its_own_file(tmp_path: Path):
     assert scale.floor("bf16_again") == pytest.approx(math.sqrt(1e-5))
     assert scale.values("bf16", final_loss) == pytest.approx({1: level(1) + 0.002, 2: level(2) - 0.001, 3: level(3)})
     assert scale.slope.nats == pytest.approx(SLOPE) and len(scale.between) == 4
+
+
+def test_every_pair_of_baselines_tells_how_far_chance_goes(tmp_path: Path):
+    third = make_evidence(tmp_path / "three.json", {"bf16": MadeCell(("precision=bf16",), [0.001])}, scale="14m")
+    scale = Scale.read(*two_machines(tmp_path), third)
+    assert scale.apart("bf16_again") == pytest.approx([0.004, -0.002, 0.001, -0.003])
+    assert scale.floor("bf16_again") == pytest.approx(math.sqrt((16e-6 + 4e-6 + 1e-6 + 9e-6) / 4))
+    assert scale.difference("bf16_again").by_seed == pytest.approx({1: 0.0025, 2: -0.002}), "a seed counts once"
 
 
 def test_a_page_of_several_files_names_each_and_says_how_they_are_put_together(page: Path, tmp_path: Path):
