@@ -136,6 +136,8 @@ class ResultFile:
         as a cost."""
         for seed, name in self.cells[cell].items():
             begin, baseline = self.content["runs"][name].get("began_with"), self.cells[BASELINE].get(seed)
+            if cell.endswith(BRANCH) and not begin:
+                raise InputError(f"{self.path}: {name} is a branch and tells of no checkpoint that it began with; train it again")
             if begin and baseline and begin not in self.content["runs"][baseline]["checkpoints"].values():
                 raise InputError(
                     f"{self.path}: {name} began with a checkpoint that is none of {baseline}'s, which was trained once more "

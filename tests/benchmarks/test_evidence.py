@@ -236,6 +236,10 @@ def test_a_branch_is_held_against_the_very_run_that_it_left(
     out.write_text(json.dumps(scale.content))
     with pytest.raises(InputError, match="current_branch-seed1 began with a checkpoint that is none of bf16-seed1's"):
         Scale.read(out)
+    found["began_with"] = None
+    out.write_text(json.dumps(scale.content))
+    with pytest.raises(InputError, match="current_branch-seed1 is a branch and tells of no checkpoint"):
+        Scale.read(out)
 
 
 def test_baselines_that_are_gone_are_trained_again_where_others_are_compared_with_them(matrix_file: Path):
