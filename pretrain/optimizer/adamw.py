@@ -144,7 +144,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
         It walks all parameters, which takes milliseconds, and needs addresses alone. So it may be called as soon as the backward
         has been queued, before anything waits for the device. The step is the next one, with the learning rate of now, and the
-        gradients stay where they are until then.
+        gradients stay where and as they are until then: one that is not contiguous is copied here.
         """
         prepared = PreparedUpdate()
         for group in self.param_groups:
