@@ -292,7 +292,7 @@ def softmax_tilings() -> Iterator[Case]:
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDTH = 6144  # of the activated values, in Qwen3-1.7B
-# Rows, columns and warps of a tile of 64 x 64 values or so, and warps for the tiles of 128 x 128 that blocks need.
+# Rows, columns and warps of a tile, of 2,048 to 8,192 values, and warps for the tiles of 128 x 128 that blocks need.
 ACTIVATION_TILES = [
     (64, 64, 4),
     (64, 64, 8),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -74,7 +75,8 @@ class ExactAdamW(torch.optim.Optimizer):
         self.moments = moments
         self.by_kernel = True  # on a GPU; false where the kernel was found to be wrong there
         self._frozen: list[Tensor] = []
-        self._frozen_by_weight: dict[int, Tensor] = {}  # on a CPU, by the weight's address; on a GPU the kernel knows
+        self._frozen_by_weight: dict[int, Tensor] = {}  # by the weight's address, of those that torch has updated
+        self._launched: list[FusedLaunch] = []  # they know it of the others
         self._updated = 0
 
     def materialise(self) -> None:
@@ -122,10 +124,11 @@ class ExactAdamW(torch.optim.Optimizer):
         all gradients once more, and the rounding of clipped BF16 gradients.
         """
         prepared = prepared or self.prepare()
-        self._frozen, self._updated = [], 0
+        self._frozen, self._frozen_by_weight, self._launched, self._updated = [], {}, [], 0
         for hyper, parameters, launches in prepared.updates:
             if launches is not None:
                 self._frozen += self._fused.launch(launches, hyper, clip_coefficient)
+                self._launched += launches
             else:
                 counts = [update_parameter(each, hyper, clip_coefficient) for each in parameters]
                 self._frozen += counts
@@ -141,7 +144,7 @@ class ExactAdamW(torch.optim.Optimizer):
 
         It walks all parameters, which takes milliseconds, and needs addresses alone. So it may be called as soon as the backward
         has been queued, before anything waits for the device. The step is the next one, with the learning rate of now, and the
-        gradients stay where they are until then.
+        gradients stay where and as they are until then: one that is not contiguous is copied here.
         """
         prepared = PreparedUpdate()
         for group in self.param_groups:
@@ -181,8 +184,8 @@ class ExactAdamW(torch.optim.Optimizer):
 
     def frozen_by_weight(self) -> dict[int, Tensor]:
         """Of the last step, this process's count of lost updates of each weight, by the address of its local part."""
-        on_gpus = self._fused.frozen_by_weight() if "_fused" in self.__dict__ else {}
-        return self._frozen_by_weight | on_gpus
+        of_launches = (launch.frozen_by_weight().items() for launch in self._launched)
+        return self._frozen_by_weight | dict(chain.from_iterable(of_launches))
 
 
 def _tensors_of(parameter: Tensor, gradient: Tensor, state: dict[str, Tensor]) -> ParameterTensors:

@@ -114,6 +114,12 @@ class FusedLaunch:
     blocks: Tensor
     frozen: Tensor
 
+    def frozen_by_weight(self) -> dict[int, Tensor]:
+        """How many of its values the last update of each weight lost, int64 scalars on its device, by the weight's address."""
+        counts = torch.zeros(len(self.rows), dtype=torch.int64, device=self.frozen.device)
+        counts.index_add_(0, self.blocks[:, 0].long(), self.frozen.long())
+        return {row[0]: count for row, count in zip(self.rows, counts, strict=True)}
+
 
 @dataclass
 class FusedUpdate:
@@ -145,15 +151,6 @@ class FusedUpdate:
         if coefficient.dtype != torch.float32 or coefficient.device != device:
             raise ValueError(f"the clip coefficient is FP32 on {device}, not {coefficient.dtype} on {coefficient.device}")
         return [self._launch(each, hyper, coefficient) for each in launches]
-
-    def frozen_by_weight(self) -> dict[int, Tensor]:
-        """How many of its values the last update of each weight lost, int64 scalars on its device, by the weight's address."""
-        found: dict[int, Tensor] = {}
-        for launch in self._launches.values():
-            counts = torch.zeros(len(launch.rows), dtype=torch.int64, device=launch.frozen.device)
-            counts.index_add_(0, launch.blocks[:, 0].long(), launch.frozen.long())
-            found |= {row[0]: count for row, count in zip(launch.rows, counts, strict=True)}
-        return found
 
     def _launch(self, launch: FusedLaunch, hyper: Hyperparameters, coefficient: Tensor) -> Tensor:
         weight_type, gradient_type, moment_type, exact, aligned = launch.kind

@@ -181,8 +181,8 @@ def through_bf16(values):
 
 @triton.jit
 def exponential(x):
-    """e^x by the GPU's own instruction, a few units off in FP32's last place; below 1e-38 zero, for which the library would spend
-    as many instructions again."""
+    """e^x by the GPU's own instruction. The relative error is 2^-22 or so, and 2^-24 more for each unit of x, as tl.exp's is.
+    Below 1e-38 the result is zero: tl.exp's care for such numbers takes more than twice the instructions."""
     if _INTERPRETED:
         return tl.exp(x)
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1)

@@ -88,11 +88,12 @@ def test_one_launch_does_what_torchs_operations_do_bit_for_bit(
     for hyper in STEPS:
         operands = [replace(o, gradient=gradients(tuple(o.weight.shape), gradient, hyper.step)) for o in operands]
         expected = [reference(o, hyper, 0.37) for o in operands]
-        counts = fused(operands, hyper, torch.tensor(0.37, device=DEVICE))
+        launches = fused.prepare(operands)
+        counts = fused.launch(launches, hyper, torch.tensor(0.37, device=DEVICE))
         for ours, (theirs, _) in zip(operands, expected, strict=True):
             assert all(same(a, b) for a, b in zip(vars(ours).values(), vars(theirs).values(), strict=True))
         assert sum(int(count.sum()) for count in counts) == sum(frozen for _, frozen in expected)
-        by_weight = fused.frozen_by_weight()
+        by_weight = {address: count for launch in launches for address, count in launch.frozen_by_weight().items()}
         assert [int(by_weight[o.weight.data_ptr()]) for o in operands] == [frozen for _, frozen in expected]
     assert len(counts) == 2, "one launch for aligned tensors and one for the others"
 
@@ -185,6 +186,19 @@ def test_gradients_allocated_anew_and_a_transposed_gradient_are_followed() -> No
         for optimizer in optimizers:
             optimizer.step()
     assert torch.equal(parameter, mirror)
+
+
+@cuda_only
+def test_lost_updates_are_counted_for_each_weight_that_the_last_step_updated() -> None:
+    weights = [nn.Parameter(torch.ones(count, dtype=BF16, device=DEVICE)) for count in (32, 48, 5)]
+    optimizer = ExactAdamW(weights, lr=1e-5, weight_decay=0.0, exact=False)
+    for updated in (weights, weights[1:], weights[:1]):
+        optimizer.zero_grad()
+        for weight in updated:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        counts = {address: count.item() for address, count in optimizer.frozen_by_weight().items()}
+        assert counts == {weight.data_ptr(): weight.numel() for weight in updated}
 
 
 @cuda_only

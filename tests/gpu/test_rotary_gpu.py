@@ -189,6 +189,26 @@ def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
     assert torch.equal(alone.rows, codes)
 
 
+@pytest.mark.parametrize(
+    ("blocks", "dim", "angle_bytes", "kibibytes", "stages"),
+    [
+        (False, 128, 2, 99, 3),
+        (False, 256, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
+        (False, 256, 4, 227, 3),
+        (True, 128, 2, 99, 1),  # two take 104 KiB
+        (True, 128, 4, 227, 2),
+        (True, 128, 4, 16, 1),
+    ],
+)
+def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
+    blocks: bool, dim: int, angle_bytes: int, kibibytes: int, stages: int
+) -> None:
+    from pretrain.model.fused import rotary_kernel as kernel
+
+    tiling = kernel.BLOCK_SCALED if blocks else kernel.TENSOR_SCALED
+    assert kernel._stages(tiling, Heads(16, 8, dim), angle_bytes, kibibytes * 1024) == stages
+
+
 @pytest.mark.usefixtures("conversions_that_round")
 @pytest.mark.parametrize(("normed", "power_of_two"), [(True, True), (False, False)])
 def test_codes_in_blocks_are_those_of_the_bf16_gradient(normed: bool, power_of_two: bool) -> None:

@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 # 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
-NARROW = Tile(64, 64, 4)  # of either, where F is no multiple of 128
+NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
 BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
 
@@ -53,8 +53,8 @@ def _load(tensor, i, j, width):
 
 @triton.jit
 def _sigmoid(x):
-    """By the GPU's own exponential and reciprocal, each off by a few units in FP32's last place: that decides one rounding to FP8
-    in some hundred thousand."""
+    """By the GPU's own exponential and reciprocal. Where x is ordinary they are off by a few units in FP32's last place: that
+    decides one rounding to FP8 in some hundred thousand. Below x = -87 the result is zero."""
     if _INTERPRETED:
         return 1 / (1 + tl.exp(-x))
     return tl.inline_asm_elementwise(
@@ -304,7 +304,7 @@ def backward(
 ) -> None:
     """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values.
 
-    The latter are written with the scale that `activated` gives, rounded to BF16 first where `d_hidden` is (current scaling).
+    Both are rounded to BF16 first. The activated values are written with the scale that `activated` gives.
     """
     tile = tile or _tile(hidden, BACKWARD)
     if d_hidden.scale is None:
@@ -382,12 +382,12 @@ def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None
 
 
 def _tile(hidden: Tensor, tile: Tile) -> Tile:
-    """`tile` where it divides `hidden`, of which NARROW does."""
+    """`tile` where it divides `hidden`; else NARROW, which does, as `divides` has asked."""
     return NARROW if hidden.shape[1] // 2 % tile.columns else tile
 
 
 def _along_rows(hidden: Tensor) -> Tile:
-    """One that divides `hidden`, of 2,048 values where that is possible, as many of one row as may be: nothing is transposed."""
+    """One that divides `hidden`, of 2,048 values where it can, and as many of them in one row: nothing here is transposed."""
     columns = math.gcd(hidden.shape[1] // 2, 2048)
     return Tile(math.gcd(hidden.shape[0], 2048 // columns), columns, 4)
 

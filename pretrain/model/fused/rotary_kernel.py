@@ -18,6 +18,7 @@ of a tile would fuse two operations and others not.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,7 +70,7 @@ class CodesTiling:
     warps: int  # where a head has 128 values; for others in proportion
     registers: int  # of a thread, at most
     programs: int  # of a backward that sums norm gradients
-    stages: int  # tiles that such a program loads at once
+    stages: int  # tiles that such a program loads at once, at most: all but the last of them go through shared memory
 
 
 TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose
@@ -486,7 +487,7 @@ def rotate_backward_in_codes(
     inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
     inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
     shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
-    shape |= {"stages": 1 if norms is None else tiling.stages}
+    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, cos.element_size(), _shared_memory(dq))}
     shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
     shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
     shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
@@ -502,6 +503,20 @@ def rotate_backward_in_codes(
                 launch(None, None, None, None, None, written.amax)
             launch(written.rows, written.scale_inv, written.columns, None, written.scale, written.amax)
     return (None, None) if sums is None else (sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1)))
+
+
+def _shared_memory(tensor: Tensor) -> int:
+    """Bytes that a program may have: 227 KiB on Hopper, 99 KiB on Ada and on Blackwell's smaller GPUs."""
+    if not tensor.is_cuda:  # Triton's interpreter
+        return sys.maxsize
+    return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
+
+
+def _stages(tiling: CodesTiling, heads: Heads, angle_bytes: int, shared_memory: int) -> int:
+    """As many of the tiling's stages as find room there, beside a tile of codes to transpose and 1 KiB for sums."""
+    tile = tiling.tokens * heads.dim
+    of_a_stage = tile * (2 * 2 + angle_bytes)  # dy and x in BF16; half of cos and half of sin
+    return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 
 def _layout(heads: Heads, tiling: RotaryTiling) -> tuple[int, int, int, int, int]:

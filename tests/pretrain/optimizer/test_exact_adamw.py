@@ -233,6 +233,18 @@ def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is(times: int) -
         assert optimizer.frozen_counts().tolist() == [count * times for count in expected]
 
 
+def test_lost_updates_are_counted_for_each_weight_that_the_last_step_updated() -> None:
+    weights = [nn.Parameter(torch.ones(count, dtype=torch.bfloat16)) for count in (3, 5)]
+    optimizer = ExactAdamW(weights, lr=1e-5, weight_decay=0.0, exact=False)
+    give(weights, [torch.ones(3), torch.zeros(5)])
+    optimizer.step()
+    assert [optimizer.frozen_by_weight()[weight.data_ptr()].item() for weight in weights] == [3, 0]
+    weights[0].grad = None
+    give(weights[1:], [torch.ones(5)])
+    optimizer.step()
+    assert {address: count.item() for address, count in optimizer.frozen_by_weight().items()} == {weights[1].data_ptr(): 5}
+
+
 # ── State ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
