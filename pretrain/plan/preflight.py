@@ -230,7 +230,7 @@ class _LaidOut:
 
     config: PretrainedConfig
     shapes: PreTrainedModel
-    low_linears: tuple[int, int] | None
+    low_linears: tuple[int, int] | None  # how many, and of how many; None: nothing is quantized
     attention: attention.Choice
 
 
