@@ -67,7 +67,7 @@ from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
-from pretrain.run.assembly import Run, assemble
+from pretrain.run.assembly import Assembly, Run, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
 from pretrain.run.evaluate import best_so_far, evaluate, evaluation_turns, was_evaluated
@@ -85,6 +85,7 @@ from pretrain.run.faults import (
 )
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
+from pretrain.run.parity import LeftOut
 from pretrain.run.ranks import RankWatch, describe_lag
 from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, require_a_way_on, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
@@ -93,6 +94,7 @@ from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.launch_topology import put_right
+from pretrain.verify.parity import Parity
 
 
 def main() -> int:
@@ -197,8 +199,8 @@ def build(
     job = job.with_chunk(chunk_of(job, source))
     pack_stream(job, accelerator)
     assembly = assemble(job, accelerator, waited)
-    resumed = source is not None and checkpoints.owns(source.path)
-    to_come = 1 if resumed else job.plan.checkpoints_at_once  # a resumed run has the kept ones on disk already
+    in_own_folder = source is not None and checkpoints.owns(source.path)
+    to_come = 1 if in_own_folder else job.plan.checkpoints_at_once  # the kept ones are on disk already
     check_space(folder.path, to_come * bytes_needed(assembly.tensors, assembly.state_tensors))
     with waited.on("start", "reading the checkpoint") if source else nullcontext():
         state, notes = restore(source, checkpoints, job, assembly, health)
@@ -206,16 +208,7 @@ def build(
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
-    plan, main_process = job.plan, accelerator.is_main_process
-    recorder = Recorder(
-        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
-        peak_tflops=peak(plan.devices.name, "bf16"),
-        device=accelerator.device,
-        world_size=accelerator.num_processes,
-        pack_length=recipe.data.length,
-        low_precision=assembly.low_precision_products(plan.devices.name),
-        energy=EnergyMeter.of(accelerator),
-    )
+    main_process = accelerator.is_main_process
     run = Run(
         job=job,
         assembly=assembly,
@@ -225,7 +218,7 @@ def build(
         resumed_step=state.step,
         health=health,
         checkpoints=checkpoints,
-        recorder=recorder,
+        recorder=recorder_of(job, assembly, accelerator),
         trackers=resolve(recipe.log, run_dir=folder.path, resumed_step=state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(recipe.log.fp8_statistics, folder.path, state.step, main_process),
         profile=StepProfile.of(folder.path, accelerator, state) if arguments.profile else None,
@@ -236,19 +229,48 @@ def build(
     if source:
         go_on_as_scheduled(run, source)
     watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
-    comparisons = sum(4 if active.precision.quantized else 2 for active in job.plan.actives)
-    with waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        parity = assembly.check_parity(job, accelerator) if recipe.parity != "off" and state.step == 0 else []
+    parity = find_parity(run)
     introduce(run, notes)
     run.best = best_so_far(run)
     watch.note = (lambda event: run.trackers.note(event)) if main_process else None  # a rollback opens them anew
-    every = recipe.checkpoint.every
-    if every is not None and state.step // every * every + every < state.steps:
-        checkpoints.prepare(assembly.tensors, assembly.state_tensors)
-    for active, found in zip(job.plan.actives, parity, strict=False):
-        console.notice(f"{active.precision.name}: {found.summary()}" if job.plan.phases else found.summary())
-        found.require()
+    prepare_saves(run)
+    require_parity(run, parity)
     return run
+
+
+def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
+    plan = job.plan
+    return Recorder(
+        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
+        peak_tflops=peak(plan.devices.name, "bf16"),
+        device=accelerator.device,
+        world_size=accelerator.num_processes,
+        pack_length=job.recipe.data.length,
+        low_precision=assembly.low_precision_products(plan.devices.name),
+        energy=EnergyMeter.of(accelerator),
+    )
+
+
+def find_parity(run: Run) -> list[Parity | LeftOut]:
+    """Step 0 beside plain transformers, in each of the run's precisions; empty where it is not asked for, or long past."""
+    comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
+    with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
+        due_now = run.job.recipe.parity != "off" and run.state.step == 0
+        return run.assembly.check_parity(run.job, run.accelerator) if due_now else []
+
+
+def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
+    """Say what the comparisons have found; a run that is off ends here."""
+    for active, found in zip(run.job.plan.actives, parity, strict=False):
+        run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
+        found.require()
+
+
+def prepare_saves(run: Run) -> None:
+    """Where a save will go on behind the training, take the memory that it needs before the training does."""
+    every, step = run.job.recipe.checkpoint.every, run.state.step
+    if every is not None and step // every * every + every < run.state.steps:
+        run.checkpoints.prepare(run.assembly.tensors, run.assembly.state_tensors)
 
 
 # ── Act 3: the training loop ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import yaml
+from accelerate import Accelerator
 from torch import nn
 
 from benchmarks.training_speed import RECIPE, measure, run_to_its_end
 from benchmarks.ways.task import Task
-from packing.batch import BatchStream
+from packing.batch import BatchStream, StepBatches
 from packing.store import open_packs
 from packing.stream import order_of
 from pretrain.metrics.recorder import memory_gib
@@ -120,46 +121,20 @@ def ours(precision: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def train_as_documented(arguments: argparse.Namespace) -> None:
     """One process of accelerate's way; the main one writes the figures."""
-    from accelerate import Accelerator
-
     accelerator = Accelerator()
-    on_gpu = accelerator.device.type == "cuda"
     recipe = load_recipe(arguments.recipe, [UNTIED, *arguments.overrides])
     task = Task(recipe, accelerator.device, "fp32")
     hf = task.hugging_face_model()
     model, optimizer = accelerator.prepare(hf, task.adamw(hf.parameters()))
     in_fp8 = watch(model)
-    packs = open_packs(recipe.data, "train")
-    stream = BatchStream(
-        packs,
-        order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed),
-        microbatch=arguments.microbatch,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        mask_boundaries=recipe.data.mask_boundaries,
-        pin_memory=on_gpu,
-        vocab_size=task.config.vocab_size,
-    )
     losses, norms, step_ms = [], [], []
-    with stream.steps(0, STEPS) as batches:
+    with batches_of(task, accelerator, arguments.microbatch).steps(0, STEPS) as batches:
         for _ in range(STEPS):
             began = time.perf_counter()
-            step, total = next(batches), torch.zeros((), device=accelerator.device)
-            tokens = step.valid_tokens
-            for batch in step.microbatches:
-                inputs = task.inputs(batch)
-                labels = inputs.pop("labels")  # shifted already, with document boundaries masked
-                loss = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=tokens, use_cache=False).loss
-                total += loss.detach()
-                # Ranks' gradients are averaged; the loss is a share of all ranks' tokens.
-                accelerator.backward(loss * accelerator.num_processes)
-            norm = accelerator.clip_grad_norm_(model.parameters(), recipe.optimizer.clip)
-            optimizer.step()
-            optimizer.zero_grad()
-            dist.all_reduce(total)
-            losses.append(total.item())
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            if on_gpu:
+            loss, norm = step_as_documented(next(batches), task, accelerator, model, optimizer)
+            losses.append(loss)
+            norms.append(norm)
+            if accelerator.device.type == "cuda":
                 torch.cuda.synchronize()
             step_ms.append((time.perf_counter() - began) * 1e3)
     if accelerator.is_main_process:
@@ -173,6 +148,41 @@ def train_as_documented(arguments: argparse.Namespace) -> None:
             "linears that ran in FP8": sum(fp8 for _, fp8 in in_fp8.values()),
         }
         arguments.out.write_text(json.dumps(found))
+
+
+def batches_of(task: Task, accelerator: Accelerator, microbatch: int) -> BatchStream:
+    """The launcher's own batches, `microbatch` packs at once."""
+    recipe = task.recipe
+    packs = open_packs(recipe.data, "train")
+    return BatchStream(
+        packs,
+        order_of(packs, recipe.batch.tokens // recipe.data.length, recipe.seed),
+        microbatch=microbatch,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        mask_boundaries=recipe.data.mask_boundaries,
+        pin_memory=accelerator.device.type == "cuda",
+        vocab_size=task.config.vocab_size,
+    )
+
+
+def step_as_documented(
+    step: StepBatches, task: Task, accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[float, float]:
+    """The mean loss of the step's tokens, and the norm of its gradients before they were clipped."""
+    total = torch.zeros((), device=accelerator.device)
+    for batch in step.microbatches:
+        inputs = task.inputs(batch)
+        labels = inputs.pop("labels")  # shifted already, with document boundaries masked
+        loss = model(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=step.valid_tokens, use_cache=False).loss
+        total += loss.detach()
+        # Ranks' gradients are averaged; the loss is a share of all ranks' tokens.
+        accelerator.backward(loss * accelerator.num_processes)
+    norm = accelerator.clip_grad_norm_(model.parameters(), task.recipe.optimizer.clip)
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(total)
+    return total.item(), float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
 def watch(model: nn.Module) -> dict[str, tuple[str, bool]]:

@@ -33,7 +33,7 @@ from benchmarks.evidence_read import (
     read_scales,
     training_loss,
 )
-from benchmarks.evidence_results import machine_of
+from benchmarks.evidence_results import device_and_torch
 from benchmarks.throughput_report import check_place, put_between
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
@@ -84,7 +84,7 @@ def introduction(scale: Scale, here: Path) -> str:
     for file in scale.files:
         link = f"[`{file.path.name}`]({Path(os.path.relpath(file.path, here)).as_posix()})"
         days = sorted({run["date"][:10] for run in file.content["runs"].values()})
-        made = f"on {machine_of(file.content['environment'])}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}"
+        made = f"on {device_and_torch(file.content['environment'])}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}"
         made += f" ({link}, by `{file.content['command']}`)"
         files.append(f"{plural(len(file.records), 'run')} {made}")
     sizes = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens"

@@ -189,7 +189,7 @@ def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoin
         "cell": run.values[CELL],
         "seed": run.recipe.seed,
         "commit": (environment.get("git") or {}).get("commit"),
-        "machine": machine_of(environment),
+        "machine": device_and_torch(environment),
         "date": ended.strftime("%Y-%m-%d %H:%M"),
         "began_with": run.begin and hash_of(run.begin),
         "checkpoints": {folder.name: hash_of(folder) for folder in step_folders(run.run_dir / "checkpoints")},
@@ -207,7 +207,7 @@ def kept_of(run: MatrixRun, record: RunRecord, settings: dict[str, Any], endpoin
     }
 
 
-def machine_of(environment: Mapping[str, Any]) -> str:
+def device_and_torch(environment: Mapping[str, Any]) -> str:
     """What a run was computed by: "NVIDIA H200, torch 2.11.0"."""
     gpus, torch = environment.get("gpus") or [], (environment.get("packages") or {}).get("torch")
     return ", ".join(filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""]))

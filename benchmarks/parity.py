@@ -32,13 +32,7 @@ from pretrain.settings.launch_environment import with_precision
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--recipe", type=Path, default=Path("benchmarks/qwen3_1_7b.yaml"))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-
+    arguments = parse_arguments()
     accelerator = make_accelerator()
     job = prepare_job(with_precision(load_recipe(arguments.recipe, arguments.overrides), os.environ), accelerator)
     if job.plan.microbatch is None:
@@ -77,6 +71,15 @@ def main() -> None:
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
     print(parity.summary())
     print(f"{job.precision.name} on {job.plan.devices.name}: {seconds} s, of which {parts}")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--recipe", type=Path, default=Path("benchmarks/qwen3_1_7b.yaml"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, required=True)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

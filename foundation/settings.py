@@ -178,6 +178,19 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         ) from None
 
 
+def place_of(values: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Where in nested `values` the dotted `key` of a command line is set: its section, made where it is not there, and its name
+    in it. InputError where something else than a section is in the way."""
+    *parents, name = key.split(".")
+    for part in parents:
+        if values.get(part) is None:  # not there, or said to be none
+            values[part] = {}
+        values = values[part]
+        if not isinstance(values, dict):
+            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(values, repr)}, not keys of its own")
+    return values, name
+
+
 def _settings_classes(annotation: object) -> list[type[BaseModel]]:
     if _is_section(annotation):
         return [annotation]

@@ -16,9 +16,10 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import Settings, load_with_bases, parse, shown, value_from_text
+from foundation.settings import Settings, load_with_bases, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
 
@@ -162,26 +163,14 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
     files = [text for text in options.recipe if "=" not in text]
     if len(files) > 1:
         raise InputError(f"command line: one recipe at a time, not {' and '.join(files)}")
-    data = {}
-    for path, own in load_with_bases(files[0]) if files else ():
-        section = own.get("data") or {}
-        if not isinstance(section, dict):
-            raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
-        data |= section
+    data = _data_section(files[0]) if files else {}
     given = dict(text.split("=", 1) for text in options.recipe if "=" in text)
     given |= {key: value for key, value in vars(options).items() if key.startswith("data.") and value is not None}
     for key, value in given.items():
         section, _, inside = key.partition(".")
         if section != "data" or not inside:
             raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024 or data.seed=7")
-        *parents, name = inside.split(".")
-        place = data
-        for part in parents:  # as in data.validation.source
-            if place.get(part) is None:  # not there, or said to be none
-                place[part] = {}
-            place = place[part]
-            if not isinstance(place, dict):
-                raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {shown(place, repr)}, not keys of its own")
+        place, name = place_of({"data": data}, key)  # which may lie deeper, as data.validation.source
         place[name] = value if isinstance(value, bool) else value_from_text(_Recipe, key, value)
     if "packs" not in data:
         raise InputError(
@@ -193,6 +182,17 @@ def _data_settings(options: argparse.Namespace) -> DataSettings:
         return "command line" if here or not files else files[0]
 
     return parse(_Recipe, {"data": data}, origin).data
+
+
+def _data_section(file: str) -> dict[str, Any]:
+    """What a recipe and those that it is based on say of their data."""
+    data = {}
+    for path, own in load_with_bases(file):
+        section = own.get("data") or {}
+        if not isinstance(section, dict):
+            raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
+        data |= section
+    return data
 
 
 def _inspect(options: argparse.Namespace) -> None:

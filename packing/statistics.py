@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BAR, _LINE, _MARK, _INK = "#4c78a8", "#e07b39", "#b23a48", "#333333"
 
@@ -58,8 +61,18 @@ def draw_lengths(lengths: np.ndarray, pack_length: int, path: Path) -> None:
     share.set_ylabel("tokens in documents up to this length", color=_LINE)
     share.yaxis.set_major_formatter(PercentFormatter(1.0))
 
+    _mark_pack_length(axes, lengths, pack_length, left=pack_length > np.sqrt(low * high))
+    median = np.quantile(lengths, 0.5, method="lower")
+    title = f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens; median {median:,.0f}, mean {lengths.mean():,.0f}"
+    axes.set_title(title, color=_INK, fontsize=11)
+    for each in (axes, share):
+        each.spines["top"].set_visible(False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})  # the library's version would make equal packs unequal
+
+
+def _mark_pack_length(axes: Axes, lengths: np.ndarray, pack_length: int, *, left: bool) -> None:
+    """A line at the pack's length, and to its `left` or right how many documents are longer."""
     axes.axvline(pack_length, color=_MARK, linestyle="--", linewidth=1.2)
-    left = pack_length > np.sqrt(low * high)
     axes.annotate(
         f"one pack: {pack_length:,}\n{np.mean(lengths > pack_length):.1%} of documents are longer",
         (pack_length, axes.get_ylim()[1]),
@@ -71,9 +84,3 @@ def draw_lengths(lengths: np.ndarray, pack_length: int, path: Path) -> None:
         fontsize=9,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
     )
-    median = np.quantile(lengths, 0.5, method="lower")
-    title = f"{len(lengths):,} documents, {int(lengths.sum()):,} tokens; median {median:,.0f}, mean {lengths.mean():,.0f}"
-    axes.set_title(title, color=_INK, fontsize=11)
-    for each in (axes, share):
-        each.spines["top"].set_visible(False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})  # the library's version would make equal packs unequal

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -97,15 +98,7 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
 
     Scales and largest values are given as their binary logarithm. None where the run quantizes nothing, or wrote none.
     """
-    if not path.is_file():
-        return None
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        try:
-            line = parse_json(text)
-            lines.append({"step": int(line["step"]), "operands": [_operand(record) for record in line["operands"]]})
-        except (ValueError, TypeError, KeyError, AttributeError):  # a run that was killed mends its files when it is resumed
-            continue
+    lines = _statistics(path) if path.is_file() else []
     if not lines:
         return None
     steps = [line["step"] for line in lines]
@@ -123,6 +116,16 @@ def heat_maps(path: Path) -> dict[str, Any] | None:
         "operands": operands,
         "values": {m: {o: [numbers_of(row) for row in table] for o, table in of.items()} for m, of in values.items()},
     }
+
+
+def _statistics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a run's statistics that can be read; a run that was killed mends its files when it is resumed."""
+    lines = []
+    for text in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        with suppress(ValueError, TypeError, KeyError, AttributeError):
+            line = parse_json(text)
+            lines.append({"step": int(line["step"]), "operands": [_operand(record) for record in line["operands"]]})
+    return lines
 
 
 def _operand(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,81 +39,6 @@ class TableColumn:
     words: bool = False  # to the left, and sorted upwards first
 
 
-def columns_of(comparison: RunComparison) -> list[TableColumn]:
-    """All that some run knows something about."""
-    steps = max((each.gap.steps for each in comparison.paired), default=0)
-    ends_apart = any(each.gap.steps > math.ceil(each.run.summary["steps"] / 5) for each in comparison.paired)
-    matched = f"{comparison.matched_loss:.3f}" if comparison.matched_loss else "in common"
-    columns = [
-        TableColumn("run", "folder of the run; ★: on the Pareto front", _words(lambda each: each.look.label), words=True),
-        TableColumn("precision", "what products are computed in", _words(lambda each: each.run.precision), words=True),
-        TableColumn("weights", "how weights are stored", _words(lambda each: each.run.config.get("weights")), words=True),
-        TableColumn("differs in", "what else this run differs in from the others", _words(_other_differences), words=True),
-        TableColumn("steps", "updates so far", _figure(lambda each: each.run.summary["steps"], "{:,}".format)),
-        TableColumn("tokens/s", "median of all steps but the first two, padding included", _speed),
-        TableColumn(
-            "× baseline",
-            "tokens/s over the baseline's, of hardware that computes the precision itself",
-            _figure(lambda each: each.speedup, "{:.2f}".format),
-        ),
-        TableColumn(
-            f"loss − baseline, last {steps}",
-            "paired by step; ± half of the 95 % interval, by Student's t over means of batches of steps; "
-            f"of fewer than {FEWEST_STEPS} steps there is none",
-            _gap if comparison.paired else _nothing,
-        ),
-        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
-        TableColumn(
-            "held-out − baseline",
-            "of the last step in which both were evaluated, on the same packs",
-            _figure(lambda each: each.held_out_gap, signed),
-        ),
-        TableColumn(
-            f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)
-        ),
-        TableColumn(
-            "loss − baseline, last fifth",
-            f"paired by step; the end of the run, which is too short for an interval: under {FEWEST_STEPS} steps",
-            _figure(lambda each: each.end_gap if ends_apart else None, signed),
-        ),
-        TableColumn(
-            "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
-        ),
-        TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
-        *(
-            TableColumn(*_mfu(key), _figure(lambda each, key=key: _of_hardware(each, key), percent))
-            for key in _keys(comparison, "mfu_")
-        ),
-        TableColumn(
-            "tokens/J",
-            "tokens a joule, by the GPUs' own counters of energy, over all steps but the first two; no host, no cooling",
-            _figure(lambda each: _of_hardware(each, "tokens_per_joule"), three_digits),
-        ),
-        TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _hours)),
-        TableColumn(
-            f"hours to loss {matched}",
-            "speed at matched loss: time in steps until the mean loss was at the lowest that all of them reached",
-            _figure(lambda each: each.hours_to_match, _hours),
-        ),
-        TableColumn(
-            "frozen updates",
-            "share of parameters whose update was lost in rounding to the stored weight",
-            _key("frozen_updates", lambda share: f"{share * 100:.2g} %"),
-        ),
-        TableColumn(
-            "waiting for data",
-            "share of the steps' time",
-            _figure(lambda each: None if each.run.side_by_side else each.run.summary.get("data_wait_share"), percent),
-        ),
-    ]
-    always = ("run", "precision", "weights")
-    return [c for c in columns if c.name in always or any(c.cell(each).value is not None for each in comparison.standings)]
-
-
-def rows_of(comparison: RunComparison, columns: Sequence[TableColumn]) -> list[list[TableCell]]:
-    return [[column.cell(each) for column in columns] for each in comparison.standings]
-
-
 def _words(value_of: Callable[[Standing], Any]) -> Callable[[Standing], TableCell]:
     def cell(each: Standing) -> TableCell:
         value = value_of(each)
@@ -134,17 +59,13 @@ def _key(key: str, form: Callable[[float], str]) -> Callable[[Standing], TableCe
     return _figure(lambda each: each.run.summary.get(key), form)
 
 
-def _keys(comparison: RunComparison, prefix: str) -> list[str]:
-    return list(dict.fromkeys(key for each in comparison.standings for key in each.run.summary if key.startswith(prefix)))
+def _of_hardware(key: str, form: Callable[[float], str]) -> Callable[[Standing], TableCell]:
+    """A figure of hardware that computes the precision itself, and that the run had for itself."""
+    return _figure(lambda each: None if each.speed is None else each.run.summary.get(key), form)
 
 
 def _mfu(key: str) -> tuple[str, str]:
     return _MFU.get(key, (f"MFU, {key.removeprefix('mfu_').replace('_', ' ')}", f"`{key}` of the metrics"))
-
-
-def _of_hardware(each: Standing, key: str) -> float | None:
-    """A figure of hardware that computes the precision itself, and that the run had for itself."""
-    return None if each.speed is None else each.run.summary.get(key)
 
 
 def _other_differences(each: Standing) -> str | None:
@@ -156,7 +77,7 @@ def _speed(each: Standing) -> TableCell:
     return TableCell(UNKNOWN) if speed is None else TableCell(f"{speed:,.0f}", speed, "emulated" if each.run.emulated else "")
 
 
-def _hours(hours: float) -> str:
+def _as_duration(hours: float) -> str:
     return duration(hours * 3600)
 
 
@@ -174,3 +95,100 @@ def _gap(each: Standing) -> TableCell:
         return TableCell(UNKNOWN)
     sure = f"± {unsigned(gap.half_width)}" if math.isfinite(gap.half_width) else "too few for ±"
     return TableCell(signed(gap.mean), gap.mean, sure)
+
+
+_RUN = (
+    TableColumn("run", "folder of the run; ★: on the Pareto front", _words(lambda each: each.look.label), words=True),
+    TableColumn("precision", "what products are computed in", _words(lambda each: each.run.precision), words=True),
+    TableColumn("weights", "how weights are stored", _words(lambda each: each.run.config.get("weights")), words=True),
+    TableColumn("differs in", "what else this run differs in from the others", _words(_other_differences), words=True),
+    TableColumn("steps", "updates so far", _figure(lambda each: each.run.summary["steps"], "{:,}".format)),
+)
+_SPEED = (
+    TableColumn("tokens/s", "median of all steps but the first two, padding included", _speed),
+    TableColumn(
+        "× baseline",
+        "tokens/s over the baseline's, of hardware that computes the precision itself",
+        _figure(lambda each: each.speedup, "{:.2f}".format),
+    ),
+)
+_MEMORY = (
+    TableColumn(
+        "memory", "the most that torch had allocated on a GPU; on a CPU what the process held", _key("memory_gib", memory)
+    ),
+    TableColumn("reserved", "the most that torch had reserved", _figure(lambda each: reserved(each.run), memory)),
+)
+_HEALTH = (
+    TableColumn(
+        "frozen updates",
+        "share of parameters whose update was lost in rounding to the stored weight",
+        _key("frozen_updates", lambda share: f"{share * 100:.2g} %"),
+    ),
+    TableColumn(
+        "waiting for data",
+        "share of the steps' time",
+        _figure(lambda each: None if each.run.side_by_side else each.run.summary.get("data_wait_share"), percent),
+    ),
+)
+
+
+def _losses(comparison: RunComparison) -> list[TableColumn]:
+    steps = max((each.gap.steps for each in comparison.paired), default=0)
+    ends_apart = any(each.gap.steps > math.ceil(each.run.summary["steps"] / 5) for each in comparison.paired)
+    return [
+        TableColumn(
+            f"loss − baseline, last {steps}",
+            "paired by step; ± half of the 95 % interval, by Student's t over means of batches of steps; "
+            f"of fewer than {FEWEST_STEPS} steps there is none",
+            _gap if comparison.paired else _nothing,
+        ),
+        TableColumn("held-out loss", "of packs that are not trained on, nats a token", _key("held_out_loss", "{:.4f}".format)),
+        TableColumn(
+            "held-out − baseline",
+            "of the last step in which both were evaluated, on the same packs",
+            _figure(lambda each: each.held_out_gap, signed),
+        ),
+        TableColumn(
+            f"loss, last {LAST_STEPS}", "training loss, mean of the last steps, nats a token", _key(LOSS_KEY, "{:.4f}".format)
+        ),
+        TableColumn(
+            "loss − baseline, last fifth",
+            f"paired by step; the end of the run, which is too short for an interval: under {FEWEST_STEPS} steps",
+            _figure(lambda each: each.end_gap if ends_apart else None, signed),
+        ),
+    ]
+
+
+def _use_of_hardware(comparison: RunComparison) -> list[TableColumn]:
+    found = dict.fromkeys(key for each in comparison.standings for key in each.run.summary if key.startswith("mfu_"))
+    return [
+        *(TableColumn(*_mfu(key), _of_hardware(key, percent)) for key in found),
+        TableColumn(
+            "tokens/J",
+            "tokens a joule, by the GPUs' own counters of energy, over all steps but the first two; no host, no cooling",
+            _of_hardware("tokens_per_joule", three_digits),
+        ),
+    ]
+
+
+def _hours(comparison: RunComparison) -> list[TableColumn]:
+    matched = f"{comparison.matched_loss:.3f}" if comparison.matched_loss else "in common"
+    return [
+        TableColumn("hours to the horizon", "of the whole recipe at this speed", _figure(lambda each: each.hours, _as_duration)),
+        TableColumn(
+            f"hours to loss {matched}",
+            "speed at matched loss: time in steps until the mean loss was at the lowest that all of them reached",
+            _figure(lambda each: each.hours_to_match, _as_duration),
+        ),
+    ]
+
+
+def columns_of(comparison: RunComparison) -> list[TableColumn]:
+    """All that some run knows something about."""
+    columns = [*_RUN, *_SPEED, *_losses(comparison), *_MEMORY, *_use_of_hardware(comparison), *_hours(comparison), *_HEALTH]
+    always = ("run", "precision", "weights")
+    return [c for c in columns if c.name in always or any(c.cell(each).value is not None for each in comparison.standings)]
+
+
+def rows_of(comparison: RunComparison, columns: Sequence[TableColumn]) -> list[list[TableCell]]:
+    return [[column.cell(each) for column in columns] for each in comparison.standings]

@@ -220,6 +220,42 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> li
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
+    options = _parse(arguments)
+    if options.watch is not None:
+        follow(options.runs, options.page, lambda every: _write_page(options, every)[0], options.watch)
+    elif options.page:
+        _show_page(options)
+    else:
+        files = {"out": options.out, "tables_file": options.markdown}
+        of_seeds = {"margin": options.margin, "speedups": options.speedups}
+        print(write(options.runs, baseline=options.baseline, **files, vary=options.vary, **of_seeds))
+    if options.gate is None:
+        return 0
+    return _judge(RunComparison.over(read_runs(options.runs, options.baseline), options.gate))
+
+
+def _write_page(options: argparse.Namespace, every: float | None = None) -> tuple[RunComparison, SeedComparison | None]:
+    """Write the page; returns what stands in it. `every`: seconds until it is read again."""
+    runs = read_runs(options.runs, options.baseline)
+    seeds = over_seeds(runs, options.vary, options.margin, options.speedups)
+    comparison = RunComparison.over(runs, TOLERANCE if options.gate is None else options.gate)
+    html = render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=options.published)
+    save_file(options.page, html)
+    return comparison, seeds
+
+
+def _show_page(options: argparse.Namespace) -> None:
+    """Write the page, print what it says, and write the tables where they are asked for."""
+    comparison, seeds = _write_page(options)
+    said = tables([each.run for each in comparison.standings], seeds)
+    shown = seeds.said() if seeds and seeds.others else [f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said]
+    print("\n\n".join([*shown, f"Page: {options.page}"]))
+    if options.markdown:
+        save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked, with what their files hold in the files' place; `page`: where it goes, None: nowhere."""
     parser = argparse.ArgumentParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; several are compared")
     parser.add_argument("--baseline", type=Path, metavar="RUN", help="what the others are compared to (default: the first)")
@@ -263,51 +299,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--published", type=Path, metavar="CSV", help="results of others, to stand beside in the page")
     options = parser.parse_intermixed_args(arguments)
-    page = options.out if options.out and options.out.suffix == ".html" else None
-    _check(options, page)
+    options.page = options.out if options.out and options.out.suffix == ".html" else None
+    _check(options)
     if options.out and options.out.suffix == ".md":
         options.out, options.markdown = options.out.with_suffix(".png"), options.markdown or options.out
-    published = read_published(options.published) if options.published else None
-    margin = None if options.margin is None else options.margin / 100
-    speedups = read_speedups(options.speedups) if options.speedups else None
-    tolerance = TOLERANCE if options.gate is None else options.gate
-
-    def make(every: float | None = None) -> tuple[RunComparison, SeedComparison | None]:
-        runs = read_runs(options.runs, options.baseline)
-        seeds = over_seeds(runs, options.vary, margin, speedups)
-        comparison = RunComparison.over(runs, tolerance)
-        save_file(page, render(comparison, seeds=seeds, gate=options.gate is not None, every=every, published=published))
-        return comparison, seeds
-
-    if options.watch is not None:
-        follow(options.runs, page, lambda every: make(every)[0], options.watch)
-    elif page:
-        comparison, seeds = make()
-        said = tables([each.run for each in comparison.standings], seeds)
-        shown = seeds.said() if seeds and seeds.others else [f"{comparison.answer()} {comparison.why_no_speed()}".strip(), *said]
-        print("\n\n".join([*shown, f"Page: {page}"]))
-        if options.markdown:
-            save_file(options.markdown, "\n\n".join(said).encode() + b"\n")
-    else:
-        files = {"out": options.out, "tables_file": options.markdown}
-        of_seeds = {"margin": margin, "speedups": speedups}
-        print(write(options.runs, baseline=options.baseline, **files, vary=options.vary, **of_seeds))
-    if options.gate is None:
-        return 0
-    return _judge(RunComparison.over(read_runs(options.runs, options.baseline), tolerance))
+    options.published = read_published(options.published) if options.published else None
+    options.margin = None if options.margin is None else options.margin / 100
+    options.speedups = read_speedups(options.speedups) if options.speedups else None
+    return options
 
 
-def _check(options: argparse.Namespace, page: Path | None) -> None:
+def _check(options: argparse.Namespace) -> None:
     """InputError for options that do not go together, before anything is read or written."""
     if options.out and options.out.suffix not in (".html", ".png", ".md"):
         raise InputError(f"--out {options.out}: ends in none of .html, .png and .md, which say what to write")
-    if options.watch is not None and not page:
+    if options.watch is not None and not options.page:
         raise InputError("--watch writes a page again and again: add --out report.html")
     if options.watch is not None and not 1 <= options.watch <= DAY:
         raise InputError(f"--watch {options.watch:g}: the seconds between two looks are 1 at least, and {DAY:,} at most")
     if options.watch is not None and (kept := [path for path in options.runs if path.is_file()]):
         raise InputError(f"--watch follows run folders; {kept[0]} is a file, which no run goes on writing")
-    if options.published and not page:
+    if options.published and not options.page:
         raise InputError("--published stands in the page alone: add --out report.html")
     if options.margin is not None and not 0 < options.margin < 100:
         raise InputError(f"--margin {options.margin:g}: per cent of the baseline's loss are wanted, above 0 and below 100")

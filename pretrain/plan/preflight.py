@@ -151,16 +151,9 @@ def prepare_job(
     whose `packs` gets the time that packs take. Raises InputError.
     """
     # What settings say by themselves.
-    run_dir, device_type = config.run_dir_of(recipe), accelerator.device.type
-    config.begin_of(recipe)
-    check_ours(run_dir)
-    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
-    if accelerator.is_main_process:
-        check_services(recipe.log.trackers)
-    chosen = _choose_precisions(recipe, device_type)
-    actives = list({each.precision.name: each for _, each in chosen}.values())
-    active = actives[0]
-    check_settings(recipe, active.precision.name, accelerator.num_processes)
+    run_dir, device_type = _check_surroundings(recipe, accelerator), accelerator.device.type
+    precisions = _choose_precisions(recipe, device_type)
+    check_settings(recipe, precisions.first.precision.name, accelerator.num_processes)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours. A plan
     # comes before them, and before a tokenizer that is still to be trained.
@@ -169,69 +162,49 @@ def prepare_job(
     opened_now = not recipe.data.prepares and not to_come
     data = open_data(recipe.data, is_main_process=accelerator.is_main_process) if opened_now else None
 
-    # The model's shapes, without memory for its weights.
-    known, vocabulary = known_tokenizer(recipe.data, data), None
-    if recipe.model.source is None or has_other_tokens(known, recipe.model):
-        completed, vocabulary = with_tokens_of(known, recipe.model)
-        recipe = recipe.model_copy(update={"model": completed})
-    model_config = model.load_config(recipe.model)
-    check_sizes(recipe, model_config)
-    shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
-    _check_model(shapes, recipe, actives, device_type)
-    low_linears = _count_low_linears(shapes, actives)
-    shape, compute_dtype = Shape.of(shapes), getattr(torch, active.precision.compute_dtype)
-    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
-    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype, recipe.data.length)
-
-    # The tokenizer, then the packs.
-    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
-    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    _check_samples(recipe, tokenizer, model_config)
+    recipe, vocabulary = _with_vocabulary(recipe, data)
+    laid_out = _lay_out(recipe, precisions, device_type)
+    tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
     if data is None and not to_come:
-        before = waited.go_on_to("packs") if waited else ""
-        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
-        if waited:
-            waited.go_on_to(before)
-    if data is not None:
-        check_tokens(data, model_config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
-        check_pack_counts(recipe, len(data.train), data.held_out_packs)
-    elif recipe.train.epochs is not None:
-        raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
-            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
-            "the command line plans without it"
-        )
+        data = _prepare_packs(recipe, accelerator, waited or Waited(shown=False))
+    _check_packs(recipe, data, laid_out.config.vocab_size)
 
-    of_layers = {each.precision.name: layers_of(shapes, recipe, each, device_type, backend.name) for each in actives}
-    plan = Plan(
-        recipe,
-        active,
-        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas=replicas_of(accelerator)),
-        model_config.model_type,
-        ModelFlops.of(shapes),
-        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers=of_layers[active.precision.name],
-        phases=[ActivePhase(until, each, of_layers[each.precision.name]) for until, each in chosen] if len(chosen) > 1 else [],
-        low_linears=low_linears,
-        packs=len(data.train) if data and not data.stream else None,
-        trained_share=data.trained_share if data else None,
-        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
-        vocabulary=absent or vocabulary,
-        tokens_per_second=tokens_per_second or measured_speed(run_dir),
-        weight_spread=getattr(model_config.get_text_config(), "initializer_range", None),
-    )
-    asked = gathers_once_a_step(accelerator)
-    plan = replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
-    plan = spend_spare_memory(plan)
-    if recipe.train.epochs is not None:  # otherwise the schedule was checked with the settings
-        schedule.check(recipe.schedule, plan.steps, plan.tokens_per_step)
-        last_steps([phase.until for phase in plan.phases], plan.steps)
+    speed = tokens_per_second or measured_speed(run_dir)
+    plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
+    plan = spend_spare_memory(_with_gathering(plan, accelerator))
+    _check_horizon(plan)
     notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
-    return Job(plan, run_dir, model_config, shapes, data, tokenizer, backend, notices)
+    return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices)
 
 
-def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | int | None, ActivePrecision]]:
-    """What the run computes in, phase by phase, each with its `until`. Neighbours that fall back to the same are one."""
+def _check_surroundings(recipe: Recipe, accelerator: Accelerator) -> Path:
+    """The run folder. InputError where it is not this run's to use, and where its beginning or a tracker is not to be had."""
+    run_dir = config.run_dir_of(recipe)
+    config.begin_of(recipe)
+    check_ours(run_dir)
+    resolve(recipe.log, run_dir=run_dir, main_process=accelerator.is_main_process)
+    if accelerator.is_main_process:
+        check_services(recipe.log.trackers)
+    return run_dir
+
+
+@dataclass(frozen=True)
+class _Precisions:
+    """What the run computes in, phase by phase, each with its `until`."""
+
+    phases: Sequence[tuple[float | int | None, ActivePrecision]]
+
+    @property
+    def each_once(self) -> list[ActivePrecision]:
+        return list({active.precision.name: active for _, active in self.phases}.values())
+
+    @property
+    def first(self) -> ActivePrecision:
+        return self.each_once[0]
+
+
+def _choose_precisions(recipe: Recipe, device_type: str) -> _Precisions:
+    """Neighbouring phases that fall back to the same precision are one."""
     missing, chosen = missing_on(device_type), []
     for until, use in phases_of(recipe.precision):
         active = select_precision(use, recipe.fp8_config, missing)
@@ -239,7 +212,39 @@ def _choose_precisions(recipe: Recipe, device_type: str) -> list[tuple[float | i
             chosen[-1] = (until, chosen[-1][1])
         else:
             chosen.append((until, active))
-    return chosen
+    return _Precisions(chosen)
+
+
+def _with_vocabulary(recipe: Recipe, data: Data | None) -> tuple[Recipe, str | None]:
+    """The recipe, completed by the ids of the packs' tokenizer where the model takes them; and a line to say so."""
+    known = known_tokenizer(recipe.data, data)
+    if recipe.model.source is not None and not has_other_tokens(known, recipe.model):
+        return recipe, None
+    completed, vocabulary = with_tokens_of(known, recipe.model)
+    return recipe.model_copy(update={"model": completed}), vocabulary
+
+
+@dataclass(frozen=True)
+class _LaidOut:
+    """The model as it will run here, without memory for its weights."""
+
+    config: PretrainedConfig
+    shapes: PreTrainedModel
+    low_linears: tuple[int, int] | None  # how many, and of how many; None: nothing is quantized
+    attention: attention.Choice
+
+
+def _lay_out(recipe: Recipe, precisions: _Precisions, device_type: str) -> _LaidOut:
+    """InputError where the model cannot be built, is none that is trained here, or has no attention on this device."""
+    model_config = model.load_config(recipe.model)
+    check_sizes(recipe, model_config)
+    shapes = model.build_on_meta(model_config, recipe.model.trust_remote_code)
+    _check_model(shapes, recipe, precisions.each_once, device_type)
+    low_linears = _count_low_linears(shapes, precisions.each_once)
+    shape, compute_dtype = Shape.of(shapes), getattr(torch, precisions.first.precision.compute_dtype)
+    heads = Heads(shape.heads, shape.kv_heads, shape.head_dim)
+    backend = attention.choose(recipe.model.attention, device_type, heads, compute_dtype, recipe.data.length)
+    return _LaidOut(model_config, shapes, low_linears, backend)
 
 
 def _check_model(shapes: PreTrainedModel, recipe: Recipe, actives: Sequence[ActivePrecision], device_type: str) -> None:
@@ -261,13 +266,85 @@ def _count_low_linears(shapes: PreTrainedModel, actives: Sequence[ActivePrecisio
     return len(low), sum(isinstance(each, LINEARS) for each in shapes.modules())
 
 
-def _check_samples(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None, model_config: PretrainedConfig) -> None:
-    """InputError now, and not at the first evaluation."""
+def _usable_tokenizer(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that samples and the exported folder take, held against the model. InputError now where it cannot read a
+    prompt, and not at the first evaluation."""
+    check_tokenizer(recipe.data, recipe.model, model_config.vocab_size)
+    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
     for prompt in recipe.evaluate.samples:
         try:
             encoded_prompt(tokenizer, prompt, model_config)
         except InputError as error:
             raise InputError(f"`evaluate.samples`: {error}") from None
+    return tokenizer
+
+
+def _prepare_packs(recipe: Recipe, accelerator: Accelerator, waited: Waited) -> Data:
+    """The packs, prepared first where they are missing; the time that this takes is theirs."""
+    before = waited.go_on_to("packs")
+    data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    waited.go_on_to(before)
+    return data
+
+
+def _check_packs(recipe: Recipe, data: Data | None, vocab_size: int) -> None:
+    """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
+    if data is not None:
+        check_tokens(data, vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
+        check_pack_counts(recipe, len(data.train), data.held_out_packs)
+    elif recipe.train.epochs is not None:
+        raise InputError(
+            f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "
+            "`python -m packing prepare RECIPE` prepares it, and so does starting the run; train.tokens=N or train.steps=N on "
+            "the command line plans without it"
+        )
+
+
+def _plan_of(
+    recipe: Recipe,
+    accelerator: Accelerator,
+    precisions: _Precisions,
+    laid_out: _LaidOut,
+    data: Data | None,
+    vocabulary: str | None,
+    tokens_per_second: float | None,
+) -> Plan:
+    """What was found, in figures; memory is not yet spent on anything that the recipe leaves open."""
+    device_type, backend = accelerator.device.type, laid_out.attention.name
+    layers = {
+        each.precision.name: layers_of(laid_out.shapes, recipe, each, device_type, backend) for each in precisions.each_once
+    }
+    phases = [ActivePhase(until, active, layers[active.precision.name]) for until, active in precisions.phases]
+    return Plan(
+        recipe,
+        precisions.first,
+        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas=replicas_of(accelerator)),
+        laid_out.config.model_type,
+        ModelFlops.of(laid_out.shapes),
+        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
+        layers=layers[precisions.first.precision.name],
+        phases=phases if len(phases) > 1 else [],
+        low_linears=laid_out.low_linears,
+        packs=len(data.train) if data and not data.stream else None,
+        trained_share=data.trained_share if data else None,
+        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
+        vocabulary=vocabulary,
+        tokens_per_second=tokens_per_second,
+        weight_spread=getattr(laid_out.config.get_text_config(), "initializer_range", None),
+    )
+
+
+def _with_gathering(plan: Plan, accelerator: Accelerator) -> Plan:
+    """The plan when it is known whether shards are gathered once a step: as the topology asks, or where memory allows it."""
+    asked = gathers_once_a_step(accelerator)
+    return replace(plan, devices=replace(plan.devices, gathered=fits_gathered(plan) if asked is None else asked))
+
+
+def _check_horizon(plan: Plan) -> None:
+    """InputError where the schedule does not fit into epochs; into steps and tokens it was fitted with the settings."""
+    if plan.recipe.train.epochs is not None:
+        schedule.check(plan.recipe.schedule, plan.steps, plan.tokens_per_step)
+        last_steps([phase.until for phase in plan.phases], plan.steps)
 
 
 def fits_gathered(plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.settings import load_with_bases, parse, shown, value_from_text
+from foundation.settings import load_with_bases, parse, place_of, shown, value_from_text
 from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
@@ -190,12 +190,5 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
             for section, _, name in (other.rpartition(".") for other in group):
                 if isinstance(there := values.get(section), dict):
                     there.pop(name, None)
-    *parents, last = key.split(".")
-    for part in parents:
-        if values.get(part) is None:  # not there, or said to be none
-            values[part] = {}
-        below = values[part]
-        if not isinstance(below, dict):
-            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {below!r}, not keys of its own")
-        values = below
-    values[last] = copy.deepcopy(value)
+    place, last = place_of(values, key)
+    place[last] = copy.deepcopy(value)

@@ -100,34 +100,14 @@ def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: i
     """The recipe, which may recompute now, and the number of replicas."""
     replicas, shards = _mesh(environ, world)
     if environ.get("FSDP_VERSION", "1") == "1":
-        strategy = _first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
-        reshards, machine = _STRATEGIES[strategy], _number(environ, "LOCAL_WORLD_SIZE")
-        if strategy in _HYBRID and 1 < machine < world:
-            replicas, shards = world // machine, machine
-        if reshards is None:
-            replicas, shards = world, 1
-        environ["FSDP_VERSION"], environ["FSDP_RESHARD_AFTER_FORWARD"] = "2", str(reshards is not False).lower()
-        environ.pop("FSDP_FORWARD_PREFETCH", None)  # and what only FSDP1 knows has no effect
-        said.append(f"`fsdp_version: 1` ({strategy}) is taken as {_described(reshards, replicas, shards)}")
+        replicas, shards = _take_as_fsdp2(environ, world, replicas, shards, said)
     if shards == 1:
-        if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
-            raise InputError(
-                f"{_ORIGIN}: `fsdp_offload_params: true` needs FSDP2 over two processes or more, and here each holds everything"
-            )
-        environ["ACCELERATE_USE_FSDP"] = "false"
-        why = "one process has nothing to share" if world == 1 else f"{world} replicas of one shard are DDP"
-        said.append(f"FSDP is left out: {why}")
+        _leave_out_sharding(environ, world, said)
         replicas = 1
-    if shards > 1 and _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
+    elif _is_true(environ, "FSDP_CPU_RAM_EFFICIENT_LOADING"):
         said.append("`fsdp_cpu_ram_efficient_loading: true` is taken as false: it would untie the head from the embedding")
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING"):
-        text = "`fsdp_activation_checkpointing: true`"
-        if "gradient_checkpointing" in recipe.model.model_fields_set:
-            said.append(f"{text} is left out: the recipe's `model.gradient_checkpointing` decides")
-        else:
-            model = recipe.model.model_copy(update={"gradient_checkpointing": "full"})
-            recipe = recipe.model_copy(update={"model": model})
-            said.append(f"{text} is taken as `model.gradient_checkpointing: full`, which the plan reckons with")
+        recipe = _recomputing(recipe, said)
     if _is_true(environ, "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"):
         said.append("`fsdp_activation_checkpointing_offload: true` is left out: what layers keep stays on the device")
     for variable in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING", "ACTIVATION_CHECKPOINTING_OFFLOAD"):
@@ -139,6 +119,41 @@ def _settle_sharding(recipe: Recipe, environ: MutableMapping[str, str], world: i
         said.append(f"{named} is left out: each decoder layer is a group of shards, as the model itself names them")
     environ["FSDP_STATE_DICT_TYPE"] = "SHARDED_STATE_DICT"  # how accelerate would save; checkpoints here are not accelerate's
     return recipe, replicas
+
+
+def _take_as_fsdp2(environ: MutableMapping[str, str], world: int, replicas: int, shards: int, said: list[str]) -> tuple[int, int]:
+    """Replicas and shards of what FSDP1's strategy asks for."""
+    strategy = _first_known(environ, "FSDP_RESHARD_AFTER_FORWARD", "FSDP_SHARDING_STRATEGY")
+    reshards, machine = _STRATEGIES[strategy], _number(environ, "LOCAL_WORLD_SIZE")
+    if strategy in _HYBRID and 1 < machine < world:
+        replicas, shards = world // machine, machine
+    if reshards is None:
+        replicas, shards = world, 1
+    environ["FSDP_VERSION"], environ["FSDP_RESHARD_AFTER_FORWARD"] = "2", str(reshards is not False).lower()
+    environ.pop("FSDP_FORWARD_PREFETCH", None)  # and what only FSDP1 knows has no effect
+    said.append(f"`fsdp_version: 1` ({strategy}) is taken as {_described(reshards, replicas, shards)}")
+    return replicas, shards
+
+
+def _leave_out_sharding(environ: MutableMapping[str, str], world: int, said: list[str]) -> None:
+    if _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+        raise InputError(
+            f"{_ORIGIN}: `fsdp_offload_params: true` needs FSDP2 over two processes or more, and here each holds everything"
+        )
+    environ["ACCELERATE_USE_FSDP"] = "false"
+    why = "one process has nothing to share" if world == 1 else f"{world} replicas of one shard are DDP"
+    said.append(f"FSDP is left out: {why}")
+
+
+def _recomputing(recipe: Recipe, said: list[str]) -> Recipe:
+    """The recipe for a launch that asks for recomputation; what it says of that itself goes first."""
+    text = "`fsdp_activation_checkpointing: true`"
+    if "gradient_checkpointing" in recipe.model.model_fields_set:
+        said.append(f"{text} is left out: the recipe's `model.gradient_checkpointing` decides")
+        return recipe
+    said.append(f"{text} is taken as `model.gradient_checkpointing: full`, which the plan reckons with")
+    model = recipe.model.model_copy(update={"gradient_checkpointing": "full"})
+    return recipe.model_copy(update={"model": model})
 
 
 def _asked_sharding(environ: Mapping[str, str]) -> Sharding:
