@@ -148,18 +148,22 @@ def packs_before(record: Mapping[str, Any], length: int) -> int | None:
         saved = SavedSteps(tokens=identity.get("batch.tokens"), length=identity.get("data.length"))
     except ValidationError:
         return None
-    steps = progress["step"] + progress.get("left_out", 0)
-    packs = steps * (saved.tokens // saved.length) + progress.get("shift", 0)
+    packs = steps_before(record) * (saved.tokens // saved.length) + progress.get("shift", 0)
     return max(-(-packs * saved.length // length), 0)
+
+
+def steps_before(record: Mapping[str, Any]) -> int:
+    """Of how many steps a checkpoint's run had taken the packs, or passed them over in a rollback."""
+    return record["progress"]["step"] + record["progress"].get("left_out", 0)
 
 
 def shift_of(record: Mapping[str, Any], job: Job) -> int:
     """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
     packs, progress = packs_before(record, job.recipe.data.length), record["progress"]
-    steps = progress["step"] + progress.get("left_out", 0)
+    reckoned = steps_before(record) * job.plan.packs_per_step
     if of_another_stream(record, job):
-        return -steps * job.plan.packs_per_step
-    return progress.get("shift", 0) if packs is None else packs - steps * job.plan.packs_per_step
+        return -reckoned
+    return progress.get("shift", 0) if packs is None else packs - reckoned
 
 
 def of_another_stream(record: Mapping[str, Any], job: Job) -> bool:
