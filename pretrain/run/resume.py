@@ -291,7 +291,7 @@ def restore(
     scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
-    health.load_state_dict(source.record["health"])
+    health.load_state_dict(source.record["health"], anew=source.begins)
     checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 

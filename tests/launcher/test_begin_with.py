@@ -198,3 +198,27 @@ def test_a_folder_that_is_no_checkpoint_is_told_apart(train_here: Callable, tmp_
     (tmp_path / "step-00000004").mkdir()
     refused = train_here(f"train.begin_with={tmp_path}/step-00000004", f"run_dir={tmp_path}/second")
     assert refused.status == 2 and str(tmp_path / "step-00000004") in refused.output
+
+
+def test_rollbacks_of_the_other_run_are_none_of_its_own(
+    train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a budget of one each goes back once: the branch to the checkpoint of the other, and at its own step it halts."""
+    check, broken = Health.check, []
+
+    def broken_at(health: Health, step: int, loss: float, norm: float, **more: object) -> StepDecision:
+        return check(health, step, math.nan if broken and step == broken[0] and broken.pop(0) else loss, norm, **more)
+
+    monkeypatch.setattr(Health, "check", broken_at)
+    once = ["seed=5", "health.on_nan=rollback", "health.max_rollbacks=1", "parity=off", "evaluate.every=null"]
+    broken[:] = [6]
+    first = train_here(*once, f"run_dir={tmp_path}/first")
+    assert "Rollback 1 of 1" in first.output and read_run(first.run_dir).summary["rollbacks"] == 1
+    broken[:] = [10, 11]
+    begins = [*once, f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/first/checkpoints/step-00000008"]
+    second = train_here(*begins)
+    assert second.status == 3 and "step 10: the loss is nan. Rollback 1 of 1" in second.output, second.output
+    assert "step 11: the loss is nan, and the run has gone back 1 times already" in second.output
+    assert read_run(second.run_dir).summary["rollbacks"] == 1
+    again = train_here(*begins, "health.on_nan=stop", "checkpoint.every=2")
+    assert again.status == 0 and "rollbacks" not in read_run(second.run_dir).summary, "the step that asked for it is gone"

@@ -158,7 +158,9 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
 @pytest.mark.parametrize("precision", ["bf16", "delayed"])
 def test_memory_is_what_a_run_took_on_that_device(precision, job):
     """Of exact BF16 weights, 8 packs of 4,096 at once."""
-    measured = json.loads((ROOT / "benchmarks/results/h200_throughput.json").read_text())["ways"][f"{precision}_exact"]["memory_gib"]
+    measured = json.loads((ROOT / "benchmarks/results/h200_throughput.json").read_text())["ways"][f"{precision}_exact"][
+        "memory_gib"
+    ]
     planned = Target("H200").plan(job(precision, batch={"tokens": 131072, "microbatch": 8}))
     assert planned.chunk is None and planned.keeps_rotated
     assert planned.memory.total(8) / 2**30 == pytest.approx(measured, rel=0.03)
