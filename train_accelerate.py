@@ -215,6 +215,7 @@ def build(
         accelerator=accelerator,
         folder=folder,
         state=state,
+        begins=source is None or source.begins,
         resumed_step=state.step,
         health=health,
         checkpoints=checkpoints,
@@ -278,8 +279,9 @@ def prepare_saves(run: Run) -> None:
 
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
-    if run.job.recipe.evaluate.at_start and run.state.step == 0:
+    if run.job.recipe.evaluate.at_start and run.begins:
         evaluate_once(run)
+        run.best = None  # what the run has trained nothing of is none of its checkpoints
     run.waited.go_on_to("training")
     stopped_by = train(run)
     run.waited.go_on_to("end")

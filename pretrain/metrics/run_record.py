@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,6 +112,11 @@ def is_step(record: Record) -> bool:
 
 def is_evaluation(record: Record) -> bool:
     return record.get("event") == "evaluation"
+
+
+def own_evaluations(records: Iterable[Record]) -> Iterable[Record]:
+    """Of a run's lines in order: those of what it has trained, not of the model as it was before its first step."""
+    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
 
 
 def is_rollback(record: Record) -> bool:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from foundation.units import count
 from pretrain.compare.fairness import why_not_paired
 from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import read_metrics, read_run
+from pretrain.run.export import best_checkpoint
+from tests.conftest import Finished
 
 BEGIN = "runs-{seed}/first/checkpoints/step-00000004"
 
@@ -222,3 +224,31 @@ def test_rollbacks_of_the_other_run_are_none_of_its_own(
     assert read_run(second.run_dir).summary["rollbacks"] == 1
     again = train_here(*begins, "health.on_nan=stop", "checkpoint.every=2")
     assert again.status == 0 and "rollbacks" not in read_run(second.run_dir).summary, "the step that asked for it is gone"
+
+
+def test_it_is_evaluated_before_its_own_first_step_once(train_here: Callable, tmp_path: Path) -> None:
+    """With rates far too high what it begins with is the best of all, and no checkpoint of its own has it."""
+    quick = ["seed=5", "parity=off", "train.steps=8", "schedule={kind: constant}"]
+    assert train_here(*quick, "evaluate.every=4", f"run_dir={tmp_path}/first").status == 0
+    begins = [
+        f"run_dir={tmp_path}/second",
+        f"train.begin_with={tmp_path}/first/checkpoints/step-00000004",
+        "evaluate.at_start=true",
+    ]
+    best = ["checkpoint.best=true", "evaluate.every=1", "optimizer.learning_rate=0.9"]
+    second = train_here(*quick, *best, *begins)
+    assert second.status == 0, second.output
+
+    def evaluations(finished: Finished) -> dict[int, float]:
+        return {r["step"]: r["held_out_loss"] for r in finished.records() if r.get("event") == "evaluation"}
+
+    losses = evaluations(second)
+    assert list(losses) == [4, 5, 6, 7, 8] and min(losses, key=losses.get) == 4
+    assert losses[4] == {r["step"]: r for r in read_metrics(tmp_path / "first") if r.get("event")}[4]["held_out_loss"]
+    own = min(list(losses)[1:], key=losses.get)
+    assert best_checkpoint(second.run_dir).name == f"step-0000000{own}"
+
+    for folder in (second.run_dir / "checkpoints").glob("step-0000000[678]"):
+        shutil.rmtree(folder)  # as after a kill
+    resumed = train_here(*quick, *best, *begins)
+    assert "at step 5" in resumed.output and evaluations(resumed) == losses
