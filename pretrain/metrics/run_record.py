@@ -143,7 +143,7 @@ def read_run(run_dir: Path) -> RunRecord:
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = read_metrics(run_dir)
-    if not metrics:
+    if not any(map(is_step, metrics)):  # an evaluation may come before
         raise InputError(f"{folder.metrics}: holds no step yet; wait for the run's first")
     record = RunRecord(
         path=run_dir,
