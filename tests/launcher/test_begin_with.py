@@ -252,3 +252,31 @@ def test_it_is_evaluated_before_its_own_first_step_once(train_here: Callable, tm
         shutil.rmtree(folder)  # as after a kill
     resumed = train_here(*quick, *best, *begins)
     assert "at step 5" in resumed.output and evaluations(resumed) == losses
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(512, 8), (128, 20)])
+def test_a_horizon_in_tokens_over_steps_of_two_sizes_is_refused_with_the_steps_that_it_is(
+    first: Callable, train_here: Callable, tmp_path: Path, batch: int, steps: int
+) -> None:
+    """Of 3,072 tokens 1,024 are trained: it ended too soon, or too late."""
+    there, ours = tmp_path / BEGIN.format(seed=5), ["seed=5", f"batch.tokens={batch}", "parity=off"]
+    begins = [*ours, f"run_dir={tmp_path}/second", f"train.begin_with={there}"]
+    refused = train_here(*begins, "train.tokens=3072", "--plan").refusal
+    said = f"`train.begin_with`: {there}: its 4 steps took 1,024 tokens, where `batch.tokens: {batch}` takes {4 * batch:,}, so "
+    remedy = f"set `train.steps: {steps}` in its place, with which the run ends after as many tokens"
+    assert refused.startswith(said) and refused.endswith(remedy)
+    resumes = [*ours, f"run_dir={first.run_dir}", "--resume", str(there), "--accept-changes"]
+    assert train_here(*resumes, "train.epochs=0.8").refusal.endswith(f"so `train.epochs: 0.8` is no number of steps; {remedy}")
+
+    second = train_here(*begins, f"train.steps={steps}")
+    assert second.status == 0 and read_run(second.run_dir).summary["tokens"] == 3072, second.output
+    cosine, before = (0.005 * (1 + math.cos(math.pi * 2 / length)) for length in (steps - 2, 10))
+    assert second.records()[0]["learning_rate"] == pytest.approx(cosine)
+    moved = (
+        f"step 5 has {cosine:.3g}, and was to have {before:.3g}"
+        if cosine < before
+        else f"to {cosine:.3g}, and what the decay has"
+    )
+    assert moved in second.output
+    again = train_here(*begins, f"train.steps={steps}")
+    assert again.status == 0 and "was to have" not in again.output
