@@ -253,11 +253,12 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
 
 
 def find_parity(run: Run) -> list[Parity | LeftOut]:
-    """Step 0 beside plain transformers, in each of the run's precisions; empty where it is not asked for, or long past."""
+    """Step 0 beside plain transformers, in each of the run's precisions, or why not; empty where it is not asked for, and where
+    the run resumes."""
     comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        due_now = run.job.recipe.parity != "off" and run.state.step == 0
-        return run.assembly.check_parity(run.job, run.accelerator) if due_now else []
+        due_now = run.job.recipe.parity != "off" and run.begins
+        return run.assembly.check_parity(run.job, run.accelerator, run.state.step) if due_now else []
 
 
 def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:

@@ -196,14 +196,14 @@ class Assembly:
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
         return PrecisionWatch(self.precision, self.active, every, folder, **options)
 
-    def check_parity(self, job: Job, accelerator: Accelerator) -> list[Parity | LeftOut]:
-        """Step 0 beside plain transformers in each precision of the run, or why not. What comes of it goes into the audit,
-        whatever it says."""
+    def check_parity(self, job: Job, accelerator: Accelerator, step: int) -> list[Parity | LeftOut]:
+        """Step 0 beside plain transformers in each precision of the run, or why not: a run that begins at a later `step` has
+        none. What comes of it goes into the audit, whatever it says."""
         found = []
         for stage in self.stages.values():
             with self.using(stage.active):
                 of_stage = job.in_precision(stage.active)
-                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"]))
+                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"], step))
             stage.found["parity"] = {"source": "this run"} | found[-1].record()
         self.use(self.active)
         return found
