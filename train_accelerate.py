@@ -215,6 +215,7 @@ def build(
         accelerator=accelerator,
         folder=folder,
         state=state,
+        begins=source is None or source.begins,
         resumed_step=state.step,
         health=health,
         checkpoints=checkpoints,
@@ -252,11 +253,12 @@ def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recor
 
 
 def find_parity(run: Run) -> list[Parity | LeftOut]:
-    """Step 0 beside plain transformers, in each of the run's precisions; empty where it is not asked for, or long past."""
+    """Step 0 beside plain transformers, in each of the run's precisions, or why not; empty where it is not asked for, and where
+    the run resumes."""
     comparisons = sum(4 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.waited.on("checks", "parity with plain transformers", "comparisons", total=comparisons):
-        due_now = run.job.recipe.parity != "off" and run.state.step == 0
-        return run.assembly.check_parity(run.job, run.accelerator) if due_now else []
+        due_now = run.job.recipe.parity != "off" and run.begins
+        return run.assembly.check_parity(run.job, run.accelerator, run.state.step) if due_now else []
 
 
 def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
@@ -278,8 +280,9 @@ def prepare_saves(run: Run) -> None:
 
 def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
-    if run.job.recipe.evaluate.at_start and run.state.step == 0:
+    if run.job.recipe.evaluate.at_start and run.begins:
         evaluate_once(run)
+        run.best = None  # what the run has trained nothing of is none of its checkpoints
     run.waited.go_on_to("training")
     stopped_by = train(run)
     run.waited.go_on_to("end")

@@ -27,6 +27,7 @@ from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.tables import markdown, or_dash
 from foundation.units import duration
+from pretrain.checkpoint.folders import step_folders
 from pretrain.compare import report
 from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, StartedRun, command_of, least_busy
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
@@ -153,6 +154,28 @@ def next_of(waiting: Sequence[MatrixRun], running: Sequence[MatrixRun]) -> Matri
     return waiting[0] if waiting and not running else None  # which says what it lacks
 
 
+def require_beginnings(matrix: Matrix, runs: Sequence[MatrixRun], cells: Sequence[MatrixRun]) -> None:
+    """InputError where one of `runs` is to begin with a checkpoint of another cell that is not there, and none of `runs` will
+    make it. `cells`: of which `--cell` counts. What lies outside of the matrix the launcher itself asks for."""
+    to_come = {run.run_dir.resolve() for run in runs if not run.is_finished()}
+    for run in runs:
+        begin, started = run.begin, step_folders(run.run_dir / "checkpoints")  # with its own it needs no other's any more
+        if begin is None or begin.exists() or started or run.is_finished():
+            continue
+        origin = next((each for each in matrix.runs if each.run_dir.resolve() == begin.parent.parent), None)
+        if origin is None or begin.parent.parent in to_come:
+            continue
+        lacks = f"cell {run.name}: `train.begin_with`: {begin} of cell {origin.name} is not there"
+        if not origin.is_finished():
+            how = f"`--cell {cells.index(origin)}`" if origin in cells else "which `--only` leaves out"
+            raise InputError(f"{matrix.path}, {lacks}; train that cell first ({how}), or wait where it is training")
+        kept = ", ".join(folder.name for folder in step_folders(begin.parent)) or "no checkpoint"
+        raise InputError(
+            f"{matrix.path}, {lacks}: it is finished, and has kept {kept}; name one of these, or train it again in an empty "
+            "folder with another `checkpoint.every` or `checkpoint.keep`"
+        )
+
+
 class Hours:
     """Whether the matrix's own hours are over."""
 
@@ -227,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes", "max_hours")}
     matrix = load_matrix(options.matrix, options.overrides, **{key: value for key, value in changes.items() if value is not None})
-    runs = matrix.only(options.only)
+    runs = cells = matrix.only(options.only)
     if options.count:
         print(len(runs))
         return 0
@@ -242,6 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.table:
         print(Ranking(matrix).table())
         return 0
+    require_beginnings(matrix, runs, cells)
     return carry_out(matrix, runs, single=options.cell is not None)
 
 

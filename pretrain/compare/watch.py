@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
+from foundation.reading import load_object
 from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.run_record import read_metrics, summary
 
 Mark = tuple[int, int] | None  # of a file: when it was changed, and its bytes; None where there is none
 
@@ -32,7 +35,7 @@ def follow(
     say(f"following {', '.join(str(folder) for folder in folders)}: {page} is written again as they go; Ctrl-C ends it")
     try:
         while not (seen and all(map(has_ended, folders))):
-            missing = [folder for folder in folders if not _has_steps(folder)]
+            missing = [folder for folder in folders if not _figures_of(folder)["steps"]]
             if missing:
                 said = ", ".join(map(str, missing))
                 if said != waiting_for:
@@ -52,10 +55,12 @@ def follow(
 
 
 def has_ended(folder: Path) -> bool:
-    """Whether its run has written its summary, the last thing it does, and no step since. Of a killed run nobody can tell."""
-    run = RunFolder(folder, owner=False)
-    summary, metrics = mark_of(run.summary), mark_of(run.metrics)
-    return summary is not None and metrics is not None and summary[0] >= metrics[0]
+    """Whether its run has halted, or has written its summary, the last thing it does, and no step since. By what the files hold:
+    the times of those that were copied say nothing. Of a killed run nobody can tell."""
+    run, figures = RunFolder(folder, owner=False), _figures_of(folder)
+    if "halted" in figures:
+        return True
+    return run.summary.exists() and load_object(run.summary, "start the run again to write it").get("steps") == figures["steps"]
 
 
 def mark_of(path: Path) -> Mark:
@@ -68,10 +73,12 @@ def mark_of(path: Path) -> Mark:
     return status.st_mtime_ns, status.st_size
 
 
-def _has_steps(folder: Path) -> bool:
-    """Whether a whole line has been written: it may be an event, but a run's first is a step."""
-    try:
-        with RunFolder(folder, owner=False).metrics.open("rb") as file:
-            return file.readline().endswith(b"\n")
-    except OSError:
-        return False
+def _figures_of(folder: Path) -> dict[str, Any]:
+    """What comes of its metrics so far; no step where there are none yet."""
+    mark = mark_of(RunFolder(folder, owner=False).metrics)
+    return {"steps": 0} if mark is None else _figures_as_of(folder, mark)
+
+
+@lru_cache(maxsize=1024)
+def _figures_as_of(folder: Path, mark: Mark) -> dict[str, Any]:
+    return summary(read_metrics(folder))

@@ -120,11 +120,12 @@ class Health:
         }
         return state | ({"rollbacks": self.rollbacks} if self.rollbacks else {})
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, anew: bool = False) -> None:
+        """`anew`: for a run that begins with another's state, whose losses tell what is usual, and whose counts are not its."""
         self._losses = deque(state["losses"], maxlen=WINDOW)
         self._in_spike = state["in_spike"]
-        self.skipped_steps = state["skipped_steps"]
-        self.rollbacks = state.get("rollbacks", 0)
+        self.skipped_steps = 0 if anew else state["skipped_steps"]
+        self.rollbacks = 0 if anew else state.get("rollbacks", 0)
         self._consecutive_skips = state["consecutive_skips"]
 
     def frozen_warning(self, step: int, share: float, most: Mapping[str, float]) -> str | None:

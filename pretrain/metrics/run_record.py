@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -113,6 +114,11 @@ def is_evaluation(record: Record) -> bool:
     return record.get("event") == "evaluation"
 
 
+def own_evaluations(records: Iterable[Record]) -> Iterable[Record]:
+    """Of a run's lines in order: those of what it has trained, not of the model as it was before its first step."""
+    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
+
+
 def is_rollback(record: Record) -> bool:
     """What it gave up, steps and events, is inside of it under `abandoned`: as a line of the file every step stands once."""
     return record.get("event") == "rollback"
@@ -137,7 +143,7 @@ def read_run(run_dir: Path) -> RunRecord:
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = read_metrics(run_dir)
-    if not metrics:
+    if not any(map(is_step, metrics)):  # an evaluation may come before
         raise InputError(f"{folder.metrics}: holds no step yet; wait for the run's first")
     record = RunRecord(
         path=run_dir,

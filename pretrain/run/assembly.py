@@ -196,14 +196,14 @@ class Assembly:
         options = {"resumed_step": step, "main_process": main_process, "confirming": self.confirming_again}
         return PrecisionWatch(self.precision, self.active, every, folder, **options)
 
-    def check_parity(self, job: Job, accelerator: Accelerator) -> list[Parity | LeftOut]:
-        """Step 0 beside plain transformers in each precision of the run, or why not. What comes of it goes into the audit,
-        whatever it says."""
+    def check_parity(self, job: Job, accelerator: Accelerator, step: int) -> list[Parity | LeftOut]:
+        """Step 0 beside plain transformers in each precision of the run, or why not: a run that begins at a later `step` has
+        none. What comes of it goes into the audit, whatever it says."""
         found = []
         for stage in self.stages.values():
             with self.using(stage.active):
                 of_stage = job.in_precision(stage.active)
-                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"]))
+                found.append(hold_to_parity(of_stage, self.model, self.optimizer, accelerator, self.audit["compiled"], step))
             stage.found["parity"] = {"source": "this run"} | found[-1].record()
         self.use(self.active)
         return found
@@ -239,10 +239,10 @@ class BestEvaluation:
 
     @classmethod
     def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
-        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays. The
-        model as it was before the first step is none of the run's, and a loss that is not finite is none at all."""
+        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays, and a
+        loss that is not finite is none at all."""
         loss, tokens = record["held_out_loss"], record["held_out_tokens"]
-        if record["step"] == 0 or loss is None or not math.isfinite(loss):
+        if loss is None or not math.isfinite(loss):
             return before
         better = before is None or before.tokens != tokens or loss < before.loss
         return cls(record["step"], loss, tokens) if better else before
@@ -257,6 +257,7 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     state: TrainState
+    begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
     resumed_step: int
     health: Health
     checkpoints: Checkpoints

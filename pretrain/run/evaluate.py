@@ -17,7 +17,7 @@ from packing.batch import Microbatch, evaluation_batches
 from packing.mixture import MixedPacks
 from pretrain.checkpoint.folders import step_folder
 from pretrain.checkpoint.state import step_seed
-from pretrain.metrics.run_record import is_evaluation, read_metrics
+from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics
 from pretrain.model.distributed import gathered
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.preflight import Job
@@ -77,7 +77,7 @@ def best_so_far(run: Run) -> BestEvaluation | None:
     """Of the evaluations in metrics.jsonl, which has none after the present step, and whose checkpoint is there. Collective."""
     best = None
     if run.accelerator.is_main_process and run.job.recipe.checkpoint.best:
-        for record in filter(is_evaluation, read_metrics(run.folder.path)):
+        for record in own_evaluations(read_metrics(run.folder.path)):
             if step_folder(run.folder.checkpoints, record["step"]).exists():
                 best = BestEvaluation.after(record, best)
     return agreed(run.accelerator, best)

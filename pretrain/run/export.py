@@ -24,7 +24,7 @@ from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
 from pretrain.compare.figures import plot_losses
-from pretrain.metrics.run_record import RunRecord, is_evaluation, is_step, read_metrics, read_run
+from pretrain.metrics.run_record import RunRecord, is_step, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
 from pretrain.optimizer.adamw_update import Weights
@@ -66,7 +66,7 @@ def best_checkpoint(run_dir: Path) -> Path:
             "--best out to export a checkpoint by its name"
         )
     evaluated = None
-    for record in filter(is_evaluation, read_metrics(run_dir)):
+    for record in own_evaluations(read_metrics(run_dir)):
         evaluated = BestEvaluation.after(record, evaluated)
     if evaluated is None:
         raise InputError(f"{run_dir}: has evaluated no step of its own, so none is the best; leave --best out")

@@ -40,16 +40,27 @@ class LeftOut:
 
 
 def hold_to_parity(
-    job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str
+    job: Job, model: PackedLanguageModel, optimizer: torch.optim.Optimizer, accelerator: Accelerator, compiled: str, step: int
 ) -> Parity | LeftOut:
-    """The comparison, or why it was left out under `auto`; the same on every rank. `compiled`: what the audit says of it."""
+    """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it. `step`: at which the
+    run begins, with another run's weights where it is not 0.
+
+    A branch has none: trained to a small loss, weights have gradients that are the small rest of large sums, and sound code in
+    FP32, in FP8 and in blocks was then further off than is tolerated. What is compared is code, which a run from step 0 shares.
+    """
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
     if compiled == "nothing":
         job = job.with_microbatch(math.gcd(job.plan.microbatch, MICROBATCH))
-    if setting == "auto":
+    if setting == "auto" or step:
         known = kept.read() if accelerator.is_main_process and not job.recipe.model.trust_remote_code else None
         if largest_over_ranks(accelerator, int(known is not None)):  # the main process's answer is everybody's
             return LeftOut("the same code has passed on this device before", known or {"source": "kept"})
+    if step:
+        return LeftOut(
+            f"it holds step 0 alone, and this run begins with the weights of step {step:,}; the same recipe without "
+            "`train.begin_with`, with another `run_dir`, `parity=on` and `train.steps=1` holds the same code"
+        )
+    if setting == "auto":
         of_microbatches = MICROBATCHES * job.plan.microbatch * job.recipe.data.length
         cost = PACKED_PASSES * of_microbatches + PLAIN_TOKENS * min(TOKENS, of_microbatches)
         share = cost * accelerator.num_processes / (job.plan.steps * job.plan.tokens_per_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,8 @@ def find_resume_point(
         fits = "name a checkpoint of this model" if begins else "resume with the recipe it was made by, or set another `run_dir`"
         raise InputError(f"{named}{path}: does not fit this run's model{because}: {'; '.join(misfits[:2])}{more}; {fits}")
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
-    notes += filter(None, [precision_has_moved(record, job), *other_text(record, job)])
+    moved = None if hint else rate_has_moved(record, job)
+    notes += filter(None, [precision_has_moved(record, job), *other_text(record, job), moved])
     return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins)
 
 
@@ -123,7 +125,8 @@ def _to_begin_with(path: Path) -> str:
 
 def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
     """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
-    with; or it is from another folder and at the horizon already, so that the run would have no step of its own to tell of."""
+    with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
+    steps were of other sizes, and the horizon counts tokens."""
     if source is None:
         return
     if of_another_stream(source.record, job) and not source.begins:
@@ -132,11 +135,19 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
             f"another `run_dir`, and `train.begin_with: {source.path}` to begin this stream with its weights, or "
             "`data.streaming: false` to prepare all packs before the run"
         )
-    step, train = source.record["progress"]["step"], job.recipe.train
-    if step >= job.plan.steps and not checkpoints.owns(source.path):
-        key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
-        horizon = f"this run's horizon, `train.{key}: {getattr(train, key)}`, is {plural(job.plan.steps, 'step')}"
-        named = BEGIN_WITH if source.begins else ""
+    progress, train, plan = source.record["progress"], job.recipe.train, job.plan
+    step, tokens = progress["step"], progress["tokens"]
+    key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
+    named, asked = BEGIN_WITH if source.begins else "", f"`train.{key}: {getattr(train, key)}`"
+    if key != "steps" and tokens != step * plan.tokens_per_step:
+        steps = step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
+        raise InputError(
+            f"{named}{source.path}: its {plural(step, 'step')} took {tokens:,} tokens, where `batch.tokens: "
+            f"{plan.tokens_per_step}` takes {step * plan.tokens_per_step:,}, so {asked} is no number of steps; set `train.steps: "
+            f"{steps}` in its place, with which the run ends after as many tokens"
+        )
+    if step >= plan.steps and not checkpoints.owns(source.path):
+        horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
 
 
@@ -201,9 +212,8 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
     step, horizon = progress["step"], progress["steps"]
     if horizon >= job.plan.steps or step >= job.plan.steps:
         return None
-    saved = {key.removeprefix("schedule."): value for key, value in identity.items() if key.startswith("schedule.")}
     try:
-        settings, tokens = ScheduleSettings(**saved), identity["batch.tokens"]
+        settings, tokens = schedule_of(identity)
         optimizer = job.recipe.optimizer.model_copy(update={"learning_rate": identity["optimizer.learning_rate"]})
     except (ValidationError, KeyError):  # of a version whose schedules were others
         return None
@@ -224,6 +234,26 @@ def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, 
         return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
     how = f"train.begin_with={earlier[0]}" if begins else f"--resume {earlier[0]} --accept-changes"
     return told + f"{earlier[0].name} is from before it; go on from there with {how}"
+
+
+def schedule_of(identity: Mapping[str, Any]) -> tuple[ScheduleSettings, int]:
+    """A checkpoint's schedule, and the tokens of its steps. ValidationError or KeyError for one of another version."""
+    saved = {key.removeprefix("schedule."): value for key, value in identity.items() if key.startswith("schedule.")}
+    return ScheduleSettings(**saved), identity["batch.tokens"]
+
+
+def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the next step stands elsewhere in the present schedule than in the checkpoint's; None where not."""
+    recipe, plan, step = job.recipe, job.plan, record["progress"]["step"]
+    try:
+        settings, tokens = schedule_of(record["identity"])
+    except (ValidationError, KeyError):
+        return None
+    saved = schedule.learning_rate(step, settings, recipe.optimizer, record["progress"]["steps"], tokens)
+    now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
+    if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
+        return None
+    return f"the rate's schedule counts steps, and is another now: step {step + 1:,} has {now:.3g}, and was to have {saved:.3g}"
 
 
 def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -295,7 +325,7 @@ def restore(
     scales, scale_notes = scales_to_load(source.path, assembly.precision.saved_state())
     notes = scale_notes + load_weights(source, checkpoints, job.recipe.weights, assembly, scales)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
-    health.load_state_dict(source.record["health"])
+    health.load_state_dict(source.record["health"], anew=source.begins)
     checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 

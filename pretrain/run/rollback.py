@@ -35,7 +35,7 @@ def roll_back(run: Run, reason: str) -> None:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
     run.assembly.precision.forget()
-    source = ResumePoint(path, record, [])
+    source = ResumePoint(path, record, [], begins=not checkpoints.owns(path))
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     run.health.rollbacks = rollbacks
     run.state.left_out = judged.left_out + judged.step - run.state.step

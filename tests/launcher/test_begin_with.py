@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from foundation.units import count
 from pretrain.compare.fairness import why_not_paired
 from pretrain.metrics.health import Health, StepDecision
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import read_metrics, read_run
+from pretrain.run.export import best_checkpoint
+from tests.conftest import Finished
 
 BEGIN = "runs-{seed}/first/checkpoints/step-00000004"
 
@@ -198,3 +200,83 @@ def test_a_folder_that_is_no_checkpoint_is_told_apart(train_here: Callable, tmp_
     (tmp_path / "step-00000004").mkdir()
     refused = train_here(f"train.begin_with={tmp_path}/step-00000004", f"run_dir={tmp_path}/second")
     assert refused.status == 2 and str(tmp_path / "step-00000004") in refused.output
+
+
+def test_rollbacks_of_the_other_run_are_none_of_its_own(
+    train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a budget of one each goes back once: the branch to the checkpoint of the other, and at its own step it halts."""
+    check, broken = Health.check, []
+
+    def broken_at(health: Health, step: int, loss: float, norm: float, **more: object) -> StepDecision:
+        return check(health, step, math.nan if broken and step == broken[0] and broken.pop(0) else loss, norm, **more)
+
+    monkeypatch.setattr(Health, "check", broken_at)
+    once = ["seed=5", "health.on_nan=rollback", "health.max_rollbacks=1", "parity=off", "evaluate.every=null"]
+    broken[:] = [6]
+    first = train_here(*once, f"run_dir={tmp_path}/first")
+    assert "Rollback 1 of 1" in first.output and read_run(first.run_dir).summary["rollbacks"] == 1
+    broken[:] = [10, 11]
+    begins = [*once, f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/first/checkpoints/step-00000008"]
+    second = train_here(*begins)
+    assert second.status == 3 and "step 10: the loss is nan. Rollback 1 of 1" in second.output, second.output
+    assert "step 11: the loss is nan, and the run has gone back 1 times already" in second.output
+    assert read_run(second.run_dir).summary["rollbacks"] == 1
+    again = train_here(*begins, "health.on_nan=stop", "checkpoint.every=2")
+    assert again.status == 0 and "rollbacks" not in read_run(second.run_dir).summary, "the step that asked for it is gone"
+
+
+def test_it_is_evaluated_before_its_own_first_step_once(train_here: Callable, tmp_path: Path) -> None:
+    """With rates far too high what it begins with is the best of all, and no checkpoint of its own has it."""
+    quick = ["seed=5", "parity=off", "train.steps=8", "schedule={kind: constant}"]
+    assert train_here(*quick, "evaluate.every=4", f"run_dir={tmp_path}/first").status == 0
+    begins = [
+        f"run_dir={tmp_path}/second",
+        f"train.begin_with={tmp_path}/first/checkpoints/step-00000004",
+        "evaluate.at_start=true",
+    ]
+    best = ["checkpoint.best=true", "evaluate.every=1", "optimizer.learning_rate=0.9"]
+    second = train_here(*quick, *best, *begins)
+    assert second.status == 0, second.output
+
+    def evaluations(finished: Finished) -> dict[int, float]:
+        return {r["step"]: r["held_out_loss"] for r in finished.records() if r.get("event") == "evaluation"}
+
+    losses = evaluations(second)
+    assert list(losses) == [4, 5, 6, 7, 8] and min(losses, key=losses.get) == 4
+    assert losses[4] == {r["step"]: r for r in read_metrics(tmp_path / "first") if r.get("event")}[4]["held_out_loss"]
+    own = min(list(losses)[1:], key=losses.get)
+    assert best_checkpoint(second.run_dir).name == f"step-0000000{own}"
+
+    for folder in (second.run_dir / "checkpoints").glob("step-0000000[678]"):
+        shutil.rmtree(folder)  # as after a kill
+    resumed = train_here(*quick, *best, *begins)
+    assert "at step 5" in resumed.output and evaluations(resumed) == losses
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(512, 8), (128, 20)])
+def test_a_horizon_in_tokens_over_steps_of_two_sizes_is_refused_with_the_steps_that_it_is(
+    first: Callable, train_here: Callable, tmp_path: Path, batch: int, steps: int
+) -> None:
+    """Of 3,072 tokens 1,024 are trained: it ended too soon, or too late."""
+    there, ours = tmp_path / BEGIN.format(seed=5), ["seed=5", f"batch.tokens={batch}", "parity=off"]
+    begins = [*ours, f"run_dir={tmp_path}/second", f"train.begin_with={there}"]
+    refused = train_here(*begins, "train.tokens=3072", "--plan").refusal
+    said = f"`train.begin_with`: {there}: its 4 steps took 1,024 tokens, where `batch.tokens: {batch}` takes {4 * batch:,}, so "
+    remedy = f"set `train.steps: {steps}` in its place, with which the run ends after as many tokens"
+    assert refused.startswith(said) and refused.endswith(remedy)
+    resumes = [*ours, f"run_dir={first.run_dir}", "--resume", str(there), "--accept-changes"]
+    assert train_here(*resumes, "train.epochs=0.8").refusal.endswith(f"so `train.epochs: 0.8` is no number of steps; {remedy}")
+
+    second = train_here(*begins, f"train.steps={steps}")
+    assert second.status == 0 and read_run(second.run_dir).summary["tokens"] == 3072, second.output
+    cosine, before = (0.005 * (1 + math.cos(math.pi * 2 / length)) for length in (steps - 2, 10))
+    assert second.records()[0]["learning_rate"] == pytest.approx(cosine)
+    moved = (
+        f"step 5 has {cosine:.3g}, and was to have {before:.3g}"
+        if cosine < before
+        else f"to {cosine:.3g}, and what the decay has"
+    )
+    assert moved in second.output
+    again = train_here(*begins, f"train.steps={steps}")
+    assert again.status == 0 and "was to have" not in again.output

@@ -155,3 +155,20 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     assert parity_of(run_dir)["failures"], "and the audit keeps it"
     metrics = run_dir / "metrics.jsonl"
     assert not metrics.exists() or metrics.read_text() == ""
+
+
+def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callable, tmp_path: Path) -> None:
+    changed = ["model.config.intermediate_size=136", "train.steps=3"]  # of a shape that no other test has checked
+    launch("first", *changed, "parity=off", "checkpoint.every=2")
+    begins = [*changed, f"train.begin_with={tmp_path}/first/checkpoints/step-00000002"]
+    for parity in ("auto", "on"):
+        said, run_dir = launch(f"second-{parity}", *begins, f"parity={parity}")
+        (line,) = [line for line in said.splitlines() if line.startswith("parity")]
+        assert line.startswith("parity left out: it holds step 0 alone, and this run begins with the weights of step 2; the same")
+        assert parity_of(run_dir) == {"source": "this run", "left_out": line.removeprefix("parity left out: ")}
+    launch("alone", *changed, "parity=on", "train.steps=1")  # which is what the line tells to do
+    said, run_dir = launch("third", *begins, "parity=on")
+    assert "parity left out: the same code has passed on this device before" in said
+    assert parity_of(run_dir)["source"].startswith("kept from ") and parity_of(run_dir)["failures"] == []
+    said, run_dir = launch("none", *begins, "parity=off")
+    assert "parity" not in said and "parity" not in json.loads((run_dir / "audit.json").read_text())

@@ -18,7 +18,7 @@ import yaml
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from pretrain.__main__ import main
-from pretrain.compare.matrix import Hours, next_of, run_all, write_report
+from pretrain.compare.matrix import Hours, next_of, require_beginnings, run_all, write_report
 from pretrain.compare.matrix_cell import StartedRun, command_of, environment_on, least_busy, mark, status_file
 from pretrain.compare.matrix_file import Matrix, MatrixRun, load_matrix
 from pretrain.compare.ranking import OTHER_TEXT, Ranking
@@ -174,6 +174,35 @@ def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix)
     checkpoint.rmdir()
     relative = replace(made, run_dir=Path(os.path.relpath(made.run_dir)))
     assert next_of([begins, relative], []) is relative
+
+
+def test_a_cell_whose_beginning_nothing_will_make_is_refused_with_the_cell_to_train_first(matrix, tmp_path: Path, capsys):
+    checkpoints = tmp_path / "runs" / "origin" / "checkpoints"
+    begins = {"precision": "bf16", "train.begin_with": f"{checkpoints}/step-00000004"}
+    found = matrix({}, groups=[{"cells": {"branch": begins, "plain": {"precision": "bf16"}, "origin": {"precision": "fp32"}}}])
+    runs, file = {run.name: run for run in found.runs}, str(found.path)
+
+    def refused(*options: str) -> str:
+        assert main(["matrix", file, *options]) == 2
+        assert not Path(f"{runs['branch'].run_dir}.log").exists(), "nothing is started"
+        return capsys.readouterr().err
+
+    lacks = f"m.yaml, cell branch: `train.begin_with`: {checkpoints}/step-00000004 of cell origin is not there"
+    index = list(runs).index("origin")
+    first = f"{lacks}; train that cell first (`--cell {index}`), or wait where it is training"
+    assert first in refused("--cell", str(list(runs).index("branch")))
+    assert "train that cell first (which `--only` leaves out)" in refused("--only", "cell=branch", "--only", "cell=plain")
+    require_beginnings(found, found.runs, found.runs)  # where the origin is still to be trained
+
+    leave_behind(runs["origin"], 2.0)
+    (checkpoints / "step-00000012").mkdir(parents=True)
+    assert f"{lacks}: it is finished, and has kept step-00000012; name one of these" in refused()
+    own = runs["branch"].run_dir / "checkpoints" / "step-00000008"
+    own.mkdir(parents=True)
+    require_beginnings(found, found.runs, found.runs)  # where it goes on from a checkpoint of its own
+    own.rmdir()
+    (checkpoints / "step-00000004").mkdir()
+    require_beginnings(found, found.runs, found.runs)
 
 
 def test_when_the_hours_are_over_what_runs_is_told_and_nothing_else_is_started(matrix, capsys):
