@@ -21,7 +21,7 @@ from foundation.reading import load_object
 from pretrain.compare.fairness import describe_unfairness, recipe_of
 from pretrain.compare.kept_runs import read_kept
 from pretrain.compare.seed_groups import slope_of
-from pretrain.compare.seeds import SeedDifference, TokenSlope
+from pretrain.compare.seeds import SeedDifference, TokenSlope, root_mean_square
 from pretrain.metrics.run_record import RunRecord
 from pretrain.precision.registry import PRECISIONS
 from pretrain.settings.config import flatten, identity_of
@@ -321,8 +321,8 @@ class Scale:
         return slope_of([file.records[name] for file, name in self._runs(BASELINE) if not file.is_broken(name)])
 
     def apart(self, repeat: str) -> list[float]:
-        """What baselines end apart from their twins, nats a token, a number for each pair; `repeat`: REPEAT or BRANCH_REPEAT.
-        None of them where one of these runs broke off."""
+        """By how much baselines end apart from their twins, nats a token, a number for each pair; `repeat`: REPEAT or
+        BRANCH_REPEAT. Empty where one of those runs broke off."""
         if self.broken_off(repeat):
             return []
         found = [value for file in self.files for value in file.above_baseline(repeat, final_loss).values()]
@@ -335,7 +335,7 @@ class Scale:
     def floor(self, repeat: str) -> float | None:
         """The root mean square of `apart`; None where there is no pair."""
         apart = self.apart(repeat)
-        return math.sqrt(statistics.fmean(value**2 for value in apart)) if apart else None
+        return root_mean_square(apart) if apart else None
 
     def settings(self, cell: str) -> dict[str, str]:
         """Precision and weights of a cell, and what else it sets differently from the baseline, as a command line has them:

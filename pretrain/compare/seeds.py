@@ -7,7 +7,7 @@ drops out; the pairs' differences are the sample. Nothing here knows of runs: lo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,10 @@ FEWEST_EVALUATIONS = 3  # of a run, for a slope
 SLOPE_SHARE = 0.5  # of the tokens before the decay, the last ones, over which the slope is taken
 _MOST_EXPONENT = 700.0  # of e, that a float holds
 EQUIVALENT, WORSE, BETTER, CANNOT_TELL = "equivalent", "worse", "better", "cannot tell"
+
+
+def root_mean_square(values: Collection[float]) -> float:
+    return math.sqrt(math.fsum(value**2 for value in values) / len(values))
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class SeedDifference:
     @property
     def root_mean_square(self) -> float:
         """How far single differences lie from zero: of a repeated baseline, the floor below which nothing is seen."""
-        return math.sqrt(math.fsum(value**2 for value in self.by_seed.values()) / len(self.by_seed))
+        return root_mean_square(self.by_seed.values())
 
     def half_width(self, confidence: float = CONFIDENCE) -> float | None:
         """Of the mean's interval over seeds, by Student's t; None for fewer than FEWEST_SEEDS."""

@@ -26,6 +26,7 @@ from pretrain.precision.fp8_tile import (
     store_rows,
     store_tensor_scaled,
     tensor_scale,
+    through_bf16,
 )
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -64,12 +65,13 @@ def _sigmoid(x):
 
 @triton.jit
 def _through_bf16(values):
-    """FP32 values rounded to BF16, as FP32; two at a time.
+    """`through_bf16`, two values at a time: the same numbers.
 
     Left to the compiler, they are rounded one by one, by an instruction of a quarter of the others' rate, and are transposed in a
-    way that takes twice the registers: the kernel of the gradient then takes 1.5 times as long."""
+    way that takes twice the registers: the kernel of the gradient then takes 1.5 times as long. Other kernels have lost by this,
+    as the compiler then computed a tile twice (docs/log.md)."""
     if _INTERPRETED:
-        return values.to(tl.bfloat16).to(tl.float32)
+        return through_bf16(values)
     return tl.inline_asm_elementwise(
         "{.reg .b32 both; cvt.rn.bf16x2.f32 both, $3, $2; shl.b32 $0, both, 16; and.b32 $1, both, 0xffff0000;}",
         "=r,=r,r,r",
