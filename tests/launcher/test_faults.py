@@ -96,6 +96,12 @@ def test_an_error_that_is_not_of_memory_keeps_its_traceback(train_here: Callable
 # ── A folder that vanishes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def delete(folder: Path) -> None:
+    """As ``rm -r`` again and again: a checkpoint may be written beside training, and its folder renamed meanwhile."""
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def step_of_rescue(run_dir: Path) -> Path:
     (saved,) = (run_dir.with_name(f"{run_dir.name}.rescued-1") / "checkpoints").iterdir()
     return saved
@@ -106,7 +112,7 @@ def test_a_run_folder_deleted_during_the_run_ends_it_at_that_step_and_saves_besi
 ) -> None:
     run_dir = Path(small_recipe["run_dir"])
     with monkeypatch.context() as patch:
-        after_step(6, patch, lambda: shutil.rmtree(run_dir))
+        after_step(6, patch, lambda: delete(run_dir))
         run = train_here()
     assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
     saved = step_of_rescue(run_dir)
