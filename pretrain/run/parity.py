@@ -57,8 +57,8 @@ def hold_to_parity(
             return LeftOut("the same code has passed on this device before", known or {"source": "kept"})
     if step:
         return LeftOut(
-            f"it holds step 0 alone, and this run begins with the weights of step {step:,}; the same recipe without "
-            "`train.begin_with`, with another `run_dir`, `parity=on` and `train.steps=1` holds the same code"
+            f"it is checked at step 0 only, and this run begins with the weights of step {step:,}; to check the same code, run "
+            "the same recipe without `train.begin_with`, with `parity=on`, `train.steps=1` and another `run_dir`"
         )
     if setting == "auto":
         of_microbatches = MICROBATCHES * job.plan.microbatch * job.recipe.data.length

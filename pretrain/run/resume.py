@@ -142,9 +142,9 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     if key != "steps" and tokens != step * plan.tokens_per_step:
         steps = step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
         raise InputError(
-            f"{named}{source.path}: its {plural(step, 'step')} took {tokens:,} tokens, where `batch.tokens: "
-            f"{plan.tokens_per_step}` takes {step * plan.tokens_per_step:,}, so {asked} is no number of steps; set `train.steps: "
-            f"{steps}` in its place, with which the run ends after as many tokens"
+            f"{named}{source.path}: {asked} does not say at which step to end: this checkpoint's {plural(step, 'step')} took "
+            f"{tokens:,} tokens, and as many steps of `batch.tokens: {plan.tokens_per_step}` take "
+            f"{step * plan.tokens_per_step:,}; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
         )
     if step >= plan.steps and not checkpoints.owns(source.path):
         horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
@@ -253,7 +253,10 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
     if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
         return None
-    return f"the rate's schedule counts steps, and is another now: step {step + 1:,} has {now:.3g}, and was to have {saved:.3g}"
+    return (
+        f"the learning rate of step {step + 1:,} is {now:.3g}, and the checkpoint's run would have had {saved:.3g}, because "
+        "`schedule`, the horizon or `batch.tokens` has changed; leave all three as they were to keep the rate"
+    )
 
 
 def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:

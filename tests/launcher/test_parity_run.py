@@ -164,7 +164,8 @@ def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callab
     for parity in ("auto", "on"):
         said, run_dir = launch(f"second-{parity}", *begins, f"parity={parity}")
         (line,) = [line for line in said.splitlines() if line.startswith("parity")]
-        assert line.startswith("parity left out: it holds step 0 alone, and this run begins with the weights of step 2; the same")
+        said = "parity left out: it is checked at step 0 only, and this run begins with the weights of step 2; to check the same"
+        assert line.startswith(said) and "`parity=on`, `train.steps=1` and another `run_dir`" in line
         assert parity_of(run_dir) == {"source": "this run", "left_out": line.removeprefix("parity left out: ")}
     launch("alone", *changed, "parity=on", "train.steps=1")  # which is what the line tells to do
     said, run_dir = launch("third", *begins, "parity=on")
