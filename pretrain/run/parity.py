@@ -45,8 +45,7 @@ def hold_to_parity(
     """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it. `step`: at which the
     run begins, with another run's weights where it is not 0.
 
-    A branch has none: trained to a small loss, weights have gradients that are the small rest of large sums, and sound code in
-    FP32, in FP8 and in blocks was then further off than is tolerated. What is compared is code, which a run from step 0 shares.
+    A branch has none: what is compared is code, which a run from step 0 shares.
     """
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
     if compiled == "nothing":
