@@ -87,7 +87,7 @@ from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import LeftOut
 from pretrain.run.ranks import RankWatch, describe_lag
-from pretrain.run.resume import chunk_of, find_resume_point, planned_resume, require_a_way_on, restore
+from pretrain.run.resume import chunk_of, find_resume_point, keep_findings, planned_resume, require_a_way_on, restore
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -229,6 +229,8 @@ def build(
     )
     if source:
         go_on_as_scheduled(run, source)
+    if source and not source.begins:
+        keep_findings(source, assembly, run.job)
     watch.attach(assembly.model, assembly.model.hf.get_output_embeddings())
     parity = find_parity(run)
     introduce(run, notes)

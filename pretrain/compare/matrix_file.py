@@ -19,7 +19,9 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
+from foundation.reading import load_object
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
+from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import begin_of, filled_in, flatten, identity_of, load_recipe, resolved
@@ -94,14 +96,20 @@ class MatrixRun:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def is_finished(self) -> bool:
-        """Whether the run folder holds this very training, and it has reached its end.
+        """Whether the run folder holds this very training, and it has reached its end: its horizon, and the summary of that step.
 
-        An older summary.json than config.yaml belongs to a shorter run that has been prolonged since.
+        By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the
+        run has come to before it was prolonged, or sent back.
         """
-        config, summary = self.run_dir / "config.yaml", self.run_dir / "summary.json"
-        if not (config.is_file() and summary.is_file()) or summary.stat().st_mtime_ns < config.stat().st_mtime_ns:
+        written = self.run_dir / SUMMARY_FILE
+        if not written.is_file() or not self._is_in_its_folder():
             return False
-        return self._is_in_its_folder()
+        try:
+            run = read_run(self.run_dir)
+            said = load_object(written, "start the run again to write it").get("steps")
+        except InputError:  # damaged: its launcher decides whether it can go on
+            return False
+        return said == run.summary["steps"] and not run.is_unfinished
 
     def has_halted(self) -> bool:
         """Whether the run folder holds this very training, and its health has stopped it."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
 from foundation.reading import load_object
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import read_metrics, summary
+from pretrain.metrics.run_record import NoStepYet
 
 Mark = tuple[int, int] | None  # of a file: when it was changed, and its bytes; None where there is none
 
@@ -30,37 +29,47 @@ def follow(
     make: writes the page; with seconds, one that is read again by the browser, and with None its last. A run that has no step yet
     is waited for, which is said once. Any other InputError ends it.
     """
-    seen: dict[Path, Mark] | None = None
+    seen: dict[Path, Mark] = {}
+    figures: dict[Path, Mapping[str, Any]] = {}  # of the runs as the page has them, which was read for both
     waiting_for = ""
     say(f"following {', '.join(str(folder) for folder in folders)}: {page} is written again as they go; Ctrl-C ends it")
     try:
-        while not (seen and all(map(has_ended, folders))):
-            missing = [folder for folder in folders if not _figures_of(folder)["steps"]]
-            if missing:
-                said = ", ".join(map(str, missing))
+        while not (figures and all(has_ended(folder, figures[folder]) for folder in folders)):
+            if seen:
+                sleep(every)
+            now = {folder: mark_of(RunFolder(folder, owner=False).metrics) for folder in folders}
+            if now == seen:
+                continue
+            seen = now
+            missing = [folder for folder, mark in now.items() if mark is None]
+            try:
+                comparison = None if missing else make(every)
+            except NoStepYet as none:
+                if none.run_dir not in now:  # a baseline that is not followed
+                    raise
+                comparison, missing = None, [none.run_dir]
+            if comparison is None:
+                figures, said = {}, ", ".join(map(str, missing))
                 if said != waiting_for:
                     say(f"waiting for the first step of {said}")
                 waiting_for = said
-            elif (now := {folder: mark_of(RunFolder(folder, owner=False).metrics) for folder in folders}) != seen:
-                seen = now
-                comparison = make(every)
+            else:
+                figures = {each.run.path: each.run.summary for each in comparison.standings}
                 at = ", ".join(f"{each.look.label} step {each.run.summary['steps']:,}" for each in comparison.standings)
                 say(f"{time.strftime('%H:%M:%S')}  {at}: {page}")
-            if not (seen and all(map(has_ended, folders))):
-                sleep(every)
     except KeyboardInterrupt:
         say("")
-    if seen:
+    if figures:
         say(f"{make(None).answer()}\n\nPage: {page}")
 
 
-def has_ended(folder: Path) -> bool:
-    """Whether its run has halted, or has written its summary, the last thing it does, and no step since. By what the files hold:
-    the times of those that were copied say nothing. Of a killed run nobody can tell."""
-    run, figures = RunFolder(folder, owner=False), _figures_of(folder)
+def has_ended(folder: Path, figures: Mapping[str, Any]) -> bool:
+    """Whether its run, whose metrics come to `figures`, has halted, or has written its summary, the last thing it does, and no
+    step since. By what the files hold: the times of those that were copied say nothing. Of a killed run nobody can tell."""
     if "halted" in figures:
         return True
-    return run.summary.exists() and load_object(run.summary, "start the run again to write it").get("steps") == figures["steps"]
+    written = RunFolder(folder, owner=False).summary
+    return written.exists() and load_object(written, "start the run again to write it").get("steps") == figures["steps"]
 
 
 def mark_of(path: Path) -> Mark:
@@ -71,14 +80,3 @@ def mark_of(path: Path) -> Mark:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     return status.st_mtime_ns, status.st_size
-
-
-def _figures_of(folder: Path) -> dict[str, Any]:
-    """What comes of its metrics so far; no step where there are none yet."""
-    mark = mark_of(RunFolder(folder, owner=False).metrics)
-    return {"steps": 0} if mark is None else _figures_as_of(folder, mark)
-
-
-@lru_cache(maxsize=1024)
-def _figures_as_of(folder: Path, mark: Mark) -> dict[str, Any]:
-    return summary(read_metrics(folder))

@@ -24,11 +24,13 @@ from foundation.settings import load_yaml
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow")
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 METRICS_FILE = "metrics.jsonl"
+AUDIT_FILE = "audit.json"  # what runs in which precision, as it was found
+SUMMARY_FILE = "summary.json"  # written at a run's end
 STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
 PROFILE_FILE = "profile.md"  # where a step's time went; `pretrain.metrics.profile` writes it
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 _WRITTEN_WHOLE = (
-    *("config.yaml", "environment.json", "audit.json", METRICS_FILE, "summary.json", "loss.png", MATRIX_FILE, TRACKERS_FILE),
+    *("config.yaml", "environment.json", AUDIT_FILE, METRICS_FILE, SUMMARY_FILE, "loss.png", MATRIX_FILE, TRACKERS_FILE),
 )
 _FOLDERS = ("checkpoints", "final")
 _LEFTOVER = re.compile(rf"\.({'|'.join(map(re.escape, (*_WRITTEN_WHOLE, PROOF)))})\.\d+{re.escape(PARTIAL)}")
@@ -49,9 +51,9 @@ class RunFolder(ExitStack):
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
-        self.audit = path / "audit.json"
+        self.audit = path / AUDIT_FILE
         self.metrics = path / METRICS_FILE
-        self.summary = path / "summary.json"
+        self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
         self._lock: FileLock | None = None

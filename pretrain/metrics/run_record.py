@@ -17,7 +17,7 @@ from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.metrics.recorded import SHAPES, check_shapes
-from pretrain.metrics.run_folder import MATRIX_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -134,6 +134,14 @@ def _curve(records: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndar
     return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
 
 
+class NoStepYet(InputError):
+    """Of a run in `run_dir` that has begun, and of which there is nothing to read so far."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
+        self.run_dir = run_dir
+
+
 def read_run(run_dir: Path) -> RunRecord:
     """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
 
@@ -144,7 +152,7 @@ def read_run(run_dir: Path) -> RunRecord:
     folder = RunFolder(run_dir, owner=False)
     metrics = read_metrics(run_dir)
     if not any(map(is_step, metrics)):  # an evaluation may come before
-        raise InputError(f"{folder.metrics}: holds no step yet; wait for the run's first")
+        raise NoStepYet(run_dir)
     record = RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),

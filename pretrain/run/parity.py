@@ -45,8 +45,7 @@ def hold_to_parity(
     """The comparison, or why it was left out; the same on every rank. `compiled`: what the audit says of it. `step`: at which the
     run begins, with another run's weights where it is not 0.
 
-    A branch has none: trained to a small loss, weights have gradients that are the small rest of large sums, and sound code in
-    FP32, in FP8 and in blocks was then further off than is tolerated. What is compared is code, which a run from step 0 shares.
+    A branch has none: what is compared is code, which a run from step 0 shares.
     """
     setting, kept = job.recipe.parity, KeptResult(subject_of(job, accelerator, compiled))
     if compiled == "nothing":
@@ -57,8 +56,8 @@ def hold_to_parity(
             return LeftOut("the same code has passed on this device before", known or {"source": "kept"})
     if step:
         return LeftOut(
-            f"it holds step 0 alone, and this run begins with the weights of step {step:,}; the same recipe without "
-            "`train.begin_with`, with another `run_dir`, `parity=on` and `train.steps=1` holds the same code"
+            f"it is checked at step 0 only, and this run begins with the weights of step {step:,}; to check the same code, run "
+            "the same recipe without `train.begin_with`, with `parity=on`, `train.steps=1` and another `run_dir`"
         )
     if setting == "auto":
         of_microbatches = MICROBATCHES * job.plan.microbatch * job.recipe.data.length

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from torch import Tensor
 
 from foundation.errors import InputError
+from foundation.reading import load_json
 from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
@@ -21,6 +23,8 @@ from pretrain.checkpoint.folders import step_of
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import TrainState, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
+from pretrain.metrics.recorded import RecordedAudit
+from pretrain.metrics.run_folder import AUDIT_FILE
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
@@ -142,9 +146,9 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     if key != "steps" and tokens != step * plan.tokens_per_step:
         steps = step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
         raise InputError(
-            f"{named}{source.path}: its {plural(step, 'step')} took {tokens:,} tokens, where `batch.tokens: "
-            f"{plan.tokens_per_step}` takes {step * plan.tokens_per_step:,}, so {asked} is no number of steps; set `train.steps: "
-            f"{steps}` in its place, with which the run ends after as many tokens"
+            f"{named}{source.path}: {asked} does not say at which step to end: this checkpoint's {plural(step, 'step')} took "
+            f"{tokens:,} tokens, and as many steps of `batch.tokens: {plan.tokens_per_step}` take "
+            f"{step * plan.tokens_per_step:,}; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
         )
     if step >= plan.steps and not checkpoints.owns(source.path):
         horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
@@ -253,7 +257,10 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
     now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
     if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
         return None
-    return f"the rate's schedule counts steps, and is another now: step {step + 1:,} has {now:.3g}, and was to have {saved:.3g}"
+    return (
+        f"the learning rate of step {step + 1:,} is {now:.3g}, and the checkpoint's run would have had {saved:.3g}, because "
+        "`schedule`, the horizon or `batch.tokens` has changed; leave all three as they were to keep the rate"
+    )
 
 
 def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
@@ -328,6 +335,30 @@ def restore(
     health.load_state_dict(source.record["health"], anew=source.begins)
     checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
+
+
+def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:
+    """Let the audit of a run that goes on from `source` keep what earlier starts alone have found: parity, which is looked at
+    before a run's first step, and which step has confirmed a precision that the next step is not in."""
+    step, written = source.record["progress"]["step"], source.path.absolute().parent.parent / AUDIT_FILE
+    coming = job.plan.active_after(step).precision.name
+    of_precision: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):  # none, or damaged: what it held is not known
+        found = load_json(written)
+        earlier = RecordedAudit.model_validate(found)
+        of_precision = earlier.precisions or {earlier.effective or "": found}
+    for name, stage in assembly.stages.items():
+        known = of_precision.get(name, {})
+        if isinstance(parity := known.get("parity"), dict):
+            when = f"before the run's first step; its start from step {step:,} did not look again"
+            stage.found["parity"] = parity | {"when": when}
+        elif job.recipe.parity != "off":
+            why = f"it is checked before a run's first step only, and {written} has no record of that for {name}"
+            stage.found["parity"] = {"source": "this run", "left_out": why}
+        confirmed = known.get("confirmed_in_step")
+        if name != coming and isinstance(confirmed, int) and confirmed <= step:
+            stage.found["confirmed_in_step"] = confirmed
+    assembly.use(assembly.active)
 
 
 def load_weights(

@@ -15,6 +15,11 @@ A few whole documents (or beginnings of long ones: a token sees none after it) f
 the labels of all others are masked in the fast path. So the plain side stays cheap, while the fast path computes whole
 microbatches of the run's own packs. Every label, position and offset of the step is compared as well.
 
+Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
+distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
+few tokens, which no measure of half of the documents foretells. Of a token that is not foreseen the loss is such a distance
+itself, and its gradient is about 1. So an error of a logit counts as it is, whatever the weights were trained to.
+
 Before each pass a microbatch is run with all parameters negated, and they are negated back: a cast or quantized copy of a weight
 that is not made again in the pass is then one of the negated weight. Real text is needed: where all tokens are the same,
 attention averages equal values whichever it sees. Dropout is off on both sides.
@@ -28,7 +33,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -79,7 +84,10 @@ PLAIN_BYTES = 12  # a parameter: plain weights, their gradient, and one to compa
 LONGEST = TOKENS // 2  # what is taken of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 DRAWS = 2  # of the noise that stands in for quantization
+TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+
+Labels = TypeVar("Labels", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -225,7 +233,8 @@ class _Check:
         batch = self._wrong_in(step, documents, packs, valid_tokens)
         chosen = chosen_of(documents[:MICROBATCHES])
         step = replace(step, microbatches=[labelled(*each) for each in zip(step.microbatches, chosen, strict=False)])
-        compared = [document for of_batch in chosen for document in of_batch]
+        step = replace(step, microbatches=[replace(each, labels=self._others(each.labels)) for each in step.microbatches])
+        compared = [replace(document, targets=self._others(document.targets)) for of_batch in chosen for document in of_batch]
 
         with self._timed("plain"):
             reference, noise, loss_noise = self._plain_passes(compared, max(valid_tokens, 1))
@@ -261,6 +270,8 @@ class _Check:
 
     def _quantized(self, step: StepBatches, unquantized: Pass, share: float, batch: list[str], plain: Comparison) -> Parity:
         with self._timed("quantized"):
+            for _ in range(TAUGHT if self.context.state() else 0):
+                self._pass(step)
             self._spoil_copies(step)
             probe = ProductProbe(self.packed, self.active)
             with probe.watching():
@@ -334,6 +345,9 @@ class _Check:
             for name, each in noise.items()
         }
         return reference, dict(with_total(noise)), loss_noise
+
+    def _others(self, labels: Labels) -> Labels:
+        return other_labels(labels, self.hf.config.get_text_config().vocab_size)
 
     def _pass(self, step: StepBatches) -> Pass:
         """Forward and backward as a training step does them. The gradients stay where they add up until the next pass."""
@@ -483,6 +497,12 @@ def labelled(batch: Microbatch, documents: Sequence[Document]) -> Microbatch:
     for document in documents:
         labels[:, document.begin : document.end] = batch.labels[:, document.begin : document.end]
     return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum()))
+
+
+def other_labels(labels: Labels, vocabulary: int) -> Labels:
+    """As many labels of `vocabulary` tokens, each of another token, half of the vocabulary away; what is ignored stays so."""
+    ignored = labels == IGNORE
+    return (labels + vocabulary // 2) % vocabulary * ~ignored + IGNORE * ignored
 
 
 @contextmanager

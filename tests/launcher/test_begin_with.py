@@ -262,21 +262,23 @@ def test_a_horizon_in_tokens_over_steps_of_two_sizes_is_refused_with_the_steps_t
     there, ours = tmp_path / BEGIN.format(seed=5), ["seed=5", f"batch.tokens={batch}", "parity=off"]
     begins = [*ours, f"run_dir={tmp_path}/second", f"train.begin_with={there}"]
     refused = train_here(*begins, "train.tokens=3072", "--plan").refusal
-    said = f"`train.begin_with`: {there}: its 4 steps took 1,024 tokens, where `batch.tokens: {batch}` takes {4 * batch:,}, so "
-    remedy = f"set `train.steps: {steps}` in its place, with which the run ends after as many tokens"
-    assert refused.startswith(said) and refused.endswith(remedy)
+    why = (
+        "does not say at which step to end: this checkpoint's 4 steps took 1,024 tokens, and as many steps of `batch.tokens: "
+        f"{batch}` take {4 * batch:,}; set `train.steps: {steps}` in its place, which ends the run after as many tokens"
+    )
+    assert refused == f"`train.begin_with`: {there}: `train.tokens: 3072` {why}"
     resumes = [*ours, f"run_dir={first.run_dir}", "--resume", str(there), "--accept-changes"]
-    assert train_here(*resumes, "train.epochs=0.8").refusal.endswith(f"so `train.epochs: 0.8` is no number of steps; {remedy}")
+    assert train_here(*resumes, "train.epochs=0.8").refusal.endswith(f": `train.epochs: 0.8` {why}")
 
     second = train_here(*begins, f"train.steps={steps}")
     assert second.status == 0 and read_run(second.run_dir).summary["tokens"] == 3072, second.output
     cosine, before = (0.005 * (1 + math.cos(math.pi * 2 / length)) for length in (steps - 2, 10))
     assert second.records()[0]["learning_rate"] == pytest.approx(cosine)
     moved = (
-        f"step 5 has {cosine:.3g}, and was to have {before:.3g}"
+        f"the learning rate of step 5 is {cosine:.3g}, and the checkpoint's run would have had {before:.3g}, because "
         if cosine < before
         else f"to {cosine:.3g}, and what the decay has"
     )
     assert moved in second.output
     again = train_here(*begins, f"train.steps={steps}")
-    assert again.status == 0 and "was to have" not in again.output
+    assert again.status == 0 and "would have had" not in again.output

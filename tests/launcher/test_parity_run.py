@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,45 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     assert not metrics.exists() or metrics.read_text() == ""
 
 
+def keys_of(found: object, at: str = "") -> set[str]:
+    """The dotted keys of objects in objects, lists left out."""
+    return {at}.union(*(keys_of(value, f"{at}.{key}") for key, value in found.items())) if isinstance(found, dict) else {at}
+
+
+def test_a_run_that_goes_on_keeps_what_its_fresh_start_found_and_says_so(
+    launch: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["parity=on", "train.steps=3", "checkpoint.every=1", "precision=current", "fp8_config.on_unsupported=emulate"]
+    _, run_dir = launch("run", *arguments)
+    fresh = json.loads((run_dir / "audit.json").read_text())
+    for step in (2, 1):  # once more, from what the first resume wrote
+        shutil.rmtree(run_dir / "checkpoints" / f"step-{step + 1:08}", ignore_errors=True)
+        said, _ = launch("run", *arguments)
+        assert f"at step {step}" in said and "parity with plain transformers" not in said
+        found = json.loads((run_dir / "audit.json").read_text())
+        when = f"before the run's first step; its start from step {step} did not look again"
+        assert found["parity"] == fresh["parity"] | {"when": when} and fresh["parity"]["failures"] == []
+        assert keys_of(found) - keys_of(fresh) == {".parity.when"} and keys_of(fresh) <= keys_of(found)
+        assert found["confirmed_in_step"] == step + 1
+    monkeypatch.chdir(run_dir / "checkpoints")
+    launch("run", *arguments, "--resume", "step-00000001")
+    assert parity_of(run_dir) == found["parity"]
+
+
+@pytest.mark.parametrize(
+    "audit", [None, "{", '{"parity": 3, "effective": "fp32"}', '{"effective": "bf16", "parity": {"failures": []}}']
+)
+def test_a_run_that_goes_on_without_a_record_of_its_parity_says_so(audit: str | None, launch: Callable) -> None:
+    """None, damaged, strange, and that of another precision."""
+    arguments = ["train.steps=2", "checkpoint.every=1", "parity=off"]
+    _, run_dir = launch("run", *arguments)
+    (run_dir / "audit.json").write_text(audit) if audit else (run_dir / "audit.json").unlink()
+    shutil.rmtree(run_dir / "checkpoints" / "step-00000002", ignore_errors=True)
+    launch("run", *arguments[:2], "parity=on")
+    why = f"it is checked before a run's first step only, and {run_dir}/audit.json has no record of that for fp32"
+    assert parity_of(run_dir) == {"source": "this run", "left_out": why}
+
+
 def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callable, tmp_path: Path) -> None:
     changed = ["model.config.intermediate_size=136", "train.steps=3"]  # of a shape that no other test has checked
     launch("first", *changed, "parity=off", "checkpoint.every=2")
@@ -164,7 +204,8 @@ def test_a_branch_is_said_not_to_be_held_unless_the_same_code_was(launch: Callab
     for parity in ("auto", "on"):
         said, run_dir = launch(f"second-{parity}", *begins, f"parity={parity}")
         (line,) = [line for line in said.splitlines() if line.startswith("parity")]
-        assert line.startswith("parity left out: it holds step 0 alone, and this run begins with the weights of step 2; the same")
+        said = "parity left out: it is checked at step 0 only, and this run begins with the weights of step 2; to check the same"
+        assert line.startswith(said) and "`parity=on`, `train.steps=1` and another `run_dir`" in line
         assert parity_of(run_dir) == {"source": "this run", "left_out": line.removeprefix("parity left out: ")}
     launch("alone", *changed, "parity=on", "train.steps=1")  # which is what the line tells to do
     said, run_dir = launch("third", *begins, "parity=on")

@@ -76,6 +76,14 @@ def test_a_schedule_switches_once_and_resumes_before_at_and_after_the_switch(
         checkpoint = whole.run_dir / "checkpoints" / f"step-{step:08}"
         again = started(f"again-{step}", f"precision={schedule}", "--resume", str(checkpoint))
         assert again.losses() == whole.losses()[step:]
+        found = json.loads((again.run_dir / "audit.json").read_text())
+        for name, of_phase in audit["precisions"].items():
+            assert found["precisions"][name].keys() == of_phase.keys(), name
+            when = f"before the run's first step; its start from step {step} did not look again"
+            assert found["precisions"][name]["parity"] == of_phase["parity"] | {"when": when}
+            own = step + 1 if name == again.records()[0]["precision"] else SWITCH + 1 if name == after else 1
+            assert found["precisions"][name].get("confirmed_in_step") == (None if name == "bf16" else own)
+        assert found.keys() == audit.keys() and found["parity"] == found["precisions"][after]["parity"]
         last = saved(again, 5)
         assert last.keys() == end.keys() and all(torch.equal(last[name], end[name]) for name in end)
 

@@ -55,7 +55,7 @@ def leave_behind(cell: MatrixRun, loss: float | None, *, held_out: float | None 
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe)))
     if done:
-        (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+        (cell.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12", "steps": last}))
 
 
 def started(cell: MatrixRun, script: str, *, slot: int | None = None, log_begins: int = 0, **environment: str) -> StartedRun:

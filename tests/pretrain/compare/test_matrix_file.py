@@ -243,11 +243,13 @@ def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: 
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leave_behind(cell: MatrixRun, **changes: Any) -> None:
-    """The files of a run of `cell` that has come to its end."""
+def leave_behind(cell: MatrixRun, steps: int = 12, of: int | None = None, **changes: Any) -> None:
+    """The files of a run of `cell` with its `steps`, and with the summary of its end after `of` of them, or of all."""
     cell.run_dir.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": step, "tokens": 256 * step, "epoch": 0.1, "loss": 3.0, "step_ms": 10.0} for step in range(1, steps + 1)]
+    (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(cell.recipe) | changes))
-    (cell.run_dir / "summary.json").write_text(json.dumps({"steps": 12}))
+    (cell.run_dir / "summary.json").write_text(json.dumps({"steps": of or steps}))
 
 
 def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):
@@ -280,14 +282,36 @@ def test_a_folder_with_another_training_is_not_this_cell_finished(matrix, change
     assert not cell.is_finished()
 
 
-def test_a_run_that_was_prolonged_is_not_finished_by_its_older_summary(matrix):
+@pytest.mark.parametrize(("steps", "of"), [(8, 8), (10, 8), (12, 8), (6, 12)])
+def test_a_run_that_was_prolonged_or_sent_back_is_not_finished_by_its_older_summary(matrix, steps: int, of: int):
+    """Whichever file is newer: before its first step more, among them, after the last, and sent back to a checkpoint."""
+    cell = matrix().runs[0]
+    leave_behind(cell, steps, of)
+    assert not cell.is_finished()
+
+
+@pytest.mark.parametrize("older", ["config.yaml", "metrics.jsonl", "summary.json"])
+def test_the_times_of_files_do_not_say_whether_a_cell_is_finished(matrix, older: str):
     cell = matrix().runs[0]
     leave_behind(cell)
-    os.utime(cell.run_dir / "summary.json", ns=(0, 0))
-    assert not cell.is_finished()
+    os.utime(cell.run_dir / older, ns=(0, 0))
+    assert cell.is_finished()
+
+
+@pytest.mark.parametrize("horizon", [{"tokens": 3000}, {"epochs": 0.1}], ids=str)
+def test_a_horizon_in_tokens_or_epochs_is_reached_where_the_metrics_say_so(matrix, horizon: dict[str, Any]):
+    cell = matrix(overrides={"train.steps": None, **{f"train.{key}": value for key, value in horizon.items()}}).runs[0]
+    leave_behind(cell)
+    assert cell.is_finished()
+    longer = matrix(overrides={"train.steps": None, **{f"train.{key}": 2 * value for key, value in horizon.items()}}).runs[0]
+    leave_behind(longer)
+    assert not longer.is_finished()
 
 
 def test_a_damaged_run_folder_is_left_to_the_launcher_to_judge(matrix):
     cell = matrix().runs[0]
     leave_behind(cell, no_such_key=1)
+    assert not cell.is_finished()
+    leave_behind(cell)
+    (cell.run_dir / "summary.json").write_text('{"steps": 1')
     assert not cell.is_finished()

@@ -52,7 +52,7 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
         lines[-1] |= last_step
         (run.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (run.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(run.recipe)))
-        (run.run_dir / "summary.json").write_text("{}")
+        (run.run_dir / "summary.json").write_text(json.dumps({"steps": 12}))
 
     return leave
 

@@ -254,7 +254,7 @@ def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(small_recipe:
         evaluation = json.loads(lines[-1]) | {"held_out_loss": loss}
         (run.run_dir / "metrics.jsonl").write_text("\n".join([*lines[:-1], json.dumps(evaluation)]) + "\n")
         (run.run_dir / "config.yaml").write_text(yaml.safe_dump(resolved(run.recipe)))
-        (run.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12"}))
+        (run.run_dir / "summary.json").write_text(json.dumps({"data_fingerprint": "ab12", "steps": 12}))
     assert matrix_main([str(tmp_path / "m.yaml")]) == 0
     said = capsys.readouterr().out
     assert "Against fp32 over 3 seeds, within 0.3 %: worse: bf16." in said and "Best first" not in said

@@ -6,13 +6,14 @@ import json
 import os
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
+from pretrain.compare.comparison import RunComparison
 from pretrain.compare.watch import follow, has_ended
+from pretrain.metrics import run_record
 from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run
 
@@ -25,9 +26,10 @@ def finish(run: Path, steps: int) -> None:
 def test_the_page_is_written_when_a_run_has_gone_on_and_once_more_at_the_end(tmp_path: Path):
     run, written, said = tmp_path / "run", [], []
 
-    def make(every: float | None) -> SimpleNamespace:
+    def make(every: float | None) -> RunComparison:
+        comparison = RunComparison.over([read_run(run)])
         written.append((every, len((run / "metrics.jsonl").read_text().splitlines())))
-        return SimpleNamespace(standings=[], answer=lambda: "the answer")
+        return comparison
 
     def step_once_more() -> None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -45,8 +47,8 @@ def test_the_page_is_written_when_a_run_has_gone_on_and_once_more_at_the_end(tmp
     happening = iter([evaluate_before_the_first, train, lambda: None, lambda: finish(run, 3), step_once_more, end])
     follow([run], tmp_path / "x.html", make, 7.0, say=said.append, sleep=lambda seconds: next(happening)())
     assert written == [(7.0, 5), (7.0, 6), (None, 6)], "not where nothing has changed; the last is not read again"
-    assert said[1] == f"waiting for the first step of {run}" and "the answer" in said[-1]
-    assert has_ended(run)
+    assert said[1] == f"waiting for the first step of {run}" and f"Page: {tmp_path / 'x.html'}" in said[-1]
+    assert has_ended(run, read_run(run).summary)
 
 
 def test_ctrl_c_ends_watching_with_a_page_that_is_not_read_again(tmp_path: Path):
@@ -55,9 +57,49 @@ def test_ctrl_c_ends_watching_with_a_page_that_is_not_read_again(tmp_path: Path)
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    make = lambda every: written.append(every) or SimpleNamespace(standings=[], answer=str)  # noqa: E731
+    make = lambda every: written.append(every) or RunComparison.over([read_run(run)])  # noqa: E731
     follow([run], tmp_path / "x.html", make, 3.0, say=lambda text: None, sleep=interrupted)
     assert written == [3.0, None]
+
+
+def test_a_runs_metrics_are_read_once_for_the_page_and_for_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run, read, at = make_run(tmp_path / "run"), [], []
+    whole_file = run_record._read
+    monkeypatch.setattr(run_record, "_read", lambda path: read.append(path.name) or whole_file(path))
+
+    def go_on(seconds: float) -> None:
+        at.append(read.count("metrics.jsonl"))
+        if len(at) == 2:
+            finish(run, 4)
+
+    make = lambda every: RunComparison.over([read_run(run)])  # noqa: E731
+    follow([run], tmp_path / "x.html", make, 7.0, say=lambda text: None, sleep=go_on)
+    assert at == [1, 1], "and not at all where nothing has changed"
+    assert read.count("metrics.jsonl") == 2, "once more for the last page"
+
+
+def test_of_several_runs_those_without_a_step_are_waited_for(tmp_path: Path):
+    runs = [tmp_path / name for name in ("one", "two", "three")]
+    make_run(runs[0])
+    finish(runs[0], 4)
+    said, sleeps = [], []
+
+    def begin(seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 1:
+            runs[1].mkdir()
+            (runs[1] / "metrics.jsonl").write_text("")
+            make_run(runs[2])
+        elif len(sleeps) == 2:
+            shutil.rmtree(runs[1])
+            make_run(runs[1])
+        else:
+            finish(runs[len(sleeps) - 2], 4)
+
+    make = lambda every: RunComparison.over([read_run(run) for run in runs])  # noqa: E731
+    follow(runs, tmp_path / "x.html", make, 7.0, say=said.append, sleep=begin)
+    waits = [f"waiting for the first step of {which}" for which in (f"{runs[1]}, {runs[2]}", runs[1])]
+    assert [line for line in said if line.startswith("waiting")] == waits and len(sleeps) == 4
 
 
 def test_the_command_follows_a_run_that_has_ended_to_its_end_at_once(tmp_path: Path, capsys):
@@ -71,11 +113,10 @@ def test_the_command_follows_a_run_that_has_ended_to_its_end_at_once(tmp_path: P
 def test_a_run_that_was_halted_has_ended_and_one_of_which_no_step_is_there_is_said(tmp_path: Path):
     run = make_run(tmp_path / "run", (4.0, None))
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert not has_ended(run)
+    assert not has_ended(run, read_run(run).summary)
     lines[1]["halted"] = "the loss is nan"
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert has_ended(run)
+    assert has_ended(run, read_run(run).summary)
     (run / "metrics.jsonl").write_text(json.dumps(lines[2]) + "\n")
-    assert not has_ended(run)
     with pytest.raises(InputError, match=r"metrics\.jsonl: holds no step yet; wait for the run's first"):
         read_run(run)
