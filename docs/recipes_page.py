@@ -16,13 +16,13 @@ Trainings that run as they are. `make docs` writes this page from `recipes/` and
 and a test compares the two; `python -m pretrain recipes` prints the table, of your own files too.
 
 * A recipe can build on another: `base: other.yaml` at its top takes everything from that file, and
-  what the recipe says itself goes before it, key by key. All keys: [settings.md](settings.md).
+  what the recipe says itself overrides it, key by key. All keys: [settings.md](settings.md).
 * `--plan` behind a command says what it would do here, `python -m pretrain plan RECIPE` what it
   would take elsewhere ([planning.md](planning.md)).
 * The figures are of documents that were published with code; what a comment calls wrong there was
-  checked by arithmetic. Except `smoke`, `tinyshakespeare`, `comparison` and `comparison_base`,
-  nobody has trained these recipes to their end here: data and models lie on the hub. Tests plan
-  each of them, and train each kind in a tiny form.
+  checked by arithmetic. Only `smoke`, `tinyshakespeare`, `comparison`, `comparison_base` and
+  `evidence_14m` have been trained to their end here: most data and models lie on the hub. Tests
+  plan each recipe, and train each kind in a tiny form.
 * A name on the hub that is gated, as Llama's, asks for `hf auth login` and its licence.
 """
 MORE = {

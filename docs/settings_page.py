@@ -37,7 +37,7 @@ of a precision.
 * A recipe is a YAML file. A key that is not listed here is an error that names the nearest known
   one.
 * `base: other.yaml` at its top takes everything from another recipe, a path from this file on; what
-  the recipe says itself goes before it, key by key: `train.tokens` replaces `train.steps`, and
+  the recipe says itself overrides it, key by key: `train.tokens` replaces `train.steps`, and
   `model.config` is replaced as a whole.
 * `key=value` on the command line overrides the recipe, with dots for nesting:
   `optimizer.learning_rate=1e-4 train.tokens=2e9`.

@@ -31,6 +31,7 @@ RUNS = {
 }
 # Commands of a module that has several, and takes the name as the first of its arguments.
 PACKS = {
+    "tokenizer": ("packing.__main__", "text to a tokenizer"),
     "prepare": ("packing.__main__", "text to packs"),
     "inspect": ("packing.__main__", "what packs hold: counts, lengths, text"),
     "import": ("packing.__main__", "MDS or token .bin packs to Arrow packs"),
@@ -65,7 +66,7 @@ def main(arguments: list[str]) -> int:
     started = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pretrain"
     groups = {"of runs": RUNS, "of packs": PACKS}
     lines = "\n".join(
-        "\n".join([f"{group}:", *(f"  {name:<8} {what}" for name, (_, what) in commands.items())])
+        "\n".join([f"{group}:", *(f"  {name:<9} {what}" for name, (_, what) in commands.items())])
         for group, commands in groups.items()
     )
     usage = f"usage: {started} COMMAND ...\n\n{lines}\n\n{started} COMMAND --help says more"

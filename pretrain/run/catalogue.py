@@ -159,7 +159,8 @@ def listed(path: Path, accelerator: Accelerator) -> ListedRecipe:
     """The recipe at `path` on the fewest H200s that hold it. InputError where the file is no recipe."""
     recipe, head = load_recipe(path), head_of(path)
     if (source := recipe.model.source) is not None and source not in PUBLISHED:
-        unread = f"`model.source: {source}` is not read for a listing; `python -m pretrain plan {path.name}` reads it"
+        here = path.relative_to(FOLDER.parent) if path.is_relative_to(FOLDER) else path  # as it is named in the checkout
+        unread = f"`model.source: {source}` is not read for a listing; `python -m pretrain plan {here}` reads it"
         return ListedRecipe(path, recipe, head, obstacle=unread)
     try:
         job = prepare_job(plannable(recipe), accelerator, may_prepare=False)
