@@ -10,7 +10,16 @@ import numpy as np
 
 from foundation.units import count, plural
 from pretrain.compare.appearance import Look, looks_of
-from pretrain.compare.fairness import Gap, last_fifth, loss_differences, of_one_text, same_held_out, same_packs, why_not_paired
+from pretrain.compare.fairness import (
+    Gap,
+    changes_in_words,
+    last_fifth,
+    loss_differences,
+    of_one_text,
+    same_held_out,
+    same_packs,
+    why_not_paired,
+)
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, is_step
 
@@ -121,6 +130,8 @@ class RunComparison:
         halted = [each for each in self.standings if each.run.broken_off and not each.run.diverged]
         said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
         said += "".join(f" {each.look.label} was halted at step {each.run.summary['steps']}." for each in halted)
+        changed = ((each.look.label, changes_in_words(each.run)) for each in self.standings)
+        said += "".join(f" {name} was not trained by one recipe: {how}." for name, how in changed if how)
         if len(self.standings) == 1:
             return answer_for_one(self.baseline) + said
         sound = [each for each in self.paired if not each.run.broken_off]

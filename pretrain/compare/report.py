@@ -26,6 +26,7 @@ from pretrain.compare.fairness import (
     LAST_SHARE,
     PairedDifference,
     Variants,
+    changes_in_words,
     check_comparable,
     describe_unfairness,
     last_fifth,
@@ -212,6 +213,7 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> li
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
     notes |= {note: True for note in [other_machines(runs)] if note}
     notes |= {f"{name} is not paired with {runs[0].name}: {why}.": True for name, why in reasons.items() if why}
+    notes |= {f"{run.name} was not trained by one recipe: {said}.": True for run in runs if (said := changes_in_words(run))}
     notes |= {
         f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))
     }

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.checkpoint.state import Past, TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.health import Health
@@ -269,6 +269,7 @@ class Run:
     watch: RankWatch
     waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
+    past: Past = field(default_factory=Past)
 
 
 def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,16 @@ from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
-from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import TrainState, check_record, check_same_training, differences
+from pretrain.checkpoint.manifest import MANIFEST, NOT_HERE, TensorEntry, read_manifest
+from pretrain.checkpoint.state import (
+    Change,
+    Past,
+    TrainState,
+    changed_keys,
+    check_record,
+    check_same_training,
+    differences,
+)
 from pretrain.metrics.health import Health
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
@@ -35,6 +44,7 @@ from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
+HORIZON = {"train.steps", "train.tokens", "train.epochs"}
 
 
 class SavedSteps(BaseModel):
@@ -52,6 +62,7 @@ class ResumePoint:
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
     begins: bool = False  # it is that of `train.begin_with`: another training's is what was asked for
+    past: Past = field(default_factory=Past)  # of the run that goes on from it
 
 
 def find_resume_point(
@@ -93,7 +104,68 @@ def find_resume_point(
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     moved = None if hint else rate_has_moved(record, job)
     notes += filter(None, [precision_has_moved(record, job), *other_text(record, job), moved])
-    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins)
+    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins, past_of(path, record, job, begins))
+
+
+def past_of(path: Path, record: Mapping[str, Any], job: Job, begins: bool) -> Past:
+    """What the run that goes on from `path` has trained otherwise than `job` says: what its checkpoint says of that, and what has
+    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place."""
+    if begins:
+        manifest = path / MANIFEST  # which another machine may have
+        return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None)
+    past, was = Past.model_validate(record.get("past", {})), felt_changes(record, job)
+    change = [Change(step=record["progress"]["step"], was=was)] if was else []
+    return past.model_copy(update={"changed": [*past.changed, *change]})
+
+
+def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The settings, with the checkpoint's values, under which its steps were trained otherwise than this run would have trained
+    them. A horizon or a schedule that gives them the same rates and precisions is none, nor is what one of two precisions lacks.
+    """
+    identity, current = record["identity"], job.identity
+    was = {key: identity.get(key) for key in changed_keys(identity, current)}
+    same_rates, same_precisions = _same_rates(record, job), _same_precisions(record, job)
+
+    def is_felt(key: str) -> bool:
+        if key in HORIZON:
+            return not (same_rates and (same_precisions or "precision" in was))
+        if key.startswith("fp8_config."):
+            return not ("precision" in was and None in (was[key], current.get(key)))
+        return not (same_rates if key.startswith("schedule.") else same_precisions and key == "precision")
+
+    return {key: old for key, old in was.items() if is_felt(key)}
+
+
+def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate."""
+    recipe, horizon = job.recipe, record["progress"]["steps"]
+    try:
+        settings, tokens = schedule_of(record["identity"])
+    except (ValidationError, KeyError):
+        return False
+    return all(
+        schedule.learning_rate(step, settings, recipe.optimizer, horizon, tokens)
+        == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+        for step in range(record["progress"]["step"])
+    )
+
+
+def _same_precisions(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the checkpoint's steps would be of the same precisions by the present schedule of these."""
+    progress = record["progress"]
+    try:
+        saved = _until_step(record["identity"].get("precision"), progress["steps"], progress["step"])
+        return saved == _until_step(job.identity["precision"], job.plan.steps, progress["step"])
+    except (InputError, TypeError):  # of a version with other rules
+        return False
+
+
+def _until_step(setting: Any, steps: int, step: int) -> list[tuple[int, str]]:
+    """The phases of a `precision` in a horizon of `steps`, as far as `step`: the last step of each, and its name."""
+    phases = phases_of(setting)
+    ends = last_steps([until for until, _ in phases], steps)
+    begins = [0, *ends]
+    return [(min(end, step), name) for begin, end, (_, name) in zip(begins, ends, phases, strict=False) if begin < step]
 
 
 def _to_resume(checkpoints: Checkpoints, wanted: str, *, look_only: bool) -> Path | None:
