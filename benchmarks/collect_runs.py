@@ -34,10 +34,12 @@ def main() -> None:
         )
     settings = {path: flatten(read_run(path).config) for path in arguments.runs}
     shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
+    environment = json.loads((arguments.runs[0] / "environment.json").read_text())
+    environment.pop("past", None)  # which is of that run alone
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
         "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),
-        "environment": json.loads((arguments.runs[0] / "environment.json").read_text()),
+        "environment": environment,
         "settings": shared,
         "runs": {
             path.name: figures(path, {key: v for key, v in settings[path].items() if key not in shared})
@@ -62,6 +64,7 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
+        **run.past.record(),
         "summary": {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint} | run.summary,
         "losses": [record["loss"] for record in steps],
         "gradient_norms": [record["gradient_norm"] for record in steps],
