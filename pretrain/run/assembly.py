@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
@@ -486,7 +487,15 @@ def rehearse(
             batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
-    entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    try:
+        entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    except RuntimeError as error:
+        if "shapes cannot be multiplied" not in str(error):
+            raise
+        kind = type(packed.hf).__name__
+        raise InputError(
+            f"`model.config`: the sizes of {kind} do not go together: {error}; change one, or leave it out"
+        ) from None
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
