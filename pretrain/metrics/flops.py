@@ -132,7 +132,7 @@ class ModelFlops:
     def left_out(self) -> str:
         """What to know of the `uncounted`, where there are some."""
         number, first = len(self.uncounted), self.uncounted[0]
-        return f"FLOPs are not those of {number} weights or modules that are in no known product, or not once: {first}, ..."
+        return f"FLOPs are not complete: {number} weights or modules are in no known product, or run more than once: {first}, ..."
 
     @property
     def gated(self) -> bool:
