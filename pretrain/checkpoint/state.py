@@ -80,10 +80,11 @@ class Past(BaseModel):
 
     changed: list[Change] = []  # in order
     begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
+    left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
 
     def record(self) -> dict[str, Any]:
         """As JSON has it, under `past`; nothing where all was as it is now."""
-        return {"past": self.model_dump()} if self.changed or self.begin_with else {}
+        return {"past": self.model_dump()} if self != Past() else {}
 
 
 class SavedHealth(BaseModel):

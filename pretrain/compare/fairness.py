@@ -17,7 +17,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.compare.student import t_quantile
-from pretrain.metrics.run_record import RunRecord
+from pretrain.metrics.run_record import RunRecord, is_rollback
 from pretrain.precision.schedule import is_quantized, label
 from pretrain.settings.config import flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
@@ -137,10 +137,21 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
     (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
-    _, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    common, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
     if (our_tokens[here] != their_tokens[there]).any():
         return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
+    if len(apart := common[_passed_over(first, common) != _passed_over(second, common)]):
+        return f"their steps see other text from step {apart[0]:,} on: a rollback has passed over packs in one of them"
     return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
+
+
+def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
+    """int64 [steps]: of how many steps the packs had been passed over by then, in rollbacks."""
+    told = [(record["step"], record.get("left_out", 0)) for record in run.metrics if is_rollback(record)]
+    if not told and run.summary.get("rollbacks"):  # kept without its events: no step of it can be relied upon
+        return np.full(len(steps), -1)
+    places = np.searchsorted([step for step, _ in told], steps, side="right")
+    return np.array([run.past.left_out, *(left_out for _, left_out in told)], dtype=np.int64)[places]
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:

@@ -182,7 +182,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
         figures = () if "event" in record else record.keys() - IN_WORDS
         strange = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
-        strange = strange or [key for key in ("step", "tokens") if type(record.get(key, 0)) is not int]
+        strange = strange or [key for key in ("step", "tokens", "left_out", "rollbacks") if type(record.get(key, 0)) is not int]
         if strange := strange or [key for key in ("step_ms",) if record.get(key, 0) is None]:
             raise InputError(f"{path}, line {number}: `{strange[0]}` is no number; resuming the run mends its metrics")
     return records

@@ -104,18 +104,22 @@ def find_resume_point(
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     moved = None if hint else rate_has_moved(record, job)
     notes += filter(None, [precision_has_moved(record, job), *other_text(record, job), moved])
-    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins, past_of(path, record, job, begins))
+    past = past_of(path, record, job, begins=begins, own=checkpoints.owns(path))
+    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins, past)
 
 
-def past_of(path: Path, record: Mapping[str, Any], job: Job, begins: bool) -> Past:
+def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
     """What the run that goes on from `path` has trained otherwise than `job` says: what its checkpoint says of that, and what has
-    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place."""
+    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place. `own`: it lies
+    in the run's folder, whose metrics tell of its rollbacks."""
+    progress, past = record["progress"], Past.model_validate(record.get("past", {}))
+    left_out = past.left_out if own else progress.get("left_out", 0)
     if begins:
         manifest = path / MANIFEST  # which another machine may have
-        return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None)
-    past, was = Past.model_validate(record.get("past", {})), felt_changes(record, job)
-    change = [Change(step=record["progress"]["step"], was=was)] if was else []
-    return past.model_copy(update={"changed": [*past.changed, *change]})
+        return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None, left_out=left_out)
+    was = felt_changes(record, job)
+    change = [Change(step=progress["step"], was=was)] if was else []
+    return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
 
 
 def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:

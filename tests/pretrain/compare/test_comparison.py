@@ -16,7 +16,7 @@ from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
@@ -62,6 +62,23 @@ def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
     assert "`batch.tokens`" in why_not_paired(first, trained(tmp_path / "batch", (4.0, 3.0), "batch.tokens=8192"))
     assert "`data.fingerprint`" in why_not_paired(first, trained(tmp_path / "data", fingerprint="cd34"))
     assert "no step" in why_not_paired(first, trained(tmp_path / "nothing", [None, None]))
+
+
+def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_path):
+    def gone_back(name: str, step: int, left_out: int, past: int = 0) -> RunRecord:
+        folder = make_run(tmp_path / name)
+        before, after = (folder / "metrics.jsonl").read_text().split('{"step": 3')
+        event = {"step": step, "event": "rollback", "resumed_from": step - 1, "rollbacks": 1, "left_out": left_out}
+        (folder / "metrics.jsonl").write_text(f'{before}{json.dumps(event)}\n{{"step": 3{after}')
+        (folder / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "past": {"left_out": past}}))
+        return read_run(folder)
+
+    plain, back = trained(tmp_path / "plain"), gone_back("back", 3, 2)
+    assert "other text from step 3 on: a rollback has passed over packs" in why_not_paired(plain, back)
+    assert why_not_paired(back, gone_back("alike", 3, 2)) is None
+    assert "from step 1 on" in why_not_paired(back, gone_back("branch", 3, 2, past=2))
+    with pytest.raises(InputError, match=r"`left_out` is no number"):
+        gone_back("text", 3, "2")
 
 
 def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, capsys):
