@@ -155,15 +155,16 @@ def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs; of older runs, which say nothing of these, by their settings."""
-    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
-    if all(told) and told[0] != told[1]:
+    """Whether both were evaluated on the same packs, whatever they were trained on; of older runs, which say nothing of these, by
+    their settings and what they were trained on."""
+    if not all(setting(first, key) == setting(second, key) for key in ("data.mask_boundaries", "data.length", "evaluate.packs")):
         return False
-    keys = ("data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
+    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
+    if all(told):
+        return told[0] == told[1]
     others = [(run.config.get("data") or {}).get("validation") for run in (first, second)]
-    return (
-        same_packs(first, second) and others[0] == others[1] and all(setting(first, key) == setting(second, key) for key in keys)
-    )
+    same_share = setting(first, "data.held_out") == setting(second, "data.held_out")
+    return same_packs(first, second) and others[0] == others[1] and same_share
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:

@@ -31,6 +31,7 @@ from pretrain.compare.fairness import (
     describe_unfairness,
     last_fifth,
     loss_differences,
+    of_one_text,
     setting,
     varied_keys,
     why_not_paired,
@@ -57,6 +58,7 @@ NO_ERROR = (
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
 EACH_RUN = "--markdown FILE has the figures of each run, too."
+OTHER_TEXT = "Held-out losses are of different text, so they do not say which run is better."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
@@ -211,6 +213,7 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> li
         parts += [heading, *grid_tables(paired)]
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    notes |= {OTHER_TEXT: not of_one_text([run for run in runs if "held_out_loss" in run.summary])}
     notes |= {note: True for note in [other_machines(runs)] if note}
     notes |= {f"{name} is not paired with {runs[0].name}: {why}.": True for name, why in reasons.items() if why}
     notes |= {f"{run.name} was not trained by one recipe: {said}.": True for run in runs if (said := changes_in_words(run))}

@@ -16,6 +16,7 @@ from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
+from pretrain.compare.report import OTHER_TEXT, tables
 from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -246,6 +247,22 @@ def test_losses_of_different_text_rank_no_run_and_have_no_front(tmp_path):
         comparison = RunComparison.over([base, run])
         assert not comparison.same_text and not any(each.on_front for each in comparison.standings)
         assert comparison.standings[1].held_out_gap is None and "of different text" in comparison.answer()
+
+
+def test_runs_trained_on_other_text_are_ranked_by_a_text_that_both_were_evaluated_on(tmp_path):
+    def evaluated_on(name: str, fingerprint: str, held_out: str, *settings: str) -> RunRecord:
+        path = make_run(tmp_path / name, LEVEL, *settings, fingerprint=fingerprint)
+        told = {"data_fingerprint": fingerprint, "held_out_fingerprint": held_out}
+        (path / "environment.json").write_text(json.dumps(told))
+        return read_run(path)
+
+    base = evaluated_on("base", "ab12", "ef56")
+    comparison = RunComparison.over([base, evaluated_on("other", "cd34", "ef56")])
+    assert comparison.same_text and comparison.standings[1].held_out_gap == 0
+    assert OTHER_TEXT not in "".join(tables([each.run for each in comparison.standings]))
+    for unlike in (evaluated_on("unlike", "cd34", "gh78"), evaluated_on("part", "cd34", "ef56", "evaluate.packs=1")):
+        assert not RunComparison.over([base, unlike]).same_text
+        assert OTHER_TEXT in "".join(tables([base, unlike]))
 
 
 def test_held_out_losses_are_subtracted_in_the_last_step_that_both_were_evaluated_in(tmp_path):
