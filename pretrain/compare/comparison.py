@@ -301,11 +301,12 @@ def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
 def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[float | None]]:
     """(the lowest training loss that all reached, hours of steps until each was there first); None is left out.
 
-    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps.
+    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps. A run
+    that began with another's checkpoint has no times of the steps before, and is left out too.
     """
     curves = []
     for run in runs:
-        steps = [record for record in run.metrics if is_step(record)] if run else []
+        steps = [record for record in run.metrics if is_step(record)] if run and "first_step" not in run.summary else []
         if not steps or "step_ms" not in steps[0]:
             curves.append(None)
             continue

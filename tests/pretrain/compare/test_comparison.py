@@ -104,6 +104,10 @@ def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
 def test_hours_to_a_matched_loss_are_those_of_the_steps_until_it_was_reached(tmp_path):
     falling = np.linspace(5.0, 3.0, 100)
     slow, fast = trained(tmp_path / "slow", falling.tolist()), trained(tmp_path / "fast", (falling - 1.0).tolist())
+    branch = make_run(tmp_path / "branch", falling.tolist())
+    lines = (branch / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (branch / "metrics.jsonl").write_text("".join(lines[50:]))
+    assert match_losses([slow, fast, read_run(branch)])[1][2] is None, "it began where another run had come to in 50 steps"
     target, (slow_hours, fast_hours) = match_losses([slow, fast])
     assert target == pytest.approx(3.0, abs=0.2)
     assert slow_hours == pytest.approx(100 * 100.0 / 3.6e6, rel=0.12), "100 ms a step"
