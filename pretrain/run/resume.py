@@ -30,6 +30,8 @@ from pretrain.checkpoint.state import (
     differences,
 )
 from pretrain.metrics.health import Health
+from pretrain.metrics.run_folder import METRICS_FILE
+from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
@@ -202,7 +204,8 @@ def _to_begin_with(path: Path) -> str:
 def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
     """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
     with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
-    steps were of other sizes, and the horizon counts tokens."""
+    steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
+    checkpoint's."""
     if source is None:
         return
     if of_another_stream(source.record, job) and not source.begins:
@@ -213,6 +216,11 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
+    if not checkpoints.owns(source.path) and not _goes_on_here(source, job.run_dir):
+        raise InputError(
+            f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
+            f"{job.run_dir / METRICS_FILE}, whose curve would go on with it; set another `run_dir`"
+        )
     key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
     named, asked = BEGIN_WITH if source.begins else "", f"`train.{key}: {getattr(train, key)}`"
     if key != "steps" and tokens != step * plan.tokens_per_step:
@@ -225,6 +233,16 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     if step >= plan.steps and not checkpoints.owns(source.path):
         horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
+
+
+def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
+    """Whether the metrics in `run_dir` tell of no step up to the checkpoint's, or of those that it has seen: its last loss."""
+    try:
+        before = [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= source.record["progress"]["step"]]
+    except InputError:  # none, or what resuming mends
+        return True
+    losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
+    return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
 
 
 def packs_before(record: Mapping[str, Any], length: int) -> int | None:

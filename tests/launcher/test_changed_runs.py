@@ -18,16 +18,20 @@ from tests.conftest import Finished
 
 
 @pytest.fixture
-def started(start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Path]:
+def start(start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     small_recipe |= {"train": {"steps": 4}, "evaluate": {}, "checkpoint": {"every": 1, "keep": 9}}
     small_recipe["model"]["config"]["num_hidden_layers"] = 1
+    return lambda folder, *arguments: start_here(small_recipe, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
 
-    def start(folder: str, *arguments: str) -> Path:
-        run = start_here(small_recipe, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+
+@pytest.fixture
+def started(start: Callable[..., Finished]) -> Callable[..., Path]:
+    def start_well(folder: str, *arguments: str) -> Path:
+        run = start(folder, *arguments)
         assert run.status == 0, run.output
-        return tmp_path / folder
+        return run.run_dir
 
-    return start
+    return start_well
 
 
 def past(folder: Path) -> dict[str, Any]:
@@ -87,3 +91,22 @@ def test_branches_of_checkpoints_that_lay_in_one_place_are_told_apart(started: C
     other, gone_on = started("other", *begins), started("first", *begins)
     assert past(gone_on)["begin_with"] != past(other)["begin_with"]
     assert describe_unfairness(read_run(gone_on), read_run(other)).startswith(f"`train.begin_with`: {base}/checkpoints")
+
+
+def test_another_runs_checkpoint_does_not_go_on_in_a_folder_that_has_a_curve(
+    start: Callable[..., Finished], started: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Steps of one run and then of another would stand there as one, and a rollback would go to the first one's checkpoints."""
+    ours, theirs = started("ours"), started("theirs", "seed=5")
+    before = {path: path.read_bytes() for path in ours.rglob("*.json*")}
+    foreign = ["--resume", f"{theirs}/checkpoints/step-00000002", "--accept-changes"]
+    refusal = start("ours", *foreign).refusal
+    assert refusal.startswith(f"--resume {theirs}/checkpoints/step-00000002: is of another run than the steps in {ours}/metrics")
+    assert refusal.endswith("set another `run_dir`") and start("ours", *foreign, "--plan").refusal == refusal
+    assert {path: path.read_bytes() for path in ours.rglob("*.json*")} == before
+
+    shutil.rmtree(ours / "checkpoints")  # as of a run that was killed before it had saved
+    begins = f"train.begin_with={theirs}/checkpoints/step-00000002"
+    assert "`train.begin_with`: " in start("ours", begins).refusal
+    copy = shutil.copytree(theirs / "checkpoints" / "step-00000002", tmp_path / "step-00000002")
+    started("theirs", "seed=5", "--resume", str(copy))  # its own, from wherever it was kept
