@@ -93,6 +93,15 @@ def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, ca
     assert "--gate: other cannot be held against a" in capsys.readouterr().err
 
 
+def test_of_runs_in_folders_of_one_name_each_is_paired_or_not_by_itself(tmp_path):
+    base, paired = trained(tmp_path / "base"), trained(tmp_path / "a" / "run")
+    other = trained(tmp_path / "b" / "run", (4.0, 3.5), fingerprint="cd34")
+    for runs in ([base, paired, other], [base, other, paired]):
+        said = "\n\n".join(tables(runs))
+        assert "b/run is not paired with base" in said and "| a/run " in said.partition("minus base")[2]
+        assert "| b/run " not in said.partition("minus base")[2]
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8))
 def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
     front = pareto_front(*map(list, zip(*points, strict=True)))
