@@ -28,6 +28,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
+    names = [path.name for path in arguments.runs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"two runs are called {twice[0]}, and a file has one of each name; rename the folder of one")
     if note := other_machines([read_run(path) for path in arguments.runs]):
         parser.error(
             f"{note} A file has one environment for all of its runs: collect those of each machine in a file of their own"

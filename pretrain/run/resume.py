@@ -130,6 +130,8 @@ def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
     """
     identity, current = record["identity"], job.identity
     was = {key: identity.get(key) for key in changed_keys(identity, current)}
+    if not was:
+        return {}
     same_rates, same_precisions = _same_rates(record, job), _same_precisions(record, job)
 
     def is_felt(key: str) -> bool:

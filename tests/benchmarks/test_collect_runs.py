@@ -29,6 +29,12 @@ def test_runs_are_kept_with_their_losses_and_those_of_two_machines_apart(
     assert [run.curve("loss")[1].tolist() for run in again] == [run.curve("loss")[1].tolist() for run in runs]
     assert [len(run.past.changed) for run in again] == [1, 0]
     kept.unlink()
+    namesake = make_run(tmp_path / "other" / "a", (4.0, 3.0), audit=audit)
+    monkeypatch.setattr(sys, "argv", ["collect_runs", str(paths[0]), str(namesake), "--out", str(kept)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "two runs are called a" in capsys.readouterr().err and not kept.exists()
+    monkeypatch.setattr(sys, "argv", ["collect_runs", *map(str, paths), "--out", str(kept)])
     (paths[1] / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "gpus": ["NVIDIA B200"]}))
     with pytest.raises(SystemExit):
         main()
