@@ -41,7 +41,7 @@ from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.disks import find_disks
-from pretrain.checkpoint.state import seed_step
+from pretrain.checkpoint.state import Past, seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
 from pretrain.metrics.energy import EnergyMeter
@@ -226,6 +226,7 @@ def build(
         console=console,
         watch=watch,
         waited=waited,
+        past=source.past if source else Past(),
     )
     if source:
         go_on_as_scheduled(run, source)
@@ -475,6 +476,7 @@ def save(run: Run, *, behind: bool = False) -> None:
         "microbatch": run.job.plan.microbatch,
         "loss_chunk": run.job.plan.loss.tokens_at_once,
         "world_size": run.accelerator.num_processes,
+        **run.past.record(),
         **({"stream": run.job.data.stream.record()} if run.job.data.stream else {}),
     }
     write = run.checkpoints.begin if behind else run.checkpoints.save

@@ -28,16 +28,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
+    names = [path.name for path in arguments.runs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        parser.error(f"two runs are called {twice[0]}, and a file has one of each name; rename the folder of one")
     if note := other_machines([read_run(path) for path in arguments.runs]):
         parser.error(
             f"{note} A file has one environment for all of its runs: collect those of each machine in a file of their own"
         )
     settings = {path: flatten(read_run(path).config) for path in arguments.runs}
     shared = {key: value for key, value in settings[arguments.runs[0]].items() if _same(key, settings) and key not in _NAMES}
+    environment = json.loads((arguments.runs[0] / "environment.json").read_text())
+    environment.pop("past", None)  # which is of that run alone
     report = {
         "command": shlex.join(["python", "-m", "benchmarks.collect_runs", *sys.argv[1:]]),
         "side_by_side": any(read_run(path).side_by_side for path in arguments.runs),
-        "environment": json.loads((arguments.runs[0] / "environment.json").read_text()),
+        "environment": environment,
         "settings": shared,
         "runs": {
             path.name: figures(path, {key: v for key, v in settings[path].items() if key not in shared})
@@ -62,6 +67,7 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
+        **run.past.record(),
         "summary": {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint} | run.summary,
         "losses": [record["loss"] for record in steps],
         "gradient_norms": [record["gradient_norm"] for record in steps],

@@ -68,6 +68,25 @@ class TrainState:
         return cls(**{**progress, "steps": steps})
 
 
+class Change(BaseModel):
+    """That a run went on with other settings after `step`; `was`: what each had been up to there, None where it was not set."""
+
+    step: Size
+    was: dict[str, Any]
+
+
+class Past(BaseModel):
+    """What a run has trained otherwise than its recipe says now. It stands in each checkpoint and in environment.json."""
+
+    changed: list[Change] = []  # in order
+    begin_with: str | None = None  # SHA-256 of the manifest of another run's checkpoint with which the run began
+    left_out: Size = 0  # steps' packs that rollbacks had passed over before this folder's first step
+
+    def record(self) -> dict[str, Any]:
+        """As JSON has it, under `past`; nothing where all was as it is now."""
+        return {"past": self.model_dump()} if self != Past() else {}
+
+
 class SavedHealth(BaseModel):
     losses: list[float]
     in_spike: bool
@@ -89,6 +108,7 @@ class SavedRecord(BaseModel):
     microbatch: Annotated[int, Field(gt=0)]
     loss_chunk: Annotated[int, Field(gt=0)] | None = None  # older versions did not say
     world_size: Annotated[int, Field(gt=0)]
+    past: Past = Past()
 
 
 def check_record(record: Mapping[str, Any], source: Path) -> None:
@@ -104,10 +124,15 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[st
 
     A missing key equals one that is None, so a checkpoint does not differ by unused settings that were introduced after it.
     """
-    current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    changed = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    changed = changed_keys(saved, current)
     texts = [{key: json.dumps(value) for key, value in each.items()} for each in (saved, current)]
     return [f"{key}: saved {texts[0].get(key, 'not set')}, now {texts[1].get(key, 'not set')}" for key in changed]
+
+
+def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, as `differences` has them."""
+    current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
+    return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
 
 
 def check_same_training(

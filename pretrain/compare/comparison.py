@@ -10,7 +10,16 @@ import numpy as np
 
 from foundation.units import count, plural
 from pretrain.compare.appearance import Look, looks_of
-from pretrain.compare.fairness import Gap, last_fifth, loss_differences, of_one_text, same_held_out, same_packs, why_not_paired
+from pretrain.compare.fairness import (
+    Gap,
+    changes_in_words,
+    last_fifth,
+    loss_differences,
+    of_one_text,
+    same_held_out,
+    same_packs,
+    why_not_paired,
+)
 from pretrain.compare.smoothing import moving_mean
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, is_step
 
@@ -121,6 +130,8 @@ class RunComparison:
         halted = [each for each in self.standings if each.run.broken_off and not each.run.diverged]
         said = f" The loss of {', '.join(lost)} ends as no number." if lost else ""
         said += "".join(f" {each.look.label} was halted at step {each.run.summary['steps']}." for each in halted)
+        changed = ((each.look.label, changes_in_words(each.run)) for each in self.standings)
+        said += "".join(f" {name} was not trained by one recipe: {how}." for name, how in changed if how)
         if len(self.standings) == 1:
             return answer_for_one(self.baseline) + said
         sound = [each for each in self.paired if not each.run.broken_off]
@@ -290,11 +301,12 @@ def hours_to_horizon(run: RunRecord, speed: float | None) -> float | None:
 def match_losses(runs: Sequence[RunRecord | None]) -> tuple[float | None, list[float | None]]:
     """(the lowest training loss that all reached, hours of steps until each was there first); None is left out.
 
-    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps.
+    Of means over some 50 steps, so that a lucky one is no arrival. Nothing where fewer than two runs have times of steps. A run
+    that began with another's checkpoint has no times of the steps before, and is left out too.
     """
     curves = []
     for run in runs:
-        steps = [record for record in run.metrics if is_step(record)] if run else []
+        steps = [record for record in run.metrics if is_step(record)] if run and "first_step" not in run.summary else []
         if not steps or "step_ms" not in steps[0]:
             curves.append(None)
             continue

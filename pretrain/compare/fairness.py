@@ -17,8 +17,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.compare.student import t_quantile
-from pretrain.metrics.run_record import RunRecord
-from pretrain.precision.schedule import is_quantized
+from pretrain.metrics.run_record import RunRecord, is_rollback
+from pretrain.precision.schedule import is_quantized, label
 from pretrain.settings.config import flatten, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -45,7 +45,28 @@ def training_of(run: RunRecord) -> dict[str, Any]:
         )
     recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | {"evaluate.packs": recipe.evaluate.packs}
-    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
+    # Of what is compared, a run with two values one after the other is neither the one nor the other.
+    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | changed_settings(run, identity)
+
+
+def changed_settings(run: RunRecord, now: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Of the settings that a resume has changed (`--accept-changes`), which values they had one after the other, as "42 to step
+    6, then 7"; `now`: the flat settings that the run has at present, by default those of its files."""
+    now = flatten(run.config) | {"data.fingerprint": run.data_fingerprint} if now is None else now
+    before: dict[str, list[str]] = {}
+    for change in run.past.changed:
+        for key, value in change.was.items():
+            before.setdefault(key, []).append(f"{_in_a_word(key, value)} to step {change.step:,}")
+    return {key: ", then ".join([*values, _in_a_word(key, now.get(key))]) for key, values in before.items()}
+
+
+def changes_in_words(run: RunRecord) -> str:
+    """The settings that a resume has changed, with their values; empty where there are none."""
+    return "; ".join(f"`{key}` was {values}" for key, values in changed_settings(run).items())
+
+
+def _in_a_word(key: str, value: Any) -> str:
+    return str(label(value) if key == "precision" else "not set" if value is None else value)
 
 
 def recipe_of(run: RunRecord) -> Recipe:
@@ -56,7 +77,13 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     """The keys in which the two are other trainings, with both values."""
     ours, theirs = training_of(first), training_of(second)
     keys = [key for key in dict.fromkeys([*ours, *theirs]) if ours.get(key) != theirs.get(key)]
-    return {key: (ours.get(key, "not set"), theirs.get(key, "not set")) for key in keys}
+    both = ((first, ours), (second, theirs))
+    found = {key: tuple(values.get(key, _in_a_word(key, setting(run, key))) for run, values in both) for key in keys}
+    begun = [run.past.begin_with for run in (first, second)]
+    if all(begun) and begun[0] != begun[1] and "train.begin_with" not in found:  # other weights have come to lie there
+        path = ours.get("train.begin_with")
+        found["train.begin_with"] = (f"{path}, {begun[0][:10]}", f"{path}, {begun[1][:10]}")
+    return found
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:
@@ -98,8 +125,10 @@ def varied_keys(runs: Sequence[RunRecord]) -> list[str]:
 
 
 def setting(run: RunRecord, key: str) -> Any:
-    """The run's value of a flat key of its recipe, or of `data.fingerprint`; None where it has none."""
-    return run.data_fingerprint if key == "data.fingerprint" else flatten(run.config).get(key)
+    """The run's value of a flat key of its recipe, or of `data.fingerprint`; None where it has none. Where a resume has changed
+    it, all that it was."""
+    now = run.data_fingerprint if key == "data.fingerprint" else flatten(run.config).get(key)
+    return changed_settings(run).get(key, now)
 
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
@@ -108,22 +137,34 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
     (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
-    _, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
+    common, here, there = np.intersect1d(ours, theirs, assume_unique=True, return_indices=True)
     if (our_tokens[here] != their_tokens[there]).any():
         return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
+    if len(apart := common[_passed_over(first, common) != _passed_over(second, common)]):
+        return f"their steps see other text from step {apart[0]:,} on: a rollback has passed over packs in one of them"
     return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
 
 
+def _passed_over(run: RunRecord, steps: np.ndarray) -> np.ndarray:
+    """int64 [steps]: of how many steps the packs had been passed over by then, in rollbacks."""
+    told = [(record["step"], record.get("left_out", 0)) for record in run.metrics if is_rollback(record)]
+    if not told and run.summary.get("rollbacks"):  # kept without its events: no step of it can be relied upon
+        return np.full(len(steps), -1)
+    places = np.searchsorted([step for step, _ in told], steps, side="right")
+    return np.array([run.past.left_out, *(left_out for _, left_out in told)], dtype=np.int64)[places]
+
+
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs; of older runs, which say nothing of these, by their settings."""
-    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
-    if all(told) and told[0] != told[1]:
+    """Whether both were evaluated on the same packs, whatever they were trained on; of older runs, which say nothing of these, by
+    their settings and what they were trained on."""
+    if not all(setting(first, key) == setting(second, key) for key in ("data.mask_boundaries", "data.length", "evaluate.packs")):
         return False
-    keys = ("data.held_out", "data.mask_boundaries", "data.length", "evaluate.packs")
+    told = [run.environment.get("held_out_fingerprint") for run in (first, second)]
+    if all(told):
+        return told[0] == told[1]
     others = [(run.config.get("data") or {}).get("validation") for run in (first, second)]
-    return (
-        same_packs(first, second) and others[0] == others[1] and all(setting(first, key) == setting(second, key) for key in keys)
-    )
+    same_share = setting(first, "data.held_out") == setting(second, "data.held_out")
+    return same_packs(first, second) and others[0] == others[1] and same_share
 
 
 def of_one_text(runs: Sequence[RunRecord]) -> bool:

@@ -19,17 +19,19 @@ from foundation.progress import Progress, advance
 from foundation.settings import load_yaml, shown
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
-from pretrain.compare.appearance import as_text
+from pretrain.compare.appearance import as_text, unique_names
 from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
     PairedDifference,
     Variants,
+    changes_in_words,
     check_comparable,
     describe_unfairness,
     last_fifth,
     loss_differences,
+    of_one_text,
     setting,
     varied_keys,
     why_not_paired,
@@ -56,15 +58,16 @@ NO_ERROR = (
 )
 EMULATED = "(emulated): computed in software; the speed says nothing of hardware that has the precision."
 EACH_RUN = "--markdown FILE has the figures of each run, too."
+OTHER_TEXT = "Held-out losses are of different text, so they do not say which run is better."
 SIDE_BY_SIDE = f"{UNKNOWN} under tok/s: the run shared its machine with others, so its speed is not its own."
 
 
 def summary_table(runs: Sequence[RunRecord]) -> str:
     """Markdown: one row a run. The loss is the mean of the last steps, since a single step's is mostly noise."""
-    variants = Variants(runs)
+    variants, names = Variants(runs), names_of(runs)
     averaged = sorted({averaged_steps(run.summary) for run in runs})
     settings: dict[str, Callable[[RunRecord], str]] = {
-        "run": lambda run: run.name,
+        "run": lambda run: names[run.path],
         "precision": lambda run: or_dash(run.precision),
         "weights": lambda run: or_dash(run.config.get("weights")),
         **{key: lambda run, key=key: or_dash(variants.value(run, key)) for key in variants.options},
@@ -91,10 +94,17 @@ def summary_table(runs: Sequence[RunRecord]) -> str:
     return markdown(list(columns), [[text_of(run) for text_of in columns.values()] for run in runs], names=len(settings))
 
 
-def comparison_table(runs: Sequence[RunRecord]) -> str:
-    """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them."""
-    header = ["run", f"minus {runs[0].name}, all", "±", "sd", "steps", f"last {LAST_SHARE:.0%}", "±", "sd", "steps"]
-    minus = [(run.name, loss_differences(runs[0], run)[1]) for run in runs[1:]]
+def names_of(runs: Sequence[RunRecord]) -> dict[Path, str]:
+    """What each run is called, by its path; no two share a name."""
+    return dict(zip((run.path for run in runs), unique_names(runs), strict=True))
+
+
+def comparison_table(runs: Sequence[RunRecord], names: Mapping[Path, str] | None = None) -> str:
+    """Markdown: each later run's loss minus the first's, paired by step, over all common steps and the last fifth of them.
+    `names`: where others stand beside these runs."""
+    first, *others = [(names or names_of(runs))[run.path] for run in runs]
+    header = ["run", f"minus {first}, all", "±", "sd", "steps", f"last {LAST_SHARE:.0%}", "±", "sd", "steps"]
+    minus = [(name, loss_differences(runs[0], run)[1]) for name, run in zip(others, runs[1:], strict=True)]
     return markdown(header, [[name, *_four_figures(each), *_four_figures(last_fifth(each))] for name, each in minus])
 
 
@@ -200,21 +210,24 @@ def over_seeds(
 
 def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> list[str]:
     """Markdown: the summary, the paired differences, and what is to be said of them; of several `seeds`, these first."""
-    parts = [*(seeds.said() if seeds else []), summary_table(runs)]
-    reasons = {} if seeds else {run.name: why_not_paired(runs[0], run) for run in runs[1:]}
-    paired = [] if seeds else [runs[0], *(run for run in runs[1:] if not reasons[run.name])]
+    parts, names = [*(seeds.said() if seeds else []), summary_table(runs)], names_of(runs)
+    reasons = {} if seeds else {run.path: why_not_paired(runs[0], run) for run in runs[1:]}
+    paired = [] if seeds else [runs[0], *(run for run in runs[1:] if not reasons[run.path])]
     if len(paired) > 1:
-        parts.append(comparison_table(paired))
+        parts.append(comparison_table(paired, names))
     if len({run.config.get("weights") for run in paired}) > 1 and len({run.precision for run in paired}) > 1:
         heading = f"Loss minus that of {runs[0].name}, paired by step, over the last {LAST_SHARE:.0%} of the steps:"
         parts += [heading, *grid_tables(paired)]
     notes = {ERRORS: len(paired) > 1, NO_ERROR: any(TOO_FEW in part for part in parts)}
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
+    notes |= {OTHER_TEXT: not of_one_text([run for run in runs if "held_out_loss" in run.summary])}
     notes |= {note: True for note in [other_machines(runs)] if note}
-    notes |= {f"{name} is not paired with {runs[0].name}: {why}.": True for name, why in reasons.items() if why}
-    notes |= {
-        f"{run.name} was halted at step {run.summary['steps']}: {why}": True for run in runs if (why := run.summary.get("halted"))
-    }
+    first = names[runs[0].path]
+    notes |= {f"{names[path]} is not paired with {first}: {why}.": True for path, why in reasons.items() if why}
+    changed = {names[run.path]: changes_in_words(run) for run in runs}
+    notes |= {f"{name} was not trained by one recipe: {how}.": True for name, how in changed.items() if how}
+    halted = [(names[run.path], run.summary) for run in runs if "halted" in run.summary]
+    notes |= {f"{name} was halted at step {figures['steps']}: {figures['halted']}": True for name, figures in halted}
     return [*parts, *filter(None, ["\n".join(f"* {note}" for note, due in notes.items() if due)])]
 
 

@@ -16,7 +16,7 @@ from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, plural
 from pretrain.compare.appearance import as_text
 from pretrain.compare.comparison import LOSS_KEY, on_one_kind_of_machine, own_speed, signed, unsigned
-from pretrain.compare.fairness import CONFIDENCE, recipe_of, same_held_out, same_packs
+from pretrain.compare.fairness import CONFIDENCE, changed_settings, recipe_of, same_held_out, same_packs
 from pretrain.compare.seeds import EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference, TokenSlope
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord
 from pretrain.optimizer.schedule import decay_begins, warmup_steps
@@ -101,7 +101,7 @@ def _settings(run: RunRecord) -> dict[str, str]:
     idle = _WITHIN if is_quantized(recipe.precision) else (*_WITHIN, "fp8_config.")
     flat = {key: as_text(value) for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
     flat |= {"precision": str(run.precision), "backend": str(run.backend), "data.fingerprint": as_text(run.data_fingerprint)}
-    return flat
+    return flat | changed_settings(run)
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,24 @@ What others count stands in `pretrain.metrics.flop_formulas`, and how all of the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
 
-from torch import nn
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.units import TERA
 
+# Types whose count a test holds to torch's own, so that no start takes half a second for it.
+BORNE_OUT = {"qwen3", "llama", "qwen2", "gpt2"}
+# What an architecture raises that looks at values on the meta device, which has none, or whose own kernels are not for it.
+_WITHOUT_VALUES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError)
 FORWARD_AND_BACKWARD = 3  # backward takes the gradient with respect to the input and to the weight: two more products
 
 
@@ -86,7 +94,9 @@ class ModelFlops:
 
     shape: Shape
     matrices: tuple[WeightMatrix, ...]
-    uncounted: tuple[str, ...]  # weights in no known product or embedding, such as stacked experts; empty: the count is complete
+    # Weights in no known product or embedding, such as stacked experts, and modules that multiply otherwise than once a forward,
+    # by their shapes; empty: the count is complete.
+    uncounted: tuple[str, ...]
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
@@ -113,6 +123,18 @@ class ModelFlops:
             tied=head is not None and head.weight is token_weight,
             layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
         )
+
+    def borne_out_by(self, model: PreTrainedModel) -> ModelFlops:
+        """Itself, with what a forward of `model`, on the meta device, multiplies otherwise among the `uncounted`: layers that run
+        several times, attention with other widths than its configuration says. Where none can be run there it stays as it is."""
+        known = self.uncounted or model.config.model_type in BORNE_OUT
+        return self if known else replace(self, uncounted=_multiplied_otherwise(model, self))
+
+    @property
+    def left_out(self) -> str:
+        """What to know of the `uncounted`, where there are some."""
+        number, first = len(self.uncounted), self.uncounted[0]
+        return f"FLOPs are not complete: {number} weights or modules are in no known product, or run more than once: {first}, ..."
 
     @property
     def gated(self) -> bool:
@@ -156,6 +178,35 @@ class ModelFlops:
         for matrix in self.matrices:
             parts[matrix.part] += float(FORWARD_AND_BACKWARD * matrix.forward_flops * tokens)
         return {**parts, "attention products": self.per_squared_length * sum_squared_lengths}
+
+
+def _multiplied_otherwise(model: PreTrainedModel, flops: ModelFlops) -> tuple[str, ...]:
+    names, calls, widths = {id(module): name for name, module in model.named_modules()}, Counter[str](), Counter[str]()
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> tuple[Tensor, None]:
+        batch, heads, tokens, width = query.shape
+        widths[names[id(module)]] += heads * (width + value.shape[-1])  # of scores, and of their sum over values
+        return query.new_empty(batch, tokens, heads, value.shape[-1]), None
+
+    def count(name: str, *_: Any) -> None:  # returns nothing: what a forward hook returns would replace the output
+        calls[name] += 1
+
+    AttentionInterface.register("counted", attend)
+    tokens = torch.zeros((1, 2), dtype=torch.long, device="meta")
+    linears = [matrix.name for matrix in flops.matrices if matrix.part != "head"]
+    with ExitStack() as restored, torch.no_grad():
+        restored.callback(model.set_attn_implementation, model.config._attn_implementation)
+        for name in linears:
+            restored.callback(model.get_submodule(name).register_forward_hook(partial(count, name)).remove)
+        try:
+            model.set_attn_implementation("counted")
+            model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
+        except _WITHOUT_VALUES:  # what has no meaning there says nothing of the products
+            return ()
+    odd = [name for name in linears if calls[name] != 1]
+    if sum(widths.values()) != 2 * flops.shape.layers * flops.shape.query_width:
+        odd += widths
+    return tuple(odd)
 
 
 def _matrices(model: nn.Module, head: nn.Module | None) -> Iterator[WeightMatrix]:

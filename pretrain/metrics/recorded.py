@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from foundation.errors import InputError
 from foundation.settings import first_mistake
+from pretrain.checkpoint.state import Past
 
 
 class RecordedAmounts(BaseModel):
@@ -54,6 +55,7 @@ class RecordedEnvironment(BaseModel):
     packages: dict[str, str | None] | None = None
     gpus: list[str] | None = None
     accelerate: dict[str, Any] = {}
+    past: Past = Past()
 
 
 class RecordedProduct(BaseModel):

@@ -16,6 +16,7 @@ from foundation.errors import InputError
 from foundation.reading import parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
+from pretrain.checkpoint.state import Past
 from pretrain.metrics.recorded import SHAPES, check_shapes
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
 from pretrain.precision import schedule
@@ -56,6 +57,11 @@ class RunRecord:
     def data_fingerprint(self) -> str | None:
         """Identity of the packs trained on: in the summary of a finished run, and in the environment from its start."""
         return self.summary.get("data_fingerprint", self.environment.get("data_fingerprint"))
+
+    @property
+    def past(self) -> Past:
+        """What it has trained otherwise than its config says."""
+        return Past.model_validate(self.environment.get("past", {}))
 
     @property
     def tokens_per_step(self) -> int | None:
@@ -184,7 +190,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
             raise InputError(f"{path}, line {number}: has no `{lacking[0]}`; this is not a file of metrics")
         figures = () if "event" in record else record.keys() - IN_WORDS
         strange = [key for key in figures if not isinstance(record[key], (int, float, type(None)))]
-        strange = strange or [key for key in ("step", "tokens") if type(record.get(key, 0)) is not int]
+        strange = strange or [key for key in ("step", "tokens", "left_out", "rollbacks") if type(record.get(key, 0)) is not int]
         if strange := strange or [key for key in ("step_ms",) if record.get(key, 0) is None]:
             raise InputError(f"{path}, line {number}: `{strange[0]}` is no number; resuming the run mends its metrics")
     return records

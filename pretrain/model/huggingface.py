@@ -118,7 +118,12 @@ def _config_of_type(model_type: str) -> PretrainedConfig:
         near = difflib.get_close_matches(model_type, CONFIG_MAPPING, n=1)
         hint = f"did you mean `{near[0]}`?" if near else "qwen3, llama, qwen2 and gpt2 are some that it knows"
         raise InputError(f"`model.config.model_type`: transformers has no model type {model_type!r}; {hint}")
-    return AutoConfig.for_model(model_type)
+    try:
+        return AutoConfig.for_model(model_type)
+    except _OF_WRONG_VALUES as error:
+        raise InputError(
+            f"`model.config.model_type`: transformers has no {model_type!r} that stands by itself: {_reason(error)}; name another"
+        ) from None
 
 
 def _config_of_source(settings: ModelSettings) -> PretrainedConfig:

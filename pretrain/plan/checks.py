@@ -22,6 +22,8 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
 
 TOKEN_BYTES = 4  # of a token in packs
+# What FLOPs, memory and attention go by, once for a whole model.
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int) -> int:
@@ -137,7 +139,16 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    config = model.get_text_config()
+    kind = type(model).__name__
+    try:
+        config = model.get_text_config()
+        for key in SIZES:  # transformers raises where layers have sizes of their own
+            getattr(config, key, None)
+    except (ValueError, RuntimeError) as error:
+        reason = str(error).partition(". ")[0]
+        raise InputError(f"`model`: {kind} is not one language model of equal layers: {reason}; name another") from None
+    if not hasattr(model, "vocab_size"):
+        raise InputError(f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone")
     for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if (size := getattr(config, key, None)) is not None and size < 1:
             raise InputError(f"`model.config.{config.attribute_map.get(key, key)}: {size}`: a model needs at least 1")

@@ -46,7 +46,7 @@ def flops_of(name: str) -> tuple[ModelFlops, list[int]]:
     if recipe and settings.source is None and "vocab_size" not in settings.config and recipe.data.tokenizer:
         settings, _ = with_tokens_of(known_tokenizer(recipe.data, None), settings)
     hf = model.build_on_meta(model.load_config(settings), settings.trust_remote_code)
-    return ModelFlops.of(hf), [recipe.data.length] if recipe else list(LENGTHS)
+    return ModelFlops.of(hf).borne_out_by(hf), [recipe.data.length] if recipe else list(LENGTHS)
 
 
 def table(
@@ -85,7 +85,7 @@ def table(
     lines += ["", f"attention_to_ffn_ratio (llm_TII v3): {', '.join(ratios)}"]
     lines += ["", *(f"{formula.key:<26}{formula.says}" for formula in FORMULAS)]
     if flops.uncounted:
-        lines.append(f"warning: {len(flops.uncounted)} weights are in no known product: {flops.uncounted[0]}, ...")
+        lines.append(f"warning: {flops.left_out}")
     return "\n".join(lines)
 
 

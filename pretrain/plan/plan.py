@@ -258,8 +258,8 @@ class Plan:
         for active in self.actives:
             found += active.precision.cautions(active.settings)
             found += self._speed_of(active)
-        if names := self.flops.uncounted:
-            found.append(f"FLOPs leave out {len(names)} weights that are in no known product: {names[0]}, ...")
+        if self.flops.uncounted:
+            found.append(self.flops.left_out)
         return found
 
     def _speed_of(self, active: ActivePrecision) -> list[str]:

@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.checkpoint.state import Past, TrainState, seed_step
 from pretrain.metrics.console import Console
 from pretrain.metrics.flops import LowPrecisionProducts
 from pretrain.metrics.health import Health
@@ -269,6 +270,7 @@ class Run:
     watch: RankWatch
     waited: Waited
     best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
+    past: Past = field(default_factory=Past)
 
 
 def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:
@@ -485,7 +487,15 @@ def rehearse(
             batch = beginning_of(batch, SEEN_ON_CPU if accelerator.device.type == "cpu" else SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * scale
 
-    entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    try:
+        entries = audit.observe(packed, lambda: loss_of(0), job.active, decisions)
+    except RuntimeError as error:
+        if "shapes cannot be multiplied" not in str(error):
+            raise
+        kind = type(packed.hf).__name__
+        raise InputError(
+            f"`model.config`: the sizes of {kind} do not go together: {error}; change one, or leave it out"
+        ) from None
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import count, duration
 from packing.settings import HUB_NAME
+from pretrain.compare.fairness import changes_in_words
 from pretrain.metrics.run_record import LAST_STEPS, RunRecord, averaged_steps, summary
 
 CARD, PICTURE = "README.md", "loss.png"
@@ -95,6 +96,8 @@ def _model(hf: PreTrainedModel, parameters: str) -> str:
 
 def _origin(recipe: Mapping[str, Any]) -> str:
     model = recipe["model"]
+    if begin_with := recipe["train"].get("begin_with"):
+        return f"the checkpoint {begin_with} of another run, whose steps are counted here too"
     if model.get("source") and not model.get("from_scratch"):
         return f"the weights of {model['source']}" + (f", revision {model['revision']}" if model.get("revision") else "")
     shape = f", in the shape of {model['source']}" if model.get("source") else ""
@@ -132,6 +135,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
         f"{optimizer['weight_decay']:g}{clip}",
         "schedule": f"{schedule['kind']}, warmup {warmup}",
         "seed": str(recipe["seed"]),
+        "changed on the way": changes_in_words(run),
         "computed on": f"{accelerate.get('processes', 1)} x {device}, {duration(figures['hours'] * 3600)} inside of steps",
         "software": versions + (f", launcher commit {commit[:12]}" if commit else ""),
     }

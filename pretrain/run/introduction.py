@@ -40,6 +40,6 @@ def introduce(run: Run, notes: list[str]) -> None:
         fingerprints = {"data_fingerprint": run.job.data.train.fingerprint}
         if run.job.data.held_out is not None:
             fingerprints["held_out_fingerprint"] = run.job.data.held_out.fingerprint
-        run.folder.write_json(run.folder.environment, fingerprints | environment)
+        run.folder.write_json(run.folder.environment, fingerprints | environment | run.past.record())
         run.folder.write_json(run.folder.audit, run.assembly.audit)
     run.trackers.start(settings)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,20 @@ from foundation.units import count, plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.folders import step_of
-from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import TrainState, check_record, check_same_training, differences
+from pretrain.checkpoint.manifest import MANIFEST, NOT_HERE, TensorEntry, read_manifest
+from pretrain.checkpoint.state import (
+    Change,
+    Past,
+    TrainState,
+    changed_keys,
+    check_record,
+    check_same_training,
+    differences,
+)
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
-from pretrain.metrics.run_folder import AUDIT_FILE
+from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE
+from pretrain.metrics.run_record import is_step, read_metrics
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_updates_done
@@ -39,6 +49,7 @@ from pretrain.settings.config import begin_of
 from pretrain.settings.recipe import USUAL_CHUNK, ScheduleSettings
 
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
+HORIZON = {"train.steps", "train.tokens", "train.epochs"}
 
 
 class SavedSteps(BaseModel):
@@ -56,6 +67,7 @@ class ResumePoint:
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
     begins: bool = False  # it is that of `train.begin_with`: another training's is what was asked for
+    past: Past = field(default_factory=Past)  # of the run that goes on from it
 
 
 def find_resume_point(
@@ -97,7 +109,74 @@ def find_resume_point(
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     moved = None if hint else rate_has_moved(record, job)
     notes += filter(None, [precision_has_moved(record, job), *other_text(record, job), moved])
-    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins)
+    past = past_of(path, record, job, begins=begins, own=checkpoints.owns(path))
+    return ResumePoint(path, record, [*notes, f"WARNING  {hint}"] if hint else notes, begins, past)
+
+
+def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
+    """What the run that goes on from `path` has trained otherwise than `job` says: what its checkpoint says of that, and what has
+    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place. `own`: it lies
+    in the run's folder, whose metrics tell of its rollbacks."""
+    progress, past = record["progress"], Past.model_validate(record.get("past", {}))
+    left_out = past.left_out if own else progress.get("left_out", 0)
+    if begins:
+        manifest = path / MANIFEST  # which another machine may have
+        return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None, left_out=left_out)
+    was = felt_changes(record, job)
+    change = [Change(step=progress["step"], was=was)] if was else []
+    return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
+
+
+def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The settings, with the checkpoint's values, under which its steps were trained otherwise than this run would have trained
+    them. A horizon or a schedule that gives them the same rates and precisions is none, nor is what one of two precisions lacks.
+    """
+    identity, current = record["identity"], job.identity
+    was = {key: identity.get(key) for key in changed_keys(identity, current)}
+    if not was:
+        return {}
+    same_rates, same_precisions = _same_rates(record, job), _same_precisions(record, job)
+
+    def is_felt(key: str) -> bool:
+        if key in HORIZON:
+            return not (same_rates and (same_precisions or "precision" in was))
+        if key.startswith("fp8_config."):
+            return not ("precision" in was and None in (was[key], current.get(key)))
+        return not (same_rates if key.startswith("schedule.") else same_precisions and key == "precision")
+
+    return {key: old for key, old in was.items() if is_felt(key)}
+
+
+def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate."""
+    recipe, horizon = job.recipe, record["progress"]["steps"]
+    try:
+        settings, tokens = schedule_of(record["identity"])
+    except (ValidationError, KeyError):
+        return False
+    return all(
+        schedule.learning_rate(step, settings, recipe.optimizer, horizon, tokens)
+        == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+        for step in range(record["progress"]["step"])
+    )
+
+
+def _same_precisions(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the checkpoint's steps would be of the same precisions by the present schedule of these."""
+    progress = record["progress"]
+    try:
+        saved = _until_step(record["identity"].get("precision"), progress["steps"], progress["step"])
+        return saved == _until_step(job.identity["precision"], job.plan.steps, progress["step"])
+    except (InputError, TypeError):  # of a version with other rules
+        return False
+
+
+def _until_step(setting: Any, steps: int, step: int) -> list[tuple[int, str]]:
+    """The phases of a `precision` in a horizon of `steps`, as far as `step`: the last step of each, and its name."""
+    phases = phases_of(setting)
+    ends = last_steps([until for until, _ in phases], steps)
+    begins = [0, *ends]
+    return [(min(end, step), name) for begin, end, (_, name) in zip(begins, ends, phases, strict=False) if begin < step]
 
 
 def _to_resume(checkpoints: Checkpoints, wanted: str, *, look_only: bool) -> Path | None:
@@ -130,7 +209,8 @@ def _to_begin_with(path: Path) -> str:
 def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: Job) -> None:
     """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
     with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
-    steps were of other sizes, and the horizon counts tokens."""
+    steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
+    checkpoint's."""
     if source is None:
         return
     if of_another_stream(source.record, job) and not source.begins:
@@ -141,6 +221,11 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
+    if not checkpoints.owns(source.path) and not _goes_on_here(source, job.run_dir):
+        raise InputError(
+            f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
+            f"{job.run_dir / METRICS_FILE}, whose curve would go on with it; set another `run_dir`"
+        )
     key = next(key for key in ("steps", "tokens", "epochs") if getattr(train, key) is not None)
     named, asked = BEGIN_WITH if source.begins else "", f"`train.{key}: {getattr(train, key)}`"
     if key != "steps" and tokens != step * plan.tokens_per_step:
@@ -153,6 +238,16 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     if step >= plan.steps and not checkpoints.owns(source.path):
         horizon = f"this run's horizon, {asked}, is {plural(plan.steps, 'step')}"
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
+
+
+def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
+    """Whether the metrics in `run_dir` tell of no step up to the checkpoint's, or of those that it has seen: its last loss."""
+    try:
+        before = [line for line in read_metrics(run_dir) if is_step(line) and line["step"] <= source.record["progress"]["step"]]
+    except InputError:  # none, or what resuming mends
+        return True
+    losses = [line["loss"] for line in before if line["loss"] is not None and not line.get("skipped")]
+    return not losses or not source.record["health"]["losses"] or losses[-1] == source.record["health"]["losses"][-1]
 
 
 def packs_before(record: Mapping[str, Any], length: int) -> int | None:

@@ -18,6 +18,7 @@ from pretrain.precision.schedule import PrecisionSetting
 from pretrain.precision.settings import LowPrecisionSettings
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
+LEAST_FP32 = 1e-37  # and 1.2e-38 the last before numbers lose digits, and then become zero
 USUAL_CHUNK = 4096  # tokens of the loss at once
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
@@ -91,6 +92,21 @@ class OptimizerSettings(Settings):
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
     clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
+
+    @model_validator(mode="after")
+    def _updates_are_numbers(self) -> OptimizerSettings:
+        beta = self.betas[0]
+        if self.eps < LEAST_FP32:
+            raise ValueError(
+                f"`eps: {self.eps:g}` is as good as zero in FP32, and a weight without a gradient would be divided by it; set it "
+                f"to {LEAST_FP32:g} or more"
+            )
+        if self.learning_rate / (1 - beta) > MOST_FP32:
+            raise ValueError(
+                f"`learning_rate: {self.learning_rate:g}` over 1 minus the first of `betas`, {beta:g}, which the first update is "
+                f"multiplied by, is beyond FP32; set a `learning_rate` of {MOST_FP32 * (1 - beta):.2g} or less"
+            )
+        return self
 
     @field_validator("clip", mode="before")
     @classmethod

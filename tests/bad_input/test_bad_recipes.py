@@ -25,6 +25,8 @@ SETTINGS = {
     "run_dir=runs/{name!r}": r"`run_dir`: 'runs/{name!r}' cannot be filled in",
     "data.end_token=99999999999": r"`data.end_token` is 99999999999; it should be less than 4294967296",
     "--plan optimizer.learning_rate=1e39": r"`optimizer.learning_rate` is '1e39'; it should be less than or equal to 100",
+    "--plan optimizer.learning_rate=1e38": r"`optimizer`: `learning_rate: 1e\+38` over 1 minus.*set a `learning_rate` of 1e\+37",
+    "--plan optimizer.eps=1e-60": r"`optimizer`: `eps: 1e-60` is as good as zero in FP32, .*; set it to 1e-37 or more",
     "--plan batch.tokens=9223372036854775776": r"`batch.tokens` is 9223372036854775776; it should be less than or equal to 1099",
     "weights": r"command line: 'weights' is not of the form key=value",
     "fp8_config.keep_bf16=down_proj": r"`fp8_config.keep_bf16` is 'down_proj'; it should be a valid list$",
@@ -117,6 +119,13 @@ MODELS = {
     "model.config={model_type: mamba, vocab_size: 61}": r"MambaForCausalLM does not use transformers' attention registry",
     "model.config={model_type: bert, vocab_size: 61}": r"in BertLMHeadModel, tokens see those after them; name a causal",
     "model.config={model_type: bert, vocab_size: 61, is_decoder: true}": r"BertLMHeadModel computes `cls` after its layers",
+    "model.config={model_type: gemma4_text, vocab_size: 61}": r"`model`: Gemma4TextConfig is not one .* equal layers: 'head_dim'",
+    "model.config={model_type: musicgen}": r"`model`: MusicgenConfig is not one language model of equal layers: .*; name another",
+    "model.config={model_type: fuyu}": r"`model`: FuyuConfig has no vocabulary of its own, as it is of more than text; name a",
+    "model.config={model_type: gemma4_assistant}": r"`model.config.model_type`: transformers has no .* by itself: .*must be",
+    "model.config={model_type: helium, hidden_size: 32, num_attention_heads: 4, head_dim: 16, num_hidden_layers: 1}": (
+        r"`model.config`: the sizes of HeliumForCausalLM do not go together: mat1 and mat2 .*; change one"
+    ),
     "model.config={model_type: t5, vocab_size: 61}": r"T5Config makes no causal language model",
 }
 

@@ -19,13 +19,22 @@ def test_runs_are_kept_with_their_losses_and_those_of_two_machines_apart(
 ):
     audit = {"precision": "bf16", "effective": "bf16", "backend": "torch", "computed_by": "torch"}
     paths = [make_run(tmp_path / name, losses, audit=audit) for name, losses in (("a", (4.0, 3.0)), ("b", (4.0, 2.5)))]
-    kept = tmp_path / "kept.json"
+    kept, past = tmp_path / "kept.json", {"changed": [{"step": 1, "was": {"seed": 7}}], "begin_with": None}
+    for path, own in zip(paths, (past, {}), strict=True):
+        (path / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "past": own}))
     monkeypatch.setattr(sys, "argv", ["collect_runs", *map(str, paths), "--out", str(kept)])
     main()
     again, runs = read_kept(kept), [read_run(path) for path in paths]
     assert [run.name for run in again] == ["a", "b"] and [run.data_fingerprint for run in again] == ["ab12"] * 2
     assert [run.curve("loss")[1].tolist() for run in again] == [run.curve("loss")[1].tolist() for run in runs]
+    assert [len(run.past.changed) for run in again] == [1, 0]
     kept.unlink()
+    namesake = make_run(tmp_path / "other" / "a", (4.0, 3.0), audit=audit)
+    monkeypatch.setattr(sys, "argv", ["collect_runs", str(paths[0]), str(namesake), "--out", str(kept)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "two runs are called a" in capsys.readouterr().err and not kept.exists()
+    monkeypatch.setattr(sys, "argv", ["collect_runs", *map(str, paths), "--out", str(kept)])
     (paths[1] / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "gpus": ["NVIDIA B200"]}))
     with pytest.raises(SystemExit):
         main()

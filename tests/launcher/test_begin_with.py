@@ -224,6 +224,7 @@ def test_rollbacks_of_the_other_run_are_none_of_its_own(
     assert read_run(second.run_dir).summary["rollbacks"] == 1
     again = train_here(*begins, "health.on_nan=stop", "checkpoint.every=2")
     assert again.status == 0 and "rollbacks" not in read_run(second.run_dir).summary, "the step that asked for it is gone"
+    assert why_not_paired(read_run(first.run_dir), read_run(second.run_dir)) is None, "both have passed over the same packs"
 
 
 def test_it_is_evaluated_before_its_own_first_step_once(train_here: Callable, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from pretrain.__main__ import main
 from pretrain.compare.appearance import colour_of, looks_of, shade
 from pretrain.compare.comparison import RunComparison, hours_to_horizon, match_losses, pareto_front
 from pretrain.compare.fairness import Gap, check_comparable, varied_keys, why_not_paired
-from pretrain.metrics.run_record import read_run
+from pretrain.compare.report import OTHER_TEXT, tables
+from pretrain.metrics.run_record import RunRecord, read_run
 from pretrain.precision.registry import PRECISIONS
 from tests.pretrain.compare.made_runs import make_run, trained
 
@@ -64,6 +65,23 @@ def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
     assert "no step" in why_not_paired(first, trained(tmp_path / "nothing", [None, None]))
 
 
+def test_runs_are_not_paired_where_a_rollback_of_one_has_passed_over_packs(tmp_path):
+    def gone_back(name: str, step: int, left_out: int, past: int = 0) -> RunRecord:
+        folder = make_run(tmp_path / name)
+        before, after = (folder / "metrics.jsonl").read_text().split('{"step": 3')
+        event = {"step": step, "event": "rollback", "resumed_from": step - 1, "rollbacks": 1, "left_out": left_out}
+        (folder / "metrics.jsonl").write_text(f'{before}{json.dumps(event)}\n{{"step": 3{after}')
+        (folder / "environment.json").write_text(json.dumps({"data_fingerprint": "ab12", "past": {"left_out": past}}))
+        return read_run(folder)
+
+    plain, back = trained(tmp_path / "plain"), gone_back("back", 3, 2)
+    assert "other text from step 3 on: a rollback has passed over packs" in why_not_paired(plain, back)
+    assert why_not_paired(back, gone_back("alike", 3, 2)) is None
+    assert "from step 1 on" in why_not_paired(back, gone_back("branch", 3, 2, past=2))
+    with pytest.raises(InputError, match=r"`left_out` is no number"):
+        gone_back("text", 3, "2")
+
+
 def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, capsys):
     paths = [make_run(tmp_path / "a"), make_run(tmp_path / "b"), make_run(tmp_path / "other", (4.0, 3.5), fingerprint="cd34")]
     page = tmp_path / "report.html"
@@ -73,6 +91,15 @@ def test_what_is_not_paired_is_drawn_and_said_and_has_no_difference(tmp_path, ca
     assert "| other " in said and "| b " in said.partition("minus a")[2] and "| other " not in said.partition("minus a")[2]
     assert main(["report", *map(str, paths), "--vary", "data.fingerprint", "--gate", "1", "--out", str(page)]) == 2
     assert "--gate: other cannot be held against a" in capsys.readouterr().err
+
+
+def test_of_runs_in_folders_of_one_name_each_is_paired_or_not_by_itself(tmp_path):
+    base, paired = trained(tmp_path / "base"), trained(tmp_path / "a" / "run")
+    other = trained(tmp_path / "b" / "run", (4.0, 3.5), fingerprint="cd34")
+    for runs in ([base, paired, other], [base, other, paired]):
+        said = "\n\n".join(tables(runs))
+        assert "b/run is not paired with base" in said and "| a/run " in said.partition("minus base")[2]
+        assert "| b/run " not in said.partition("minus base")[2]
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=8))
@@ -86,6 +113,10 @@ def test_the_front_is_what_no_other_run_beats_in_speed_and_loss(points):
 def test_hours_to_a_matched_loss_are_those_of_the_steps_until_it_was_reached(tmp_path):
     falling = np.linspace(5.0, 3.0, 100)
     slow, fast = trained(tmp_path / "slow", falling.tolist()), trained(tmp_path / "fast", (falling - 1.0).tolist())
+    branch = make_run(tmp_path / "branch", falling.tolist())
+    lines = (branch / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (branch / "metrics.jsonl").write_text("".join(lines[50:]))
+    assert match_losses([slow, fast, read_run(branch)])[1][2] is None, "it began where another run had come to in 50 steps"
     target, (slow_hours, fast_hours) = match_losses([slow, fast])
     assert target == pytest.approx(3.0, abs=0.2)
     assert slow_hours == pytest.approx(100 * 100.0 / 3.6e6, rel=0.12), "100 ms a step"
@@ -229,6 +260,22 @@ def test_losses_of_different_text_rank_no_run_and_have_no_front(tmp_path):
         comparison = RunComparison.over([base, run])
         assert not comparison.same_text and not any(each.on_front for each in comparison.standings)
         assert comparison.standings[1].held_out_gap is None and "of different text" in comparison.answer()
+
+
+def test_runs_trained_on_other_text_are_ranked_by_a_text_that_both_were_evaluated_on(tmp_path):
+    def evaluated_on(name: str, fingerprint: str, held_out: str, *settings: str) -> RunRecord:
+        path = make_run(tmp_path / name, LEVEL, *settings, fingerprint=fingerprint)
+        told = {"data_fingerprint": fingerprint, "held_out_fingerprint": held_out}
+        (path / "environment.json").write_text(json.dumps(told))
+        return read_run(path)
+
+    base = evaluated_on("base", "ab12", "ef56")
+    comparison = RunComparison.over([base, evaluated_on("other", "cd34", "ef56")])
+    assert comparison.same_text and comparison.standings[1].held_out_gap == 0
+    assert OTHER_TEXT not in "".join(tables([each.run for each in comparison.standings]))
+    for unlike in (evaluated_on("unlike", "cd34", "gh78"), evaluated_on("part", "cd34", "ef56", "evaluate.packs=1")):
+        assert not RunComparison.over([base, unlike]).same_text
+        assert OTHER_TEXT in "".join(tables([base, unlike]))
 
 
 def test_held_out_losses_are_subtracted_in_the_last_step_that_both_were_evaluated_in(tmp_path):

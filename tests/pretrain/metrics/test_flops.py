@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pretrain.metrics.flops import LowPrecisionProducts, ModelFlops
+from pretrain.metrics.flops import BORNE_OUT, LowPrecisionProducts, ModelFlops
 from pretrain.run.trial import QWEN3_1_7B
 from tests.pretrain.metrics.meta_models import on_meta
 
@@ -77,15 +77,38 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "odd"),
     [
-        {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, **TINY},
-        {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},
-        {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
-        {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+        ({"model_type": "hrm_text"}, "q_proj"),  # runs its layers several times
+        ({"model_type": "diffllama", "num_key_value_heads": 2}, "self_attn"),  # with values twice as wide as queries
+        ({"model_type": "mistral", "num_key_value_heads": 2, "head_dim": 16}, None),
+        ({"model_type": "opt", "ffn_dim": 48, "word_embed_proj_dim": 32}, None),
     ],
-    ids=lambda values: values["model_type"],
+    ids=lambda values: values["model_type"] if isinstance(values, dict) else "",
 )
+def test_a_count_that_a_forward_does_not_bear_out_is_none(values: dict, odd: str | None) -> None:
+    model = on_meta(**TINY, **values)
+    attention, flops = model.config._attn_implementation, ModelFlops.of(model)
+    assert not flops.uncounted
+    found = flops.borne_out_by(model).uncounted
+    assert any(odd in name for name in found) if odd else not found
+    assert model.config._attn_implementation == attention
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+COUNTED_BY_TORCH = [
+    {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, **TINY},
+    {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},
+    {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
+    {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
+]
+
+
+def test_types_that_are_taken_as_borne_out_are_those_that_torch_has_counted() -> None:
+    assert {values["model_type"] for values in COUNTED_BY_TORCH} == BORNE_OUT
+
+
+@pytest.mark.parametrize("values", COUNTED_BY_TORCH, ids=lambda values: values["model_type"])
 def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(values: dict) -> None:
     values, tokens = dict(values), 24
     model = AutoModelForCausalLM.from_config(
