@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Run
-from pretrain.run.resume import ResumePoint, complete_histories, precisions_around
+from pretrain.run.changes import precisions_around
+from pretrain.run.resume import ResumePoint, complete_histories
 from pretrain.verify.audit import in_short
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.run.resume import extending_a_decayed_run
+from pretrain.run.changes import extending_a_decayed_run
 from pretrain.settings.config import identity_of
 from pretrain.settings.recipe import Recipe
 

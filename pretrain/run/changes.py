@@ -1,0 +1,251 @@
+"""What has changed between a checkpoint's run and the one that goes on from it: what to know at its start, and what it keeps.
+
+Everything is told from the checkpoint's `state.json` (`record`) and the present recipe (`job`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, PositiveInt, ValidationError
+
+from foundation.errors import InputError
+from foundation.units import count, plural
+from pretrain.checkpoint.checkpoint import step_folders
+from pretrain.checkpoint.folders import step_of
+from pretrain.checkpoint.manifest import MANIFEST
+from pretrain.checkpoint.state import Change, Past, changed_keys
+from pretrain.optimizer import schedule
+from pretrain.plan.preflight import Job
+from pretrain.precision.schedule import last_steps, phases_of
+from pretrain.settings.recipe import ScheduleSettings
+
+HORIZON = {"train.steps", "train.tokens", "train.epochs"}
+
+
+# ── The text ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SavedSteps(BaseModel):
+    """What a step of the checkpoint's run took, in tokens."""
+
+    tokens: PositiveInt
+    length: PositiveInt
+
+
+def packs_before(record: Mapping[str, Any], length: int) -> int | None:
+    """How many packs of `length` tokens a checkpoint's run had taken from its text, or passed over; None of a version that does
+    not say."""
+    identity, progress = record["identity"], record["progress"]
+    try:
+        saved = SavedSteps(tokens=identity.get("batch.tokens"), length=identity.get("data.length"))
+    except ValidationError:
+        return None
+    packs = steps_before(record) * (saved.tokens // saved.length) + progress.get("shift", 0)
+    return max(-(-packs * saved.length // length), 0)
+
+
+def steps_before(record: Mapping[str, Any]) -> int:
+    """Of how many steps a checkpoint's run had taken the packs, or passed them over in a rollback."""
+    return record["progress"]["step"] + record["progress"].get("left_out", 0)
+
+
+def shift_of(record: Mapping[str, Any], job: Job) -> int:
+    """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
+    packs, progress = packs_before(record, job.recipe.data.length), record["progress"]
+    reckoned = steps_before(record) * job.plan.packs_per_step
+    if of_another_stream(record, job):
+        return -reckoned
+    return progress.get("shift", 0) if packs is None else packs - reckoned
+
+
+def of_another_stream(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
+    return job.data.stream is not None and record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+
+
+def other_text(record: Mapping[str, Any], job: Job) -> Iterator[str]:
+    """What to know of the packs to come, where a step takes others than the checkpoint's steps did."""
+    identity, progress, plan = record["identity"], record["progress"], job.plan
+    packs, step = packs_before(record, job.recipe.data.length), progress["step"]
+    if packs is None:
+        return
+    if of_another_stream(record, job):
+        yield "the text, its sources or their shares are others than the checkpoint's: this stream begins at its first pack"
+        return
+    if shift_of(record, job) != progress.get("shift", 0):
+        tokens = progress["tokens"] + max(plan.steps - step, 0) * plan.tokens_per_step
+        yield (
+            f"a step takes {plural(plan.packs_per_step, 'pack')} now: the text goes on where the checkpoint's ended, after "
+            f"{plural(packs, 'pack')}; steps are counted on, so the horizon of {plan.steps:,} is {count(tokens)} tokens in all"
+        )
+    others = [key for key in ("seed", "data.fingerprint") if identity.get(key) != job.identity.get(key)]
+    if others and step:
+        yield (
+            f"the order of the packs is another than the checkpoint's ({', '.join(others)}), and it goes on after the first "
+            f"{plural(packs, 'pack')} of it: some of these may never have been trained on, and some to come may have been"
+        )
+
+
+# ── The rate ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def extending_a_decayed_run(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool = False) -> str | None:
+    """What to know where the checkpoint's rate has fallen towards a shorter horizon than the present one and would leap up:
+    by how much, and which checkpoint is from before. None for any other checkpoint."""
+    identity, progress = record["identity"], record["progress"]
+    step, horizon = progress["step"], progress["steps"]
+    if horizon >= job.plan.steps or step >= job.plan.steps:
+        return None
+    try:
+        settings, tokens = schedule_of(identity)
+        optimizer = job.recipe.optimizer.model_copy(update={"learning_rate": identity["optimizer.learning_rate"]})
+    except (ValidationError, KeyError):  # of a version whose schedules were others
+        return None
+    decay = schedule.decay_begins(settings, horizon, tokens)
+    if decay is None or step <= decay:
+        return None
+    recipe = job.recipe
+    last = schedule.learning_rate(step - 1, settings, optimizer, horizon, tokens)
+    following = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+    told = (
+        f"{path.name} is from the decay towards step {horizon:,}, which began after step {decay:,}: the rate would leap from "
+        f"{last:.3g} to {following:.3g}, and what the decay has gained would be lost. "
+    )
+    if settings.kind != "wsd":
+        return told + f"A {settings.kind} schedule falls all the way, so train anew with another `run_dir`"
+    earlier = [folder for folder in step_folders(path.parent) if step_of(folder) <= decay]
+    if not earlier:
+        return told + "No checkpoint from before it is there; a smaller `checkpoint.every` would have saved one, which is kept"
+    how = f"train.begin_with={earlier[0]}" if begins else f"--resume {earlier[0]} --accept-changes"
+    return told + f"{earlier[0].name} is from before it; go on from there with {how}"
+
+
+def schedule_of(identity: Mapping[str, Any]) -> tuple[ScheduleSettings, int]:
+    """A checkpoint's schedule, and the tokens of its steps. ValidationError or KeyError for one of another version."""
+    saved = {key.removeprefix("schedule."): value for key, value in identity.items() if key.startswith("schedule.")}
+    return ScheduleSettings(**saved), identity["batch.tokens"]
+
+
+def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the next step stands elsewhere in the present schedule than in the checkpoint's; None where not."""
+    recipe, plan, step = job.recipe, job.plan, record["progress"]["step"]
+    try:
+        settings, tokens = schedule_of(record["identity"])
+    except (ValidationError, KeyError):
+        return None
+    saved = schedule.learning_rate(step, settings, recipe.optimizer, record["progress"]["steps"], tokens)
+    now = schedule.learning_rate(step, recipe.schedule, recipe.optimizer, plan.steps, recipe.batch.tokens)
+    if step >= plan.steps or math.isclose(saved, now, rel_tol=0.01):
+        return None
+    return (
+        f"the learning rate of step {step + 1:,} is {now:.3g}, and the checkpoint's run would have had {saved:.3g}, because "
+        "`schedule`, the horizon or `batch.tokens` has changed; leave all three as they were to keep the rate"
+    )
+
+
+# ── The precision ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Of the schedule that a checkpoint was saved under: what its last step computed in, whose histories can be gone on with, and
+    what was to come after it; None for both where there was no schedule."""
+    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
+    if len(phases) < 2:
+        return None, None
+    try:
+        ends = last_steps([until for until, _ in phases], progress["steps"])
+    except (InputError, TypeError):  # of a version with other rules
+        return None, None
+
+    def of_step(number: int) -> str:
+        return next((name for end, (_, name) in zip(ends, phases, strict=True) if number <= end), phases[-1][1])
+
+    return of_step(progress["step"]), of_step(progress["step"] + 1)
+
+
+def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
+    """What to know where the present schedule goes on in another precision than the checkpoint's own: a changed horizon moves the
+    shares. None where it does not."""
+    (before, saved), step = precisions_around(record), record["progress"]["step"]
+    now = job.plan.active_after(step).precision.name
+    if saved in (None, now):
+        return None
+    how = "goes on" if before == now else "begins anew"
+    return (
+        f"WARNING  after step {step:,} the checkpoint's `precision` was to be {saved}; by the present schedule it is {now}, "
+        f"which {how} there. An `until` that is a step number stays where it is when the horizon changes"
+    )
+
+
+# ── What the run keeps ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
+    """What the run that goes on from `path` has trained otherwise than `job` says: what its checkpoint says of that, and what has
+    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place. `own`: it lies
+    in the run's folder, whose metrics tell of its rollbacks."""
+    progress, past = record["progress"], Past.model_validate(record.get("past", {}))
+    left_out = past.left_out if own else progress.get("left_out", 0)
+    if begins:
+        manifest = path / MANIFEST  # which another machine may have
+        return Past(begin_with=sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None, left_out=left_out)
+    was = felt_changes(record, job)
+    change = [Change(step=progress["step"], was=was)] if was else []
+    return past.model_copy(update={"changed": [*past.changed, *change], "left_out": left_out})
+
+
+def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """The settings, with the checkpoint's values, under which its steps were trained otherwise than this run would have trained
+    them. A horizon or a schedule that gives them the same rates and precisions is none, nor is what one of two precisions lacks.
+    """
+    identity, current = record["identity"], job.identity
+    was = {key: identity.get(key) for key in changed_keys(identity, current)}
+    if not was:
+        return {}
+    same_rates, same_precisions = _same_rates(record, job), _same_precisions(record, job)
+
+    def is_felt(key: str) -> bool:
+        if key in HORIZON:
+            return not (same_rates and (same_precisions or "precision" in was))
+        if key.startswith("fp8_config."):
+            return not ("precision" in was and None in (was[key], current.get(key)))
+        return not (same_rates if key.startswith("schedule.") else same_precisions and key == "precision")
+
+    return {key: old for key, old in was.items() if is_felt(key)}
+
+
+def _same_rates(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the present schedule and horizon give the checkpoint's steps the rates that they had, of one largest rate."""
+    recipe, horizon = job.recipe, record["progress"]["steps"]
+    try:
+        settings, tokens = schedule_of(record["identity"])
+    except (ValidationError, KeyError):
+        return False
+    return all(
+        schedule.learning_rate(step, settings, recipe.optimizer, horizon, tokens)
+        == schedule.learning_rate(step, recipe.schedule, recipe.optimizer, job.plan.steps, recipe.batch.tokens)
+        for step in range(record["progress"]["step"])
+    )
+
+
+def _same_precisions(record: Mapping[str, Any], job: Job) -> bool:
+    """Whether the checkpoint's steps would be of the same precisions by the present schedule of these."""
+    progress = record["progress"]
+    try:
+        saved = _until_step(record["identity"].get("precision"), progress["steps"], progress["step"])
+        return saved == _until_step(job.identity["precision"], job.plan.steps, progress["step"])
+    except (InputError, TypeError):  # of a version with other rules
+        return False
+
+
+def _until_step(setting: Any, steps: int, step: int) -> list[tuple[int, str]]:
+    """The phases of a `precision` in a horizon of `steps`, as far as `step`: the last step of each, and its name."""
+    phases = phases_of(setting)
+    ends = last_steps([until for until, _ in phases], steps)
+    begins = [0, *ends]
+    return [(min(end, step), name) for begin, end, (_, name) in zip(begins, ends, phases, strict=False) if begin < step]
