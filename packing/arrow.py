@@ -93,8 +93,8 @@ class PackWriter:
     Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the
     `with` block without `finish` removes it. Further files in `folder` travel with the packs. One writer a path at a time.
 
-    Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours or cannot be made, and on leaving the block if the
-    disk was full.
+    Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours or cannot be made, and on leaving
+    the block if the disk was full.
     """
 
     def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
