@@ -99,7 +99,7 @@ def lock_of(packs: Path, progress: bool) -> FileLock:
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
+        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; name another place for the packs") from None
 
 
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
@@ -111,9 +111,8 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
     except OSError as error:
         if not is_disk_full(error):
             raise
-        raise InputError(
-            f"{settings.packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
-        ) from None
+        kept = f"what is tokenised is kept in {partial}. Free" if partial.exists() else "free"  # nothing, where it was the first
+        raise InputError(f"{settings.packs}: the disk is full; {kept} some space and run this again") from None
     with suppress(InputError):
         remove_own_folder(partial, OWN)
     return manifest
