@@ -430,7 +430,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     adamw.clear_gradients(optimizer, run.assembly.model)
     told = decision.reason if decision.action in ("update", "skip") else None
     frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
-    for warning in filter(None, (told, precision_warning, frozen)):
+    unlabelled = run.health.unlabelled_warning(state.step + 1, batches.valid_tokens)
+    for warning in filter(None, (told, precision_warning, frozen, unlabelled)):
         run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     return {
