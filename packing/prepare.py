@@ -99,7 +99,9 @@ def lock_of(packs: Path, progress: bool) -> FileLock:
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; name another place for the packs") from None
+        raise InputError(
+            f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs`, or --out, to another place"
+        ) from None
 
 
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
