@@ -35,7 +35,7 @@ if __name__ == "__main__":  # importing takes seconds; until the loop can save, 
 import torch
 from accelerate import Accelerator
 
-from foundation.errors import InputError
+from foundation.errors import InputError, permissions_named
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from packing.stream import StreamEnded
@@ -100,7 +100,8 @@ from pretrain.verify.parity import Parity
 def main() -> int:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        return launch(parse_arguments(__doc__))
+        with permissions_named():
+            return launch(parse_arguments(__doc__))
     except InputError as error:
         say_once(f"error: {error}")
         return leave_status(2)
@@ -429,7 +430,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     adamw.clear_gradients(optimizer, run.assembly.model)
     told = decision.reason if decision.action in ("update", "skip") else None
     frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
-    for warning in filter(None, (told, precision_warning, frozen)):
+    unlabelled = run.health.unlabelled_warning(state.step + 1, batches.valid_tokens)
+    for warning in filter(None, (told, precision_warning, frozen, unlabelled)):
         run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
     return {

@@ -1,5 +1,10 @@
 """The one exception that a user's input can cause."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(Exception):
     """Something the user gave cannot be used.
@@ -7,3 +12,17 @@ class InputError(Exception):
     The command lines print its message alone (the file or key, what is wrong, what to do) and exit with status 2. Anything else
     that escapes is a bug of ours and keeps its traceback.
     """
+
+
+@contextmanager
+def permissions_named() -> Iterator[None]:
+    """A block in which a file or folder that this user may not use is an InputError: even to ask whether it exists can fail, for
+    any path that a user names."""
+    try:
+        yield
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        raise InputError(
+            f"{error.filename}: {error.strerror}; have this user allowed to use it and the folders above, or name another"
+        ) from error

@@ -116,11 +116,29 @@ class _Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.Node) -> int:
         if len(node.value) > MOST_DIGITS:
             raise yaml.constructor.ConstructorError(None, None, f"a number of {len(node.value):,} digits", node.start_mark)
-        return super().construct_yaml_int(node)
+        value = super().construct_yaml_int(node)
+        digits = node.value.lstrip("+-0").replace("_", "")
+        if ":" in digits or (digits.isdecimal() and int(digits) != abs(value)):
+            self._refuse_base(node, 60 if ":" in digits else 8)
+        return value
+
+    def construct_yaml_float(self, node: yaml.Node) -> float:
+        if ":" in node.value:
+            self._refuse_base(node, 60)
+        return super().construct_yaml_float(node)
+
+    @staticmethod
+    def _refuse_base(node: yaml.Node, base: int) -> None:
+        """Who writes `seed: 010` for the tenth run means ten, and who writes `1:30` means no ninety."""
+        what = f"`{node.value}` is a number of base {base} to YAML; write it as a plain number, or as text in quotes"
+        raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[object] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                what = "`<<`: keys are not merged; write them out, or build on another file by `base`"
+                raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a list or mapping cannot be a key", key_node.start_mark)
             key = self.construct_object(key_node, deep=True)
@@ -131,6 +149,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 def unusable_text(text: str) -> str | None:

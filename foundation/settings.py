@@ -96,6 +96,8 @@ def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str, str
     message = item["msg"].removeprefix("Value error, ")
     if item["type"] == "value_error":
         return key, f"`{key}`: {message}" if key else message, ""
+    if item["type"] == "path_type":  # whose own text names a class
+        message = "Input should be a path, as text"
     message = message.partition(", unable to parse")[0].replace("a valid tuple", "a valid list")  # as YAML calls it
     _, should, after = message.partition(" should ")  # as in "Input should be ...", "String should match pattern ..."
     message = re.sub(r" after validation, not \d+$", "", after if should else message)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError
+from foundation.errors import InputError, permissions_named
 from foundation.settings import Settings, load_with_bases, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
@@ -64,7 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
     options = _parser().parse_args(arguments)
     try:
-        options.run(options)
+        with permissions_named():
+            options.run(options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -93,8 +93,8 @@ class PackWriter:
     Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the
     `with` block without `finish` removes it. Further files in `folder` travel with the packs. One writer a path at a time.
 
-    Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours, and on leaving the block if the
-    disk was full.
+    Raises InputError if `path` exists and is not an empty folder, if the hidden one is not ours or cannot be made, and on leaving
+    the block if the disk was full.
     """
 
     def __init__(self, path: Path, length: int, *, shard_bytes: int = 512 * 2**20) -> None:
@@ -104,7 +104,10 @@ class PackWriter:
             raise InputError(f"{self.path}: exists already and is never written over; name another folder or move it away")
         self.folder = self.path.absolute().parent / f".{self.path.name}.partial"
         remove_own_folder(self.folder, _OWN)  # what a killed writer left; nothing there was ever complete
-        self.folder.mkdir(parents=True)
+        try:
+            self.folder.mkdir(parents=True)
+        except OSError as error:
+            raise InputError(f"{self.path}: cannot be made: {reason_of(error)}; name another folder") from None
         self._shard_bytes = shard_bytes
         self._splits: dict[Split, _SplitWriter] = {}
 

@@ -97,7 +97,8 @@ class ChatColumns:
             chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
         else:
             chat = _messages(record[self.messages], self.messages)
-        if any(mark in str(message.get("content")) for message in chat for mark in (_BEGIN, _END)):
+        said = json.dumps(chat, ensure_ascii=False, default=str)
+        if _BEGIN in said or _END in said:
             raise BadRecord(f"holds U+{ord(_BEGIN):X} or U+{ord(_END):X}, which are no characters")
         answers = [number for number, message in enumerate(chat) if message["role"] == "assistant" and _says(message)]
         if not answers:
@@ -111,7 +112,7 @@ class ChatColumns:
             known = {"tools": None, "documents": None, **dict(self.tokens)}
             return _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **known)
         except _REFUSALS as error:
-            raise BadRecord(f"the chat template does not take this chat: {error or type(error).__name__}") from None
+            raise BadRecord(f"the chat template does not take this chat: {str(error) or type(error).__name__}") from None
 
     def _masked(self, chat: list[dict[str, Any]], answers: list[int]) -> Rendered:
         """With the answers' places: those that the template marks, else whatever follows the prompt of each answer."""

@@ -17,7 +17,7 @@ from packing.arrow import ArrowPacks, Packs, PackWriter
 from packing.manifest import MANIFEST, REMEDY, Split, Statistics, read_manifest
 from packing.mds import MDSReader
 from packing.parts import FIRST
-from packing.prepare import summary
+from packing.prepare import lock_of, summary
 from packing.settings import DataSettings
 from packing.statistics import draw_lengths, length_statistics
 from packing.store import find_mds, open_packs
@@ -163,7 +163,7 @@ def import_packs(path: Path, out: Path, *, length: int | None, end_token: int | 
     width = first.length
     lengths: list[np.ndarray] = []
     masked, trained = first.trained(0) is not None, 0
-    with PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
+    with lock_of(out, progress=True), PackWriter(out, width) as writer, Progress("importing", "packs", shown=True) as line:
         for split, packs in splits.items():
             for index in range(len(packs)):
                 pack = packs[index]

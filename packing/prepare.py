@@ -25,7 +25,7 @@ from packing.manifest import MANIFEST, read_manifest
 from packing.parts import by_key, check_parts, said_of, training_parts, validation_parts
 from packing.records import IGNORED, records_of
 from packing.settings import DataSettings
-from packing.sources import FileSource, open_source
+from packing.sources import DatasetSource, FileSource, open_source
 from packing.statistics import draw_lengths
 from packing.token_log import OWN, SOURCE_FILES, TokenCounts, TokenLog, differences
 from packing.tokenizer import TextTokenizer, load_tokenizer
@@ -99,7 +99,9 @@ def lock_of(packs: Path, progress: bool) -> FileLock:
     try:
         return FileLock(path, lambda holder: say(f"{packs} is being prepared by {holder}; waiting for it", progress))
     except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs` to another place") from None
+        raise InputError(
+            f"{path.parent}: cannot be written to: {error.strerror}; set `data.packs`, or --out, to another place"
+        ) from None
 
 
 def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict[str, Any]:
@@ -111,9 +113,8 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
     except OSError as error:
         if not is_disk_full(error):
             raise
-        raise InputError(
-            f"{settings.packs}: the disk is full; what is tokenised is kept in {partial}. Free some space and run this again"
-        ) from None
+        kept = f"what is tokenised is kept in {partial}. Free" if partial.exists() else "free"  # nothing, where it was the first
+        raise InputError(f"{settings.packs}: the disk is full; {kept} some space and run this again") from None
     with suppress(InputError):
         remove_own_folder(partial, OWN)
     return manifest
@@ -211,12 +212,19 @@ def _tokenize(settings: DataSettings, tokenizer: TextTokenizer, partial: Path, p
             for result in workers.map(islice(source.chunks(), log.counts.chunks, None)):
                 log.append(result)
                 line.update(log.counts.tokens, result.progress, f"{log.counts.documents:,} documents")
+            _check_unchanged(source)
             log.counts.complete = True
     finally:
         if not log.counts.documents:
             remove_own_folder(partial, OWN)  # nothing worth resuming
     check_counts(settings, log.counts, masked=log.masked)
     return log
+
+
+def _check_unchanged(source: FileSource | DatasetSource) -> None:
+    """InputError where files have other sizes or dates than when they were listed: what was read of them belongs to no text."""
+    if isinstance(source, FileSource) and (changed := source.changed()):
+        raise InputError(f"{changed}: has changed while it was read; wait until nothing writes to it, and run this again")
 
 
 def check_counts(settings: DataSettings, counts: TokenCounts, *, masked: bool) -> None:

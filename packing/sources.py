@@ -54,6 +54,8 @@ def open_source(settings: DataSettings) -> FileSource | DatasetSource:
     saved = (path / "dataset_dict.json").is_file() or ((path / "dataset_info.json").is_file() and (path / "state.json").is_file())
     if settings.format == "dataset" or (settings.format == "auto" and saved):
         return DatasetSource(settings, records)
+    if path.is_symlink() and not path.exists():  # not to be looked for among the datasets of that name
+        raise InputError(f"data.source: {path}: is a dead link; correct it, or name the text itself")
     if path.exists():
         if not path.is_file() and not path.is_dir():
             raise InputError(f"data.source: {path}: is no file or folder but a pipe, socket or device; write the text to a file")
@@ -155,15 +157,23 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 raise InputError(f"data.source: {path}: is {what}; put the text itself there, or take it away")
 
 
+def _listed(path: Path) -> list[str | int]:
+    """Path, bytes and date of a file. InputError where it has gone."""
+    try:
+        stat = path.stat()
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {reason_of(error)}; put it back, or leave it out") from None
+    return [str(path), stat.st_size, stat.st_mtime_ns]
+
+
 class FileSource:
     """Files of one kind."""
 
     def __init__(self, paths: list[Path], kind: str, records: Records, folder: Path | None = None) -> None:
         self.paths, self.kind, self.records = paths, kind, records
-        stats = [path.stat() for path in paths]
-        self.sizes = [stat.st_size for stat in stats]
+        listing = self._listing = [_listed(path) for path in paths]
+        self.sizes = [size for _, size, _ in listing]
         self.bytes = sum(self.sizes)
-        listing = [[str(path), stat.st_size, stat.st_mtime_ns] for path, stat in zip(paths, stats, strict=True)]
         self.identity = {"kind": kind, "bytes": self.bytes, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
         self.description = f"{many}, {self.bytes / 1e6:,.1f} MB"
@@ -184,6 +194,10 @@ class FileSource:
             except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
                 reason = reason_of(error)
                 raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
+
+    def changed(self) -> Path | None:
+        """The first file that has another size or date than when this was made; None if all are as they were."""
+        return next((path for path, before in zip(self.paths, self._listing, strict=True) if _listed(path) != before), None)
 
     def _progress(self, done: int) -> float:
         return done / max(self.bytes, 1)

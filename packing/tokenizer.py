@@ -79,6 +79,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
             raise InputError(
                 f"data.tokenizer: {path}: no tokenizer.json in this folder; name a tokenizer.json, or a folder with one"
             )
+        if path.is_symlink() and not path.exists():  # not to be looked for among the models of that name
+            raise InputError(f"data.tokenizer: {path}: is a dead link; correct it, or name the tokenizer itself")
         if not HUB_NAME.fullmatch(name):
             raise InputError(
                 f"data.tokenizer: {name}: no such file or folder; name a tokenizer.json, a folder with one, or a model on the hub"

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from foundation.ending import Ending
-from foundation.errors import InputError
+from foundation.errors import InputError, permissions_named
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
@@ -51,7 +51,8 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         try:
             module = imported(COMMANDS[arguments[0]][0])
-            status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
+            with permissions_named():
+                status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
             sys.stdout.flush()
             return status
         except InputError as error:

@@ -55,6 +55,9 @@ class SavedWeights:
     def names(self) -> Iterable[str]:
         return self.manifest.model.keys()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.manifest.model[name].shape
+
     @cached_property
     def remainders(self) -> dict[str, TensorEntry]:
         """The other halves of exact BF16 weights, as `remainder/<name>`; empty where there are none."""

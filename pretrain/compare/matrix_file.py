@@ -24,7 +24,7 @@ from foundation.settings import PathText, PositiveCount, Settings, load_yaml, pa
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import read_run
 from pretrain.precision.schedule import in_a_path, is_quantized
-from pretrain.settings.config import begin_of, filled_in, flatten, identity_of, load_recipe, resolved
+from pretrain.settings.config import ALTERNATIVES, begin_of, filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -214,13 +214,13 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 def _combinations(path: str | Path, settings: MatrixSettings) -> list[tuple[Values, Values]]:
     """Of every cell the values that tell it from others, and its settings, with dotted keys: the axes crossed, then the cells
     listed, then each group."""
-    crossed = [values for values in _crossed(settings.axes) if values]
+    crossed = [values for values in _crossed(path, settings.axes) if values]
     for entry in map(flatten, settings.leave_out):
         kept = [values for values in crossed if not _matches(values, entry)]
         if not entry or len(kept) == len(crossed):
             raise InputError(f"{path}: `leave_out`: {_described(entry)} matches no combination of the axes; correct it")
         crossed = kept
-    alone = [(values, values) for values in [*crossed, *map(flatten, settings.cells)]]
+    alone = [(values, values) for values in [*crossed, *(_dotted(path, cell) for cell in settings.cells)]]
     return [*alone, *_grouped(path, settings.groups)]
 
 
@@ -228,7 +228,7 @@ def _grouped(path: str | Path, groups: Sequence[MatrixGroup]) -> list[tuple[Valu
     """The same of the groups' cells. InputError where a cell sets an axis of its group, or is called as another one is."""
     found, called = [], dict[str, Values]()
     for group in groups:
-        crossed, cells = _crossed(group.axes), {name: flatten(cell) for name, cell in group.cells.items()}
+        crossed, cells = _crossed(path, group.axes), {name: _dotted(path, cell) for name, cell in group.cells.items()}
         axes = {key for values in crossed for key in values}
         for name, cell in cells.items():
             if both := [key for key in cell if key in axes]:
@@ -242,9 +242,20 @@ def _grouped(path: str | Path, groups: Sequence[MatrixGroup]) -> list[tuple[Valu
     return found
 
 
-def _crossed(axes: Axes) -> list[Values]:
+def _crossed(path: str | Path, axes: Axes) -> list[Values]:
     """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
-    return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [_dotted(path, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+def _dotted(path: str | Path, values: Values) -> Values:
+    """What a cell sets, with dotted keys. InputError where it says a key twice, by itself and in its section."""
+    flat: Values = {}
+    for key, value in values.items():
+        inside = flatten({key: value})
+        if twice := sorted(flat.keys() & inside.keys()):
+            raise InputError(f"{path}: {_described(values)} sets `{twice[0]}` twice; leave one of the two out")
+        flat |= inside
+    return flat
 
 
 def _make_run(
@@ -258,6 +269,11 @@ def _make_run(
     name = _name_of(values)
     if "run_dir" in own:
         raise InputError(f"{path}, cell {name}: `run_dir` is set for all cells at once, as a key of the matrix")
+    for group in ALTERNATIVES:
+        if len(both := [key for key in group if own.get(key) is not None]) > 1:
+            raise InputError(
+                f"{path}, cell {name}: sets `{both[0]}` and `{both[1]}`, of which a run has one; leave the other out"
+            )
     try:
         run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
     except InputError as error:

@@ -76,7 +76,7 @@ class Health:
         self._consecutive_skips = 0
         self._in_spike = False
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._frozen_said = False  # by this process
+        self._frozen_said = self._unlabelled_said = False  # by this process
 
     @property
     def may_skip(self) -> bool:
@@ -137,6 +137,16 @@ class Health:
         return (
             f"step {step}: {percent(share)} of all updates were too small to change the stored weights, most of them in {names}; "
             "`weights: bf16_exact` keeps every update"
+        )
+
+    def unlabelled_warning(self, step: int, valid_tokens: int) -> str | None:
+        """The first time that no token of a step has a label: its loss of 0 stands for none, also in means over steps."""
+        if self._unlabelled_said or valid_tokens:
+            return None
+        self._unlabelled_said = True
+        return (
+            f"step {step}: no token of its packs has a label, so its loss of 0 says nothing, and means over such steps are too "
+            "low; take more packs a step (`batch.tokens`)"
         )
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:

@@ -130,7 +130,7 @@ def _config_of_source(settings: ModelSettings) -> PretrainedConfig:
     source, folder = str(settings.source), Path(str(settings.source))
     if folder.exists() and not (folder / "config.json").is_file():
         raise InputError(f"`model.source`: {source} is no folder with a config.json; name a folder that holds a model")
-    if not folder.exists() and not HUB_NAME.fullmatch(source):
+    if not folder.exists() and (folder.is_symlink() or not HUB_NAME.fullmatch(source)):  # of a dead link, not the hub's namesake
         raise InputError(f"`model.source`: {source}: no such folder; name a folder that holds a model, or a model on the hub")
     if folder.exists():
         content = load_object(folder / "config.json", "name a folder that holds a model")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from foundation.errors import InputError
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
 from packing.packer import prepare_stream
@@ -134,3 +135,19 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
         stride = -(-len(packs) // _SCANNED_PACKS)
         for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)}):
             read_pack(packs, index, vocab_size)
+
+
+def check_labels(data: Data, settings: DataSettings) -> None:
+    """InputError where no token that a source trains on, or is evaluated on, is a label: the loss of nothing would be called 0.
+
+    A pack's first token is none, nor is a document's with `data.mask_boundaries`: nothing stands before them to predict them.
+    """
+    for what, split in (("trained on", data.train), ("held out", data.held_out)):
+        for packs in filter(len, parts_of(split)):
+            masks = settings.mask_boundaries
+            labels = (count_valid_tokens(packs.lengths(n), packs.trained(n), mask_boundaries=masks) for n in range(len(packs)))
+            if not any(labels):
+                raise InputError(
+                    f"{packs.path}: no token that is {what} has a loss: each is masked, or the first of its document or pack, "
+                    "which nothing predicts; prepare longer packs (`data.length`), of longer documents or with other labels"
+                )

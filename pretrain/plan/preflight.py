@@ -29,7 +29,7 @@ from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
-from pretrain.plan.data import Data, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_tokens, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
@@ -292,6 +292,7 @@ def _check_packs(recipe: Recipe, data: Data | None, vocab_size: int) -> None:
     if data is not None:
         check_tokens(data, vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
+        check_labels(data, recipe.data)
     elif recipe.train.epochs is not None:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "

@@ -82,7 +82,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, although there is a GPU")
     parser.add_argument("--full", action="store_true", help="operands bit for bit, parity, resuming, ten steps too; writes --out")
-    parser.add_argument("--out", type=Path, default=Path("doctor.md"), help="the file of --full")
+    parser.add_argument("--out", type=Path, help="the file of --full; default doctor.md")
     parser.add_argument("--try", nargs=2, dest="only", metavar=("PRECISION", "BACKEND"), help=argparse.SUPPRESS)
     parser.add_argument("--train", nargs="+", metavar="ARGUMENT", help=argparse.SUPPRESS)
     parser.add_argument("--machine", action="store_true", help=argparse.SUPPRESS)
@@ -92,6 +92,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
     if parsed.tokens is not None and parsed.tokens < 1:
         raise InputError("--tokens: a number of at least 1 is wanted")
+    if parsed.out and not parsed.full:
+        raise InputError(f"--out {parsed.out}: is the file of --full; add that, or leave it out")
+    parsed.out = parsed.out or Path("doctor.md")
     return parsed
 
 

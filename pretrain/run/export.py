@@ -116,8 +116,15 @@ class SavedModel:
         recipe = load_recipe(run_dir / "config.yaml")
         to: Weights = dtype or ("fp32" if weights.mode == "fp32" else "bf16")
         hf = _shapes(recipe, getattr(torch, WEIGHT_DTYPES[to]))
-        if strange := sorted(model.named_tensors(hf).keys() ^ set(weights.names())):
-            raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {run_dir / 'config.yaml'}, not in both")
+        described, file = model.named_tensors(hf), run_dir / "config.yaml"
+        if strange := sorted(described.keys() ^ set(weights.names())):
+            raise InputError(f"{weights.folder}: {strange[0]} is in it or in the model of {file}, not in both")
+        for name, tensor in described.items():
+            if (shape := weights.shape(name)) != tuple(tensor.shape):
+                raise InputError(
+                    f"{weights.folder}: {name} has the shape {list(shape)}, and {list(tensor.shape)} in the model of {file}; put "
+                    "the model's settings there back as they were"
+                )
         return cls(weights, run_dir, recipe, hf, to)
 
     @cached_property

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
+from foundation.reading import unusable_text
 from pretrain.checkpoint.folders import step_folders
 from pretrain.metrics.console import Console
 from pretrain.run.evaluate import sample, seed_of_prompt
@@ -42,6 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     ):
         if not fits:
             raise InputError(f"--{name} {getattr(asked, name.replace('-', '_'))}: should be {range_}")
+    for prompt in asked.prompts:
+        if unusable := unusable_text(prompt):
+            raise InputError(f"PROMPT {prompt!a}: {unusable}; write it in UTF-8")
     hf, tokenizer = load(asked.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console = Console(0)

@@ -20,7 +20,7 @@ from pretrain.precision import schedule
 from pretrain.settings.recipe import Recipe
 
 # Keys of which a recipe sets at most one: naming one on the command line takes the others out of the file's values.
-_ALTERNATIVES = (
+ALTERNATIVES = (
     ("train.steps", "train.tokens", "train.epochs"),
     ("schedule.warmup", "schedule.warmup_tokens"),
 )
@@ -72,7 +72,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """What a file says over what it builds on: key by key of each section; a key's value, `model.config` say, as a whole."""
     values = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
-    for group in _ALTERNATIVES:
+    for group in ALTERNATIVES:
         section = group[0].partition(".")[0]
         said = own.get(section)
         if isinstance(said, dict) and any(said.get(key.partition(".")[2]) is not None for key in group):
@@ -185,7 +185,7 @@ def _parse_override(text: str) -> tuple[str, Any]:
 
 
 def _set(values: dict[str, Any], key: str, value: Any) -> None:
-    for group in _ALTERNATIVES:
+    for group in ALTERNATIVES:
         if key in group and value is not None:
             for section, _, name in (other.rpartition(".") for other in group):
                 if isinstance(there := values.get(section), dict):

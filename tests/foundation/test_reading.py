@@ -33,11 +33,20 @@ BOMB = "l0: &l0 [x]\n" + "".join(f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]
         ('x: "a\\0b"', "text with a NUL character"),
         ('x: "\\ud800"', "text that is not UTF-8"),
         ("x: 1\nx: 2", "key `x` stands twice"),
+        ("x: 010", "`010` is a number of base 8 to YAML; write it as a plain number, or as text in quotes"),
+        ("x: -0_10", "`-0_10` is a number of base 8"),
+        ("x: 1:30", "`1:30` is a number of base 60"),
+        ("x: 1:30.5", "`1:30.5` is a number of base 60"),
+        ("x: &x {y: 1}\nz: {<<: *x}", "`<<`: keys are not merged; write them out"),
     ],
 )
 def test_hostile_yaml_is_refused_with_what_is_wrong(text: str, says: str):
     with pytest.raises(yaml.YAMLError, match=says):
         parse_yaml(text)
+
+
+def test_numbers_that_mean_the_same_to_everybody_are_read():
+    assert parse_yaml("[0, 00, 007, -7, +1_000, 0x10, 0b11, 1.5, .5, 1e-3, 1.0e-3]")[:8] == [0, 0, 7, -7, 1000, 16, 3, 1.5]
 
 
 def test_yaml_with_aliases_that_stand_for_little_is_read():

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -131,6 +132,20 @@ def test_what_exists_is_not_written_over_and_damage_is_named_with_its_file(exact
     shutil.copytree(exact / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000002")
     status, said = export(capsys, run, tmp_path / "other")
     assert status == 0 and "the one before it is" in said and "step-00000002 is exported" in said
+
+
+def test_a_checkpoint_of_other_shapes_than_its_runs_settings_is_no_model(exact: Path, tmp_path: Path, capsys: Any):
+    run = shutil.copytree(exact, tmp_path / "run")
+    config = run / "config.yaml"
+    values = yaml.safe_load(config.read_text())
+    values["model"]["config"]["intermediate_size"] += 1
+    config.write_text(yaml.safe_dump(values))
+    for command in (["export", str(run), str(tmp_path / "out")], ["sample", str(run), "one"]):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert "has the shape" in said and f"in the model of {config}; put the model's settings there back" in said
+    assert not (tmp_path / "out").exists()
+    assert main(["sample", str(exact), "\udcff"]) == 2 and "PROMPT '\\udcff': text that is not UTF-8" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["nothing", "no run"])

@@ -250,6 +250,9 @@ def test_a_marked_block_may_hold_others() -> None:
         ({"m": CHATS[0]}, {"messages": "m", "tokenizer": "bare"}, "has no chat template to write chats with"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": ENDLESS}, "does not take this chat: maximum recursion depth"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": MARKS_NOTHING}, "the chat template writes nothing for the answers"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ 'x' * 10**18 }}"}, "does not take this chat: MemoryError"),
+        ({"m": [{"role": "a\ufdd0", "content": "x"}, CHATS[0][-1]]}, {"messages": "m"}, "holds U.FDD0"),
+        ({"m": [{"role": "user", "content": [{"text": "\ufdd0"}]}, CHATS[0][-1]]}, {"messages": "m"}, "holds U.FDD0"),
     ],
 )
 def test_a_chat_that_cannot_be_used_is_one_message(

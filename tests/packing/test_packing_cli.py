@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import yaml
 
+from foundation.errors import InputError
+from foundation.files import FileLock
 from packing.__main__ import main
-from packing.arrow import ArrowPacks
+from packing.arrow import ArrowPacks, PackWriter
 from packing.inspection import open_splits
 from packing.manifest import read_manifest
 
@@ -200,3 +202,24 @@ def test_help_loads_no_library_that_takes_seconds() -> None:
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "prepare" in done.stdout and "packing.settings" in loaded
     assert not loaded & {"torch", "transformers", "datasets", "tokenizers", "pandas"}
+
+
+def test_an_import_waits_for_another_of_the_same_name_and_leaves_its_packs(tmp_path: Path) -> None:
+    np.arange(3000, dtype=np.uint16).tofile(tmp_path / "train.bin")
+    command = [sys.executable, "-m", "packing", "import", str(tmp_path), "--out", str(tmp_path / "out"), "--length", "3"]
+    with FileLock(tmp_path / "out.lock", lambda holder: pytest.fail(holder)):
+        waits = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "is being prepared by process" in waits.stderr.readline()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").touch()
+    said = waits.communicate(timeout=60)[1]
+    assert waits.returncode == 2 and "out: exists already and is never written over" in said and "Traceback" not in said
+    (tmp_path / "file").touch()
+    command[6] = str(tmp_path / "file" / "out")
+    assert main(command[3:]) == 2
+
+
+def test_packs_that_cannot_be_made_are_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot be made: Not a directory; name another folder"):
+        PackWriter(tmp_path / "file" / "packs", 4)

@@ -21,6 +21,7 @@ from packing.chunks import Chunk, TextTemplate
 from packing.manifest import read_manifest
 from packing.prepare import prepare
 from packing.settings import DataSettings
+from packing.sources import FileSource
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
 from packing.workers import TokenizerWorkers
@@ -173,6 +174,25 @@ def test_a_changed_source_starts_over_and_what_was_tokenised_is_moved_aside(
     assert f"so this starts over; what was tokenised before is in {aside}" in capsys.readouterr().err
     assert contents(aside) == before
     assert read_manifest(settings.packs)["statistics"]["documents"] == 2
+
+
+def test_files_that_change_while_they_are_read_give_no_packs(
+    settings: DataSettings, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = FileSource.chunks
+
+    def chunks(source: FileSource) -> Iterator[Chunk]:
+        yield from read(source)
+        with corpus.open("a") as file:
+            file.write('{"text": "more"}\n')
+
+    monkeypatch.setattr(FileSource, "chunks", chunks)
+    with pytest.raises(InputError, match=f"{corpus.name}: has changed while it was read; wait"):
+        prepare(settings, progress=False)
+    monkeypatch.undo()
+    assert not settings.packs.exists()
+    prepare(settings, progress=False)
+    assert read_documents(settings)
 
 
 def test_what_was_moved_aside_is_no_source(settings: DataSettings, corpus: Path, tokenised: Path) -> None:

@@ -194,6 +194,10 @@ def test_what_is_not_there_or_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(b"1")
     with pytest.raises(InputError, match=r"suffix does not tell its format; set data\.format"):
         read(tmp_path / "a.bin")
+    for name, target in (("dead", "nothing"), ("circle", "circle")):  # not a dataset of the hub that is called so
+        (tmp_path / name).symlink_to(target)
+        with pytest.raises(InputError, match="is a dead link"):
+            read(tmp_path / name)
 
 
 @pytest.mark.parametrize("setting", [{"split": "validation"}, {"subset": "ms"}, {"streaming": True}, {"text": "body"}])

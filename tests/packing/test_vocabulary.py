@@ -97,6 +97,10 @@ def test_the_command_learns_from_any_source_and_says_what_it_made(tmp_path: Path
         (["--vocabulary", "300", "--special", END_OF_TEXT], "is there already"),
         (["--vocabulary", "300", "--text", "body"], "no column `body`; the columns are: text"),
         (["--vocabulary", "300", "--out", "."], "exists already and is never written over"),
+        (["--vocabulary", "5000000000"], "16,777,216 tokens are the most that can be learnt"),
+        (["--vocabulary", "300", "--special", "\udcff"], "--special: text that is not UTF-8"),
+        (["--vocabulary", "300", "--most-bytes", "0"], "leaves nothing to learn from"),
+        (["--vocabulary", "300", "--out", "/dev/null/tokenizer"], "cannot be made: Not a directory; name another folder"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_made_is_one_message(
@@ -106,3 +110,15 @@ def test_a_tokenizer_that_cannot_be_made_is_one_message(
     source.write_text('{"text": "words"}\n')
     assert main(["tokenizer", str(source), "--out", str(tmp_path / "out"), *flags]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_somebody_else_beside_the_tokenizer_is_not_removed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    source, theirs, link = tmp_path / "texts.txt", tmp_path / "out.unfinished" / "notes.txt", tmp_path / "link"
+    source.write_text("words")
+    theirs.parent.mkdir()
+    theirs.write_text("theirs")
+    link.symlink_to("nowhere")
+    assert main(["tokenizer", str(source), "--vocabulary", "300", "--out", str(tmp_path / "out")]) == 2
+    assert "notes.txt is not ours; move it away" in capsys.readouterr().err and theirs.read_text() == "theirs"
+    assert main(["tokenizer", str(source), "--vocabulary", "300", "--out", str(link)]) == 2
+    assert "exists already" in capsys.readouterr().err and not (tmp_path / "link.unfinished").exists()

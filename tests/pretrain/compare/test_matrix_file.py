@@ -179,6 +179,12 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
         ({"cells": [{"precision": "delayed", "weights": "bf16"}]}, r"cells delayed-bf16 and delayed-bf16 are the same run"),
         ({"axes": {"precision": ["bf16"], "fp8_config.scope": ["linear", "linear+head"]}}, r"are the same run"),
+        ({"cells": [{"optimizer": {"clip": 1.0}, "optimizer.clip": 2.0}]}, r"sets `optimizer\.clip` twice; leave one"),
+        ({"axes": {"optimizer.clip": [1.0], "optimizer": [{"clip": 2.0}]}}, r"sets `optimizer\.clip` twice; leave one"),
+        (
+            {"cells": [{"train.steps": 2, "train": {"tokens": 64}}]},
+            r": sets `train\.steps` and `train\.tokens`, of which a run",
+        ),
         ({"leave_out": [{"precision": "block"}]}, r"`leave_out`: \{precision: block\} matches no combination"),
         ({"overrides": {"train.begin_with": "{sed}/step-1"}}, r"cell bf16-fp32: `train\.begin_with`: .* did you mean \{seed\}"),
         ({"run_dir": "runs/all"}, r"cells bf16-fp32 and bf16-bf16 would share a run folder; put \{cell\}"),

@@ -161,3 +161,10 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
     got += judge(resumed, cut, losses[cut:])
     assert got == expected
     assert resumed.state_dict() == unbroken.state_dict()
+
+
+def test_a_step_without_labels_is_told_once():
+    watched = health()
+    assert watched.unlabelled_warning(1, 5) is None
+    assert "step 2: no token of its packs has a label, so its loss of 0 says nothing" in str(watched.unlabelled_warning(2, 0))
+    assert watched.unlabelled_warning(3, 0) is None

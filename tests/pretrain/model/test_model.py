@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from foundation.errors import InputError
 from packing.arrow import Pack
 from packing.batch import build_microbatch
+from packing.tokenizer import load_tokenizer
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
@@ -269,3 +270,13 @@ def test_architectures_that_packing_would_change_are_refused(kind: str, changes:
     with pytest.raises(InputError) as error:
         model.check_architecture(shapes, 64, LossSettings(), "cpu")
     assert said in str(error.value)
+
+
+def test_a_dead_link_is_not_looked_for_on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Qwen").mkdir()
+    (tmp_path / "Qwen" / "Qwen3-0.6B").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"`model.source`: Qwen/Qwen3-0.6B: no such folder"):
+        model.load_config(ModelSettings(source="Qwen/Qwen3-0.6B"))
+    with pytest.raises(InputError, match=r"data.tokenizer: Qwen/Qwen3-0.6B: is a dead link"):
+        load_tokenizer("Qwen/Qwen3-0.6B")

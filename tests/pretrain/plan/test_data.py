@@ -12,9 +12,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from packing.arrow import Pack, PackWriter
 from packing.batch import IGNORE, evaluation_batches
 from packing.settings import DataSettings
-from pretrain.plan.data import Data, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_tokens, open_data
 from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
 from pretrain.settings.recipe import ModelSettings
 
@@ -126,6 +127,39 @@ def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> 
     check_tokens(data, 61, None)
     with pytest.raises(InputError, match=r"token id 60, but the model's vocabulary has 60 tokens"):
         check_tokens(data, 60, None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "trained", "mask_boundaries", "labels"),
+    [
+        ([1, 1, 2], None, True, True),
+        ([1, 1, 1], None, True, False),
+        ([1, 1, 1], None, False, True),
+        ([1], None, False, False),
+        ([2, 2], [1, 0, 1, 0], True, False),
+        ([2, 2], [1, 0, 1, 0], False, True),
+        ([2, 2], [0, 0, 0, 1], True, True),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_packs_of_which_no_token_has_a_loss_are_refused(
+    split: str, lengths: list[int], trained: list[int] | None, mask_boundaries: bool, labels: bool, tmp_path: Path
+) -> None:
+    whole = np.array([4], dtype=np.int32)
+    mask = None if trained is None else np.array(trained, bool)
+    good = Pack(np.ones(4, np.uint32), whole, trained=None if mask is None else np.ones(4, bool))
+    with PackWriter(tmp_path / "packs", 4) as writer:
+        writer.add("held_out" if split == "train" else "train", good)
+        writer.add(split, Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)
+    data = open_data(settings, is_main_process=True)
+    if labels:
+        check_labels(data, settings)
+    else:
+        what = "trained on" if split == "train" else "held out"
+        with pytest.raises(InputError, match=f"packs: no token that is {what} has a loss"):
+            check_labels(data, settings)
 
 
 @pytest.mark.parametrize("as_file", [True, False])

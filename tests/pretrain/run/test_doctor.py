@@ -282,6 +282,8 @@ def test_whatever_fails_the_file_has_what_was_found_before_it(examine: Callable,
 def test_a_file_that_cannot_be_written_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"--out .*: there is no folder"):
         Examination.of(Patient.of(parse(SOME)), machine("cpu"), tmp_path / "none" / "doctor.md", 0.0)
+    with pytest.raises(InputError, match=r"--out doctor\.md: is the file of --full; add that, or leave it out"):
+        parse(["--out", "doctor.md"])
 
 
 def metrics(folder: Path, losses: dict[int, float]) -> Path:

@@ -103,6 +103,8 @@ def test_the_resolved_recipe_reads_back_equal(tmp_path: Path) -> None:
         ({"data": {"packs": "p", "source": "s"}}, [], ["`data`", "`tokenizer` is not"]),
         ({"model": {}}, [], ["`model`", "`source`", "model_type"]),
         ({"seed": True}, [], ["`seed`", "whole number"]),
+        ({"data": {"packs": False}}, [], ["`data.packs` is False; it should be a path, as text"]),
+        ({}, ["seed=010"], ["command line", "`seed=010`", "base 8"]),
         ({}, ["weights"], ["command line", "key=value"]),
         ({}, ["name.first=x"], ["command line", "`name`"]),
     ],
