@@ -93,6 +93,13 @@ def test_an_error_that_is_not_of_memory_keeps_its_traceback(train_here: Callable
         train_here()
 
 
+def test_sizes_that_do_not_go_together_are_one_message_where_the_model_is_first_run(train_here: Callable) -> None:
+    sizes = "hidden_size: 32, num_attention_heads: 4, num_key_value_heads: 4, head_dim: 16, num_hidden_layers: 1"
+    run = train_here(f"model.config={{model_type: helium, vocab_size: 61, {sizes}}}")
+    assert run.status == 2 and "Traceback" not in run.output, run.output
+    assert "`model.config`: the sizes of HeliumForCausalLM do not go together: mat1 and mat2 " in run.err
+
+
 # ── A folder that vanishes ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
