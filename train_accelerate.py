@@ -333,7 +333,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
-        if decision.proceed and (saves or state.finished):
+        if decision.action in ("update", "skip") and (saves or state.finished):  # the update before a skipped step may be to blame
             decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
