@@ -56,9 +56,10 @@ class TrackedRun:
         tracker, project, title = LOGGER_TYPE_TO_CLASS[self.name], self._log.project, self._run_dir.name
         if self.name == "tensorboard":
             # purge_step: TensorBoard's own way of taking back what a killed run logged beyond its checkpoint.
-            if self.seen or (self._run_dir / "tensorboard").exists():
-                self.seen = dict.fromkeys(("step", "evaluation", "samples"), self._resumed_step)
-            return tracker("tensorboard", self._run_dir, purge_step=self._resumed_step + 1 if self._resumed_step else None)
+            last, begun = self._resumed_step, bool(self.seen) or (self._run_dir / "tensorboard").exists()
+            seen = self.seen or dict.fromkeys(("step", "evaluation", "samples") if begun else (), last)
+            self.seen = {kind: min(step, last) for kind, step in seen.items()}
+            return tracker("tensorboard", self._run_dir, purge_step=last + 1 if begun else None)
         if self.name == "wandb":
             return tracker(project, **self._wandb_run())
         if self.name == "mlflow":

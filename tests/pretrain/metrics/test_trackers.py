@@ -164,6 +164,38 @@ def test_tensorboard_holds_every_scalar_once_after_a_resume(tmp_path):
     assert "optimizer.betas: '[0.9, 0.95]'" in hparams and "seed: 42" in hparams
 
 
+@pytest.mark.usefixtures("accelerate_state")
+def test_tensorboard_gets_the_steps_during_which_it_was_not_named_or_had_failed(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def run(names, steps, resumed_step):
+        trackers = resolve(names, run_dir=tmp_path, resumed_step=resumed_step)
+        trackers.start(CONFIG)
+        for step in steps:
+            trackers.log(record(step))
+        trackers.finish()
+
+    run(["tensorboard"], range(1, 4), 0)  # which is killed, and has saved nothing
+    run(["tensorboard"], range(1, 5), 0)
+    run(["jsonl"], range(5, 9), 4)
+    with monkeypatch.context() as patch:
+        tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]
+        log = tracker.log
+        fails = {11: OSError(28, "No space left on device")}
+
+        def log_or_fail(self, values, step, **options):
+            if step in fails:
+                raise fails[step]
+            log(self, values, step=step, **options)
+
+        patch.setattr(tracker, "log", log_or_fail)
+        run(["tensorboard"], range(9, 14), 8)
+    run(["tensorboard"], range(13, 15), 12)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(event.step for event in events.Scalars("loss")) == list(range(1, 15))
+
+
 # ── One run over all starts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 # A start that is killed after step 3, and one that goes on from the checkpoint of step 2. Trackers that start services and read
