@@ -87,9 +87,9 @@ def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(steps, resu
 
 def test_cutting_back_drops_half_lines_zeros_and_lines_without_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"loss": 2}\n{"step": 2, "lo\n\0\0\0}\n{"step": 3}\n{"step": 3, "loss": 1.0}')
+    path.write_bytes(b'{"step": 1}\n{"loss": 2}\n{"step": 2, "lo\n\0\0\0}\n{"step": 2}\r\n{"step": 3}\n{"step": 3, "loss": 1.0}')
     cut_back(path, 3)
-    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\r\n{"step": 3}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
