@@ -50,7 +50,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
-from pretrain.metrics.run_record import last_screen, read_run
+from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
@@ -501,8 +501,15 @@ def finish(run: Run) -> None:
         save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
+        figures = summary(read_metrics(run.folder.path))
+        if not figures["steps"]:
+            raise InputError(
+                f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of its "
+                f"last checkpoint is exported by: python -m pretrain export {run.folder.path}"
+            )
+        # Anew: what an earlier end has left there is of the recipe as it was then.
+        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
         finished = read_run(run.folder.path)
-        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
         plot_losses([finished], run.folder.loss_plot)
         run.trackers.picture(run.folder.loss_plot, run.state.step)
     if run.job.recipe.checkpoint.at_end:
