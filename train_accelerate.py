@@ -291,7 +291,7 @@ def run_to_its_end(run: Run) -> int | None:
     run.waited.go_on_to("end")
     with run.watch.busy("finishing"):
         if stopped_by is None:
-            finish(run)
+            stopped_by = finish(run)
         run.trackers.finish()
         if run.precision_watch:
             run.precision_watch.finish()
@@ -492,10 +492,17 @@ def tell_saved(run: Run) -> None:
         run.console.notice(line)
 
 
-def finish(run: Run) -> None:
-    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing."""
+def finish(run: Run) -> int | None:
+    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing.
+
+    Returns the number of a signal that came during the save, after which nothing more is done."""
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
-        save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+        with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
+            save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+        if asked := largest_over_ranks(run.accelerator, stop.requested or 0):
+            why = f"stopped by {signal.Signals(asked).name} after step {run.state.step}"
+            run.console.notice(f"{why}, the last one; start the run again to evaluate and export it")
+            return asked
     evaluate_once(run)
     if run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step > run.resumed_step:
         save(run)  # where `at_end` has not
@@ -517,6 +524,7 @@ def finish(run: Run) -> None:
             export_trained(run, finished)
     if finished:
         run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+    return None
 
 
 def evaluate_once(run: Run) -> None:
