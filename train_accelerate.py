@@ -58,6 +58,7 @@ from pretrain.model.distributed import (
     make_accelerator,
     require_same_on_all_ranks,
     same_on_all_ranks,
+    with_main_process,
 )
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
@@ -126,8 +127,8 @@ def launch(arguments: argparse.Namespace) -> int:
         if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if main_process and not (arguments.plan or arguments.eval_only):
-        check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
+    if not (arguments.plan or arguments.eval_only):  # before packs are prepared, which may take hours
+        with_main_process(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
@@ -147,7 +148,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return ended(accelerator)
 
     with (
-        RunFolder(job.run_dir, owner=main_process) as folder,
+        with_main_process(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
@@ -333,7 +334,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
-        if decision.action in ("update", "skip") and (saves or state.finished):  # the update before a skipped step may be to blame
+        if decision.action in ("update", "skip") and (
+            saves or state.finished
+        ):  # the update before a skipped step may be to blame
             decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
@@ -511,8 +514,8 @@ def finish(run: Run) -> int | None:
         figures = summary(read_metrics(run.folder.path))
         if not figures["steps"]:
             raise InputError(
-                f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of its "
-                f"last checkpoint is exported by: python -m pretrain export {run.folder.path}"
+                f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
+                f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
             )
         # Anew: what an earlier end has left there is of the recipe as it was then.
         run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
