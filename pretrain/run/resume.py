@@ -143,8 +143,8 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     final = job.run_dir / "final"
     if (source is None or source.begins) and final.exists():
         raise InputError(
-            f"{final}: is the model of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training anew "
-            f"would write over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
+            f"{final}: is the model of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training "
+            f"anew would write over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
         )
     if source is None:
         return
