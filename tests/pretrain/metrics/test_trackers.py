@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -194,6 +195,25 @@ def test_tensorboard_gets_the_steps_during_which_it_was_not_named_or_had_failed(
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert sorted(event.step for event in events.Scalars("loss")) == list(range(1, 15))
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_a_disk_that_is_full_for_tensorboard_is_one_warning_and_ends_no_run(tmp_path, monkeypatch, caplog):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def refuse(self, data):
+        raise OSError(28, "No space left on device")
+
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)  # which would print them
+    trackers = resolve(["tensorboard"], run_dir=tmp_path)
+    trackers.start(CONFIG)
+    trackers.log(record(1))
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    trackers.others[0]._tracker.tracker.add_scalar("loss", 2.0, 2)  # as a picture is given, with no wait for the disk
+    trackers.finish()
+    assert caplog.text.count("tensorboard has failed") == 1 and tracebacks == []
+    assert json.loads((tmp_path / "trackers.json").read_text())["tensorboard"]["complete"] is False
 
 
 # ── One run over all starts ───────────────────────────────────────────────────────────────────────────────────────────────────
