@@ -50,7 +50,7 @@ from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
-from pretrain.metrics.run_record import last_screen, read_run
+from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
@@ -58,6 +58,7 @@ from pretrain.model.distributed import (
     make_accelerator,
     require_same_on_all_ranks,
     same_on_all_ranks,
+    with_main_process,
 )
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
@@ -127,8 +128,8 @@ def launch(arguments: argparse.Namespace) -> int:
         if main_process:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
-    if main_process and not (arguments.plan or arguments.eval_only):
-        check_free(config.run_dir_of(recipe))  # before packs are prepared, which may take hours
+    if not (arguments.plan or arguments.eval_only):  # before packs are prepared, which may take hours
+        with_main_process(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
@@ -148,7 +149,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return ended(accelerator)
 
     with (
-        RunFolder(job.run_dir, owner=main_process) as folder,
+        with_main_process(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
@@ -292,7 +293,7 @@ def run_to_its_end(run: Run) -> int | None:
     run.waited.go_on_to("end")
     with run.watch.busy("finishing"):
         if stopped_by is None:
-            finish(run)
+            stopped_by = finish(run)
         run.trackers.finish()
         if run.precision_watch:
             run.precision_watch.finish()
@@ -334,7 +335,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
-        if decision.proceed and (saves or state.finished):
+        if decision.action in ("update", "skip") and (
+            saves or state.finished
+        ):  # the update before a skipped step may be to blame
             decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)
@@ -494,17 +497,31 @@ def tell_saved(run: Run) -> None:
         run.console.notice(line)
 
 
-def finish(run: Run) -> None:
-    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing."""
+def finish(run: Run) -> int | None:
+    """Save, evaluate once more, export, and say where everything is. A finished run started again does what is still missing.
+
+    Returns the number of a signal that came during the save, after which nothing more is done."""
     if run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step:
-        save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+        with StopRequest(announced=run.accelerator.is_local_main_process) as stop:  # what was trained must not be lost so late
+            save(run)  # first: an evaluation that takes long, or fails, must not cost what was trained
+        if asked := largest_over_ranks(run.accelerator, stop.requested or 0):
+            why = f"stopped by {signal.Signals(asked).name} after step {run.state.step}"
+            run.console.notice(f"{why}, the last one; start the run again to evaluate and export it")
+            return asked
     evaluate_once(run)
     if run.job.recipe.checkpoint.best and run.best is not None and run.best.step == run.state.step > run.resumed_step:
         save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
+        figures = summary(read_metrics(run.folder.path))
+        if not figures["steps"]:
+            raise InputError(
+                f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
+                f"its last checkpoint is exported by: python -m pretrain export {run.folder.path}"
+            )
+        # Anew: what an earlier end has left there is of the recipe as it was then.
+        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
         finished = read_run(run.folder.path)
-        run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | finished.summary)
         plot_losses([finished], run.folder.loss_plot)
         run.trackers.picture(run.folder.loss_plot, run.state.step)
     if run.job.recipe.checkpoint.at_end:
@@ -512,6 +529,7 @@ def finish(run: Run) -> None:
             export_trained(run, finished)
     if finished:
         run.console.panel(*last_screen(finished, run.folder, run.waited.describe()))
+    return None
 
 
 def evaluate_once(run: Run) -> None:

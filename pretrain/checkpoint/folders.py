@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from foundation.errors import InputError
@@ -81,13 +82,18 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space."""
+    """Delete `folders` and what dead writers and deleters left in `parent`. A failure is logged: it costs only space, and
+    does not keep the others. Of a link the link alone goes: whoever made it may want what it leads to."""
+    for folder in folders:
+        # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
+        _attempt(lambda path: os.rename(path, path.with_name(f"{REMOVED_STEP}{path.name}")), folder)
+    for prefix in (REMOVED_STEP, PARTIAL_STEP):
+        for leftover in parent.glob(f"{prefix}step-*"):
+            _attempt(os.unlink if leftover.is_symlink() else shutil.rmtree, leftover)
+
+
+def _attempt(work: Callable[[Path], object], path: Path) -> None:
     try:
-        for folder in folders:
-            # Renamed first, so that an interrupted deletion leaves nothing that looks like a checkpoint.
-            os.rename(folder, folder.with_name(f"{REMOVED_STEP}{folder.name}"))
-        for prefix in (REMOVED_STEP, PARTIAL_STEP):
-            for leftover in parent.glob(f"{prefix}step-*"):
-                shutil.rmtree(leftover)
+        work(path)
     except OSError as error:
-        _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
+        _log.warning("%s: an old checkpoint could not be removed: %s", path, error)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError, field_validator
 
 from foundation.errors import InputError
 from foundation.integrity import Size
@@ -16,6 +16,7 @@ from foundation.settings import first_mistake
 
 _MASK = 2**64 - 1
 _NOT_ALWAYS = {"left_out", "shift"}  # counters that stand in a checkpoint where they are not 0
+Steps = Annotated[int, Field(ge=0, lt=2**40)]  # so that the number of their packs is one of 64 bits
 
 
 @dataclass
@@ -24,11 +25,11 @@ class TrainState:
     `step` and on how many steps' packs the run has passed over."""
 
     steps: Size  # the horizon: the run is finished when `step` reaches it
-    step: Size = 0  # optimizer steps done
+    step: Steps = 0  # optimizer steps done
     tokens: Size = 0  # tokens seen, padding included, over all ranks
     valid_tokens: Size = 0  # of these, the ones with a label
     skipped_steps: Size = 0  # steps without an update, because a loss or gradient was not finite
-    left_out: Size = 0  # steps' packs that rollbacks have passed over
+    left_out: Steps = 0  # steps' packs that rollbacks have passed over
     # Packs by which the text is further on than so many steps are; below 0 where it is less far. A step has not always had as
     # many packs as now.
     shift: Annotated[int, Field(ge=-(2**62), le=2**62)] = 0
@@ -88,7 +89,7 @@ class Past(BaseModel):
 
 
 class SavedHealth(BaseModel):
-    losses: list[float]
+    losses: list[FiniteFloat]
     in_spike: bool
     skipped_steps: Size
     consecutive_skips: Size
@@ -97,6 +98,7 @@ class SavedHealth(BaseModel):
 
 class SavedIdentity(BaseModel):
     weights: Literal["fp32", "bf16", "bf16_exact"]
+    learning_rate: FiniteFloat = Field(0.0, alias="optimizer.learning_rate")
 
 
 class SavedRecord(BaseModel):
@@ -110,11 +112,18 @@ class SavedRecord(BaseModel):
     world_size: Annotated[int, Field(gt=0)]
     past: Past = Past()
 
+    @field_validator("progress")
+    @classmethod
+    def _counts_go_together(cls, progress: TrainState) -> TrainState:
+        if progress.skipped_steps > progress.step:
+            raise ValueError(f"{progress.skipped_steps} of {progress.step} steps cannot have been skipped")
+        return progress
+
 
 def check_record(record: Mapping[str, Any], source: Path) -> None:
     """InputError naming `source` where `record` is not what a run of this version saves."""
     try:
-        SavedRecord.model_validate(record)
+        SavedRecord.model_validate_json(json.dumps(record), strict=True)  # what is no number becomes none here
     except ValidationError as error:
         raise InputError(f"{source}: its state.json is not a training state of this version: {first_mistake(error)}") from None
 

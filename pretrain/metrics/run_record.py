@@ -55,8 +55,8 @@ class RunRecord:
 
     @property
     def data_fingerprint(self) -> str | None:
-        """Identity of the packs trained on: in the summary of a finished run, and in the environment from its start."""
-        return self.summary.get("data_fingerprint", self.environment.get("data_fingerprint"))
+        """Identity of the packs trained on: in the environment from its last start, and of older runs in the summary alone."""
+        return self.environment.get("data_fingerprint", self.summary.get("data_fingerprint"))
 
     @property
     def past(self) -> Past:
@@ -65,7 +65,7 @@ class RunRecord:
 
     @property
     def tokens_per_step(self) -> int | None:
-        return self.summary.get("tokens_per_step", self.config.get("batch", {}).get("tokens"))
+        return self.config.get("batch", {}).get("tokens", self.summary.get("tokens_per_step"))
 
     @property
     def precision(self) -> str | None:

@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +58,12 @@ class TrackedRun:
         tracker, project, title = LOGGER_TYPE_TO_CLASS[self.name], self._log.project, self._run_dir.name
         if self.name == "tensorboard":
             # purge_step: TensorBoard's own way of taking back what a killed run logged beyond its checkpoint.
-            if self.seen or (self._run_dir / "tensorboard").exists():
-                self.seen = dict.fromkeys(("step", "evaluation", "samples"), self._resumed_step)
-            return tracker("tensorboard", self._run_dir, purge_step=self._resumed_step + 1 if self._resumed_step else None)
+            last, begun = self._resumed_step, bool(self.seen) or (self._run_dir / "tensorboard").exists()
+            seen = self.seen or dict.fromkeys(("step", "evaluation", "samples") if begun else (), last)
+            self.seen = {kind: min(step, last) for kind, step in seen.items()}
+            if not isinstance(threading.excepthook, partial):
+                threading.excepthook = partial(_unless_tensorboards, threading.excepthook)
+            return tracker("tensorboard", self._run_dir, purge_step=last + 1 if begun else None)
         if self.name == "wandb":
             return tracker(project, **self._wandb_run())
         if self.name == "mlflow":
@@ -163,8 +168,18 @@ class TrackedRun:
         )
 
     def finish(self) -> None:
-        if not self.failed:
+        if self.failed:
+            return
+        try:
             self._tracker.finish()
+        except errors_of(self.name) as error:  # at the latest here TensorBoard says that it could not write
+            self._give_up(error)
+
+
+def _unless_tensorboards(say: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs) -> None:
+    """An error of TensorBoard's writing thread needs no traceback: the next call raises it again, and it is told in a line."""
+    if not type(failed.thread).__module__.startswith("tensorboard."):
+        say(failed)
 
 
 def does_not_start(name: str, error: Exception, kept_in: Path) -> InputError:

@@ -203,7 +203,7 @@ def cut_back(path: Path, last_step: int) -> None:
 
 def _step_of(line: bytes) -> float:
     """The step of a line of metrics, or infinity where a kill or crash left only a part of the line."""
-    if not line.endswith(b"}\n"):
+    if not (line.endswith(b"\n") and line.rstrip().endswith(b"}")):  # an editor may have ended lines as Windows does
         return math.inf
     try:
         step = parse_json(line).get("step")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -11,7 +11,13 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
+from accelerate.utils import (
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    fsdp2_prepare_model,
+    gather_object,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -21,6 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from foundation.errors import InputError
 
 M = TypeVar("M", bound=nn.Module)
+T = TypeVar("T")
 _RESHARD = "FSDP_RESHARD_AFTER_FORWARD"  # `fsdp_reshard_after_forward` of an accelerate configuration
 
 
@@ -178,6 +185,21 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
+
+
+def with_main_process(accelerator: Accelerator, make: Callable[[], T]) -> T:
+    """What `make` returns, which every process calls. Where it raises InputError on the main process, all raise that: the others
+    would wait for it where it never comes. Collective."""
+    made, refusal = None, None
+    try:
+        made = make()
+    except InputError as error:
+        refusal = str(error)
+    if accelerator.num_processes > 1:
+        [refusal] = broadcast_object_list([refusal])
+    if refusal is not None:
+        raise InputError(refusal)
+    return made
 
 
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 
 from foundation.errors import InputError
 from foundation.units import count, plural
@@ -33,7 +33,7 @@ HORIZON = {"train.steps", "train.tokens", "train.epochs"}
 class SavedSteps(BaseModel):
     """What a step of the checkpoint's run took, in tokens."""
 
-    tokens: PositiveInt
+    tokens: Annotated[int, Field(gt=0, lt=2**31)]
     length: PositiveInt
 
 

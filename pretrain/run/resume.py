@@ -139,7 +139,13 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     """InputError where nothing can be trained from a checkpoint on: it has no place in this run's stream, and is none to begin
     with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
     steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
-    checkpoint's."""
+    checkpoint's. And where a run would begin over one that is finished, whose checkpoints somebody has removed."""
+    final = job.run_dir / "final"
+    if (source is None or source.begins) and final.exists():
+        raise InputError(
+            f"{final}: is the model of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training "
+            f"anew would write over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
+        )
     if source is None:
         return
     if of_another_stream(source.record, job) and not source.begins:

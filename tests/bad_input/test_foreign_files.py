@@ -197,6 +197,16 @@ def test_a_metrics_file_with_odd_lines_does_not_stop_a_resume(trained, launch, s
     assert steps == sorted(steps) and set(steps) == {1, 2, 3, 4, 5, 6}
 
 
+def test_a_finished_run_without_its_checkpoints_is_not_trained_anew_over_its_model(trained, launch, refusal, tmp_path):
+    kept = (trained / "checkpoints").rename(tmp_path / "kept")  # removed to free space, say
+    said = refusal()
+    assert f"{trained / 'final'}: is the model of a finished run, of which {trained / 'checkpoints'} has no checkpoint" in said
+    assert said.endswith(f"set another `run_dir`, or move {trained} away")
+    assert refusal("--plan") == said == refusal(f"train.begin_with={kept / 'step-00000004'}", "train.steps=6")
+    longer = launch(f"--resume={kept / 'step-00000004'}", "train.steps=6", "--accept-changes")  # its own, from where it was kept
+    assert longer.status == 0, longer.output
+
+
 @pytest.mark.parametrize("kind", STAND_INS)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "final", "checkpoints"])
 def test_what_stands_where_a_run_would_write_is_refused_before_a_model_is_built(kind, name, small_recipe, refusal):

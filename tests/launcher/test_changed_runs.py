@@ -62,6 +62,27 @@ def test_settings_that_a_resume_has_changed_are_told_and_make_a_comparison_unfai
     assert not past(plain)
 
 
+def test_what_an_earlier_end_has_written_is_not_said_of_the_run_as_it_is_now(
+    start: Callable[..., Finished], started: Callable[..., Path]
+) -> None:
+    started("run")
+    changes = ["seed=5", "batch.tokens=128", "train.steps=5", "--accept-changes"]
+    run = started("run", *changes)
+    assert {key: read_run(run).summary[key] for key in ("seed", "tokens_per_step")} == {"seed": 5, "tokens_per_step": 128}
+
+    whole = read_run(run)
+    stale = whole.summary | {"tokens_per_step": 256, "data_fingerprint": "of other packs"}  # as it lies there until the next end
+    (run / "summary.json").write_text(json.dumps(stale))
+    assert (read_run(run).tokens_per_step, read_run(run).data_fingerprint) == (128, whole.data_fingerprint)
+    (run / "summary.json").write_text(json.dumps(stale)[:-9])
+    assert read_run(started("run", *changes)).summary == whole.summary
+
+    kept = (run / "summary.json").read_bytes()
+    (run / "metrics.jsonl").unlink()
+    assert start("run", *changes).err.endswith(f"python -m pretrain export {run}\n")
+    assert (run / "summary.json").read_bytes() == kept
+
+
 def test_a_longer_horizon_that_no_step_has_felt_is_no_change(started: Callable[..., Path]) -> None:
     stable = ["schedule={kind: wsd, warmup: 1, decay: 0.5}"]
     short = started("short", *stable)
@@ -105,7 +126,8 @@ def test_another_runs_checkpoint_does_not_go_on_in_a_folder_that_has_a_curve(
     assert refusal.endswith("set another `run_dir`") and start("ours", *foreign, "--plan").refusal == refusal
     assert {path: path.read_bytes() for path in ours.rglob("*.json*")} == before
 
-    shutil.rmtree(ours / "checkpoints")  # as of a run that was killed before it had saved
+    for made in ("checkpoints", "final"):  # as of a run that was killed before it had saved
+        shutil.rmtree(ours / made)
     begins = f"train.begin_with={theirs}/checkpoints/step-00000002"
     assert "`train.begin_with`: " in start("ours", begins).refusal
     copy = shutil.copytree(theirs / "checkpoints" / "step-00000002", tmp_path / "step-00000002")

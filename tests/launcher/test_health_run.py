@@ -231,6 +231,18 @@ def test_a_run_whose_weights_cannot_be_saved_says_so_in_its_report(
     assert again.status == 3 and sum(record.get("event") == "halted" for record in read_metrics(run.run_dir)) == 1
 
 
+def test_steps_skipped_after_an_overflow_save_nothing_over_what_is_kept(
+    train_here: Callable, delayed: dict[str, Any], overflowing: Callable
+) -> None:
+    """The loss of every step after it is NaN: where such steps were saved, they would push out what there is to go back to."""
+    overflowing(2)
+    run = train_here("health.on_nan=skip", "checkpoint={every: 2, keep: 1}", "train.steps=6", recipe=delayed)
+    assert run.status == 3 and "halted: step 4: the update has overflowed, and this step is not saved" in run.err, run.output
+    assert [step["skipped"] for step in trained(run.run_dir)] == [False, False, False, True]
+    assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    assert not (run.run_dir / "final").exists()
+
+
 def test_a_source_whose_weights_are_not_finite_is_named(train_here: Callable, small_recipe: dict[str, Any]) -> None:
     assert train_here("train.steps=1", "schedule.warmup=0").status == 0
     source = Path(small_recipe["run_dir"]) / "final"

@@ -161,6 +161,17 @@ def test_a_run_stopped_twice_saves_each_time_and_goes_on_as_if_it_had_not_been(g
     assert differences(gpt2.alone, run_dir) == []
 
 
+def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(gpt2: Training, run_dir: Path):
+    finished_copy(gpt2, run_dir, without=(60,))
+    assert gpt2.start(run_dir, Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
+    output = gpt2.log(run_dir).read_text()
+    assert f"stopped by SIGTERM after step {STEPS}, the last one" in output and "Traceback" not in output
+    assert step_of(step_folders(run_dir / "checkpoints")[0]) == STEPS and not (run_dir / "final").exists()
+    status, output = gpt2.run(run_dir)
+    assert status == 0 and f"at step {STEPS}" in output
+    assert differences(gpt2.alone, run_dir) == []
+
+
 def test_a_run_whose_terminal_is_gone_still_saves_when_stopped(qwen3: Training, run_dir: Path, tmp_path: Path):
     """`2>&1 | tee log`: Ctrl-C ends tee first, and every later write of the run fails."""
     pipe = tmp_path / "pipe"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 
+from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import read_metrics
 from tests.conftest import write_recipe
 from tests.moments import LauncherProcess
@@ -51,3 +53,12 @@ def test_processes_that_begin_with_other_weights_stop_and_say_so(small_recipe: d
     error = "error: the processes do not begin with the same model: of 26 tensors 15 are others on rank 1 than on rank 0, "
     error += "model.embed_tokens.weight among them; give every machine the same files"
     assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1, first + second
+
+
+def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with RunFolder(Path(small_recipe["run_dir"])):
+        statuses, first, second = start(small_recipe, tmp_path, MASTER_PORT=str(store.port), TORCHELASTIC_USE_AGENT_STORE="True")
+    assert statuses == [2, 2] and "Traceback" not in first + second, first + second
+    error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on "
+    assert first.count(error) == 1 and second.count(f"rank 1: {error}") == 1

@@ -205,6 +205,16 @@ def test_pruning_keeps_the_newest_and_clears_what_dead_writers_left(tmp_path):
     assert names(tmp_path) == ["step-00000020", "step-00000030"]
 
 
+def test_a_checkpoint_moved_elsewhere_behind_a_link_is_kept_and_does_not_end_the_pruning(tmp_path):
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    checkpoints = Checkpoints(folder, keep=1)
+    save(checkpoints, 1).rename(elsewhere)
+    (folder / "step-00000001").symlink_to(elsewhere)
+    for step in (2, 3, 4):
+        save(checkpoints, step)
+    assert names(folder) == ["step-00000004"] and (elsewhere / "manifest.json").exists()
+
+
 def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, before_decay=25)
     for step in (10, 20, 30, 40):

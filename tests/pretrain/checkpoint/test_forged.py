@@ -102,7 +102,12 @@ def test_pieces_that_do_not_cover_a_tensor_are_refused(saved: Path):
     "change, says",
     [
         ({"progress": {"step": "4"}}, "`progress."),
+        ({"progress": RECORD["progress"] | {"step": 4.0}}, "`progress.step`"),
+        ({"progress": RECORD["progress"] | {"left_out": 2**62}}, "`progress.left_out`"),
+        ({"progress": RECORD["progress"] | {"skipped_steps": 5}}, "`progress`: 5 of 4 steps cannot have been skipped"),
         ({"identity": {"weights": "fp4"}}, "`identity.weights`"),
+        ({"identity": {"weights": "fp32", "optimizer.learning_rate": "0.1"}}, "`identity.optimizer.learning_rate`"),
+        ({"health": RECORD["health"] | {"losses": [float("nan")]}}, "`health.losses.0`"),
         ({"health": None}, "`health`"),
         ({"microbatch": 0}, "`microbatch`"),
         ({"world_size": []}, "`world_size`"),

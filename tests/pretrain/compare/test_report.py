@@ -69,7 +69,9 @@ def test_figures_come_from_the_metrics_even_where_an_older_summary_says_otherwis
     path = make_run(tmp_path / "run")
     (path / "summary.json").write_text(json.dumps({"data_fingerprint": "cd34", "steps": 2, "loss": 9.0}))
     run = read_run(path)
-    assert run.summary["steps"] == 4 and run.summary["loss"] == 2.25 and run.data_fingerprint == "cd34"
+    assert run.summary["steps"] == 4 and run.summary["loss"] == 2.25 and run.data_fingerprint == "ab12"
+    (path / "environment.json").write_text("{}")  # as of an older version
+    assert read_run(path).data_fingerprint == "cd34"
 
 
 # ── Fairness ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ import re
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import ClassVar
@@ -87,9 +88,9 @@ def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(steps, resu
 
 def test_cutting_back_drops_half_lines_zeros_and_lines_without_a_step(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"loss": 2}\n{"step": 2, "lo\n\0\0\0}\n{"step": 3}\n{"step": 3, "loss": 1.0}')
+    path.write_bytes(b'{"step": 1}\n{"loss": 2}\n{"step": 2, "lo\n\0\0\0}\n{"step": 2}\r\n{"step": 3}\n{"step": 3, "loss": 1.0}')
     cut_back(path, 3)
-    assert path.read_bytes() == b'{"step": 1}\n{"step": 3}\n'
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\r\n{"step": 3}\n'
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -162,6 +163,57 @@ def test_tensorboard_holds_every_scalar_once_after_a_resume(tmp_path):
     assert len(events.Scalars("loss")) == 10 and losses == {step: 3.0 if step <= 5 else 2.0 for step in range(1, 11)}
     hparams = next((tmp_path / "tensorboard").rglob("hparams.yml")).read_text()
     assert "optimizer.betas: '[0.9, 0.95]'" in hparams and "seed: 42" in hparams
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_tensorboard_gets_the_steps_during_which_it_was_not_named_or_had_failed(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def run(names, steps, resumed_step):
+        trackers = resolve(names, run_dir=tmp_path, resumed_step=resumed_step)
+        trackers.start(CONFIG)
+        for step in steps:
+            trackers.log(record(step))
+        trackers.finish()
+
+    run(["tensorboard"], range(1, 4), 0)  # which is killed, and has saved nothing
+    run(["tensorboard"], range(1, 5), 0)
+    run(["jsonl"], range(5, 9), 4)
+    with monkeypatch.context() as patch:
+        tracker = LOGGER_TYPE_TO_CLASS["tensorboard"]
+        log = tracker.log
+        fails = {11: OSError(28, "No space left on device")}
+
+        def log_or_fail(self, values, step, **options):
+            if step in fails:
+                raise fails[step]
+            log(self, values, step=step, **options)
+
+        patch.setattr(tracker, "log", log_or_fail)
+        run(["tensorboard"], range(9, 14), 8)
+    run(["tensorboard"], range(13, 15), 12)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert sorted(event.step for event in events.Scalars("loss")) == list(range(1, 15))
+
+
+@pytest.mark.usefixtures("accelerate_state")
+def test_a_disk_that_is_full_for_tensorboard_is_one_warning_and_ends_no_run(tmp_path, monkeypatch, caplog):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def refuse(self, data):
+        raise OSError(28, "No space left on device")
+
+    tracebacks = []
+    monkeypatch.setattr(threading, "excepthook", tracebacks.append)  # which would print them
+    trackers = resolve(["tensorboard"], run_dir=tmp_path)
+    trackers.start(CONFIG)
+    trackers.log(record(1))
+    monkeypatch.setattr(RecordWriter, "write", refuse)
+    trackers.others[0]._tracker.tracker.add_scalar("loss", 2.0, 2)  # as a picture is given, with no wait for the disk
+    trackers.finish()
+    assert caplog.text.count("tensorboard has failed") == 1 and tracebacks == []
+    assert json.loads((tmp_path / "trackers.json").read_text())["tensorboard"]["complete"] is False
 
 
 # ── One run over all starts ───────────────────────────────────────────────────────────────────────────────────────────────────
