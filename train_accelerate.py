@@ -54,11 +54,11 @@ from pretrain.metrics.run_record import last_screen, read_metrics, read_run, sum
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
+    agreed,
     largest_over_ranks,
     make_accelerator,
     require_same_on_all_ranks,
     same_on_all_ranks,
-    with_main_process,
 )
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import forward_backward
@@ -129,7 +129,7 @@ def launch(arguments: argparse.Namespace) -> int:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
     if not (arguments.plan or arguments.eval_only):  # before packs are prepared, which may take hours
-        with_main_process(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
+        agreed(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
@@ -149,7 +149,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return ended(accelerator)
 
     with (
-        with_main_process(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
+        agreed(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
@@ -335,9 +335,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = due(state.step, recipe.evaluate.every) and not state.finished
         saves = due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
-        if decision.action in ("update", "skip") and (
-            saves or state.finished
-        ):  # the update before a skipped step may be to blame
+        # After a skipped step too: the update before it may be to blame.
+        if decision.action in ("update", "skip") and (saves or state.finished):
             decision = judge_weights(run)
         if decision.action == "stop":
             raise halted(run, decision)

@@ -11,13 +11,7 @@ import psutil
 import torch
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    broadcast_object_list,
-    fsdp2_prepare_model,
-    gather_object,
-)
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -187,18 +181,16 @@ def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
 
 
-def with_main_process(accelerator: Accelerator, make: Callable[[], T]) -> T:
-    """What `make` returns, which every process calls. Where it raises InputError on the main process, all raise that: the others
-    would wait for it where it never comes. Collective."""
+def agreed(accelerator: Accelerator, make: Callable[[], T]) -> T:
+    """What `make` returns, which every process calls. Where it raises InputError on any of them, all raise the first one's: the
+    others would wait for it where it never comes. Collective."""
     made, refusal = None, None
     try:
         made = make()
     except InputError as error:
         refusal = str(error)
-    if accelerator.num_processes > 1:
-        [refusal] = broadcast_object_list([refusal])
-    if refusal is not None:
-        raise InputError(refusal)
+    if refusals := [each for each in gather_object([refusal]) if each is not None]:
+        raise InputError(refusals[0])
     return made
 
 
