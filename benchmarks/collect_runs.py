@@ -68,7 +68,7 @@ def figures(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "settings": {key: value for key, value in settings.items() if key not in _NAMES},
         "audit": {key: audit[key] for key in ("precision", "effective", "backend", "computed_by")} | schedule,
         **run.past.record(),
-        "summary": {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint} | run.summary,
+        "summary": run.summary | {"tokens_per_step": run.tokens_per_step, "data_fingerprint": run.data_fingerprint},
         "losses": [record["loss"] for record in steps],
         "gradient_norms": [record["gradient_norm"] for record in steps],
         "frozen_updates": [record["frozen_updates"] for record in steps],

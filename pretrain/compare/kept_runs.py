@@ -55,7 +55,7 @@ def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str,
     return RunRecord(
         path=path.with_suffix("") / name,
         config=_nested(settings),
-        environment={**content["environment"], "past": run.get("past", {})},
+        environment={**content["environment"], "past": run.get("past", {}), "data_fingerprint": summary.get("data_fingerprint")},
         metrics=steps + evaluations,
         summary=summary,
         audit=run["audit"],

@@ -116,13 +116,14 @@ def test_a_text_in_which_a_fault_would_not_show_says_nothing_of_others(
         assert "parity with plain transformers" in said and parity_of(run_dir)["source"] == "this run"
 
 
-def test_a_text_without_labels_is_said_to_be_nothing_to_compare(
+def test_a_first_step_without_labels_is_said_to_be_nothing_to_compare(
     launch: Callable, short_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     with PackWriter(tmp_path / "packs", PACK_LENGTH) as writer:
         for number in range(16):
             tokens = (number + np.arange(PACK_LENGTH)) % VOCABULARY
-            writer.add("train", Pack(tokens.astype(np.uint32), np.ones(PACK_LENGTH, dtype=np.int32)))
+            lengths = np.ones(PACK_LENGTH) if number else [PACK_LENGTH]  # all are documents of one token but the first
+            writer.add("train", Pack(tokens.astype(np.uint32), np.array(lengths, dtype=np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
     short_recipe["data"] = short_recipe["data"] | {"packs": str(tmp_path / "packs")}
     said, run_dir = launch(
