@@ -26,7 +26,9 @@ from packing.arrow import Pack, PackWriter
 from tests.moments import fork_context
 
 # Two cores shared by several workers: how long one example takes says nothing.
-settings.register_profile("shared machine", deadline=None)
+# A suite that passed passes again: what is drawn is the same each time. `pytest --hypothesis-profile explore` draws anew.
+settings.register_profile("explore", deadline=None)
+settings.register_profile("shared machine", deadline=None, derandomize=True)
 settings.load_profile("shared machine")
 
 # Whoever starts the tests in the background, or under nohup, lets them ignore signals, and what they start would inherit that.
