@@ -54,9 +54,9 @@ from pretrain.metrics.run_record import last_screen, read_metrics, read_run, sum
 from pretrain.metrics.trackers import resolve
 from pretrain.metrics.waited import Waited, since_the_command
 from pretrain.model.distributed import (
-    agreed,
     largest_over_ranks,
     make_accelerator,
+    refused_together,
     require_same_on_all_ranks,
     same_on_all_ranks,
 )
@@ -129,7 +129,7 @@ def launch(arguments: argparse.Namespace) -> int:
             print(schedule.preview(recipe.schedule, recipe.optimizer, steps, recipe.batch.tokens, picture))
         return 0
     if not (arguments.plan or arguments.eval_only):  # before packs are prepared, which may take hours
-        agreed(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
+        refused_together(accelerator, lambda: main_process and check_free(config.run_dir_of(recipe)))
     waited = Waited(shown=main_process, already=since_the_command())
     job = prepare_job(recipe, accelerator, arguments.tokens_per_second, may_prepare=not arguments.plan, waited=waited)
     console = Console(job.plan.steps, enabled=main_process)
@@ -149,7 +149,7 @@ def launch(arguments: argparse.Namespace) -> int:
         return ended(accelerator)
 
     with (
-        agreed(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
+        refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
         begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)

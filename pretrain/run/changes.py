@@ -186,9 +186,12 @@ def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
 
 
 def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, own: bool) -> Past:
-    """What the run that goes on from `path` has trained otherwise than `job` says: what its checkpoint says of that, and what has
-    changed since; of one that `begins` there, which checkpoint that was, as another may come to lie in its place. `own`: it lies
-    in the run's folder, whose metrics tell of its rollbacks."""
+    """What the run that goes on from `path` keeps of its past.
+
+    A run that resumes keeps what the checkpoint says of the past, and what `job` has changed since. A run that `begins` with
+    another's checkpoint keeps the hash of its manifest: another checkpoint may come to lie at the same path. `own`: the
+    checkpoint lies in the run's folder, whose metrics tell of its rollbacks.
+    """
     progress, past = record["progress"], Past.model_validate(record.get("past", {}))
     left_out = past.left_out if own else progress.get("left_out", 0)
     if begins:
@@ -200,8 +203,10 @@ def past_of(path: Path, record: Mapping[str, Any], job: Job, *, begins: bool, ow
 
 
 def felt_changes(record: Mapping[str, Any], job: Job) -> dict[str, Any]:
-    """The settings, with the checkpoint's values, under which its steps were trained otherwise than this run would have trained
-    them. A horizon or a schedule that gives them the same rates and precisions is none, nor is what one of two precisions lacks.
+    """The settings that the checkpoint's steps were trained under and that this run has changed, with the checkpoint's values.
+
+    A horizon or a schedule that gives those steps the same rates and precisions changes nothing of them. Nor does an option of
+    `fp8_config` that only one of two precisions has.
     """
     identity, current = record["identity"], job.identity
     was = {key: identity.get(key) for key in changed_keys(identity, current)}

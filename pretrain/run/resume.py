@@ -19,13 +19,7 @@ from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import (
-    Past,
-    TrainState,
-    check_record,
-    check_same_training,
-    differences,
-)
+from pretrain.checkpoint.state import Past, TrainState, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
 from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE
