@@ -115,7 +115,7 @@ def decoded(codes: Tensor, fp8: torch.dtype) -> Tensor:
 
 
 def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Tensor | None, power_of_two: bool = False) -> None:
-    """Against the gradient that the other kernel writes in BF16, quantized apart."""
+    """Against the gradient that the other kernel writes in BF16, quantized apart: rows with a scale each, columns with one."""
     grid: Grid = GRIDS[fp8]
     plain = logits.clone()
     expected_losses = softmax_kernel.softmax_gradient_(plain, labels, IGNORE)
@@ -126,9 +126,16 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
     assert amax.item() == max(before, absolute_maximum(plain).item())
     used = scale_from_amax(amax, grid.maximum, power_of_two=power_of_two) if scale is None else scale
     assert torch.equal(gradient.scale_inv, decode_scale(used).reshape(1))
-    expected = quantize(plain, used, grid).operand
-    torch.testing.assert_close(decoded(gradient.rows, fp8), expected, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(gradient.columns, gradient.rows.t())
+    columns = quantize(plain, used, grid).operand.t()
+    torch.testing.assert_close(decoded(gradient.columns, fp8), columns, rtol=0, atol=0, equal_nan=True)
+    of_rows = scale_from_amax(plain.abs().amax(1).float(), grid.maximum)
+    assert torch.equal(gradient.rows_scale_inv, decode_scale(of_rows))
+    rows = torch.stack([quantize(*row, grid).operand for row in zip(plain, of_rows, strict=True)])
+    torch.testing.assert_close(decoded(gradient.rows, fp8), rows, rtol=0, atol=0, equal_nan=True)
+    # What the label's entry loses is less than BF16 would lose, and it is the largest code.
+    tokens = (labels != IGNORE).nonzero()[:, 0]
+    entry = decoded(gradient.rows, fp8)[tokens, labels[tokens]]
+    assert (entry == -grid.maximum).all()
 
 
 @pytest.mark.parametrize("fp8", GRIDS)
@@ -183,8 +190,9 @@ def test_a_chunk_of_more_than_two_to_the_31_logits_is_right_to_its_last_row() ->
     ours, quantized = quantized_softmax_gradient(logits, labels, IGNORE, torch.float8_e5m2, amax, None)
     torch.testing.assert_close(ours[-64:].double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[:-64], torch.full_like(ours[:-64], math.log(vocabulary)))
-    for codes in (quantized.rows[-64:], quantized.columns[:, -64:].t()):
-        values = decoded(codes, torch.float8_e5m2) * quantized.scale_inv
+    of_rows = quantized.rows[-64:], quantized.rows_scale_inv[-64:, None]
+    for codes, scale_inv in (of_rows, (quantized.columns[:, -64:].t(), quantized.scale_inv)):
+        values = decoded(codes, torch.float8_e5m2) * scale_inv
         torch.testing.assert_close(values.double(), gradient, rtol=0.13, atol=2e-9)
     del quantized
     softmax_kernel.softmax_gradient_(logits, labels, IGNORE)

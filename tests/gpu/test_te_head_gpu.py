@@ -89,16 +89,18 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     ],
 )
 def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dict[str, Any], weights: torch.dtype) -> None:
-    """Operands have the same bits, so losses and input gradients do too. The weight's gradient adds up in FP32 from chunk to
-    chunk, where one by one each is rounded to BF16."""
+    """Operands have the same bits, so losses do too. The weight's gradient adds up in FP32 from chunk to chunk, where one by one
+    each is rounded to BF16. The hidden states' comes from rows that have a scale each, which keeps the labels' entries."""
     fused, one_by_one = (Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False))
     for number, (ours, theirs) in enumerate(zip(fused[0], one_by_one[0], strict=True)):
         errors = {key: relative_error(ours[key], theirs[key]) for key in ours}
         print(f"{recipe}, microbatch {number}: {errors}")
-        assert errors.pop("weight") < 4e-3
-        assert max(errors.values()) < 1e-6, errors
+        assert errors["weight"] < 4e-3 and errors["loss"] < 1e-6
+        assert max(errors["x"], errors["below"]) < 0.15, errors
     for ours, theirs in zip(fused[1], one_by_one[1], strict=True):
-        assert {name for name in ours if not torch.equal(ours[name], theirs[name])} == set()
+        assert {name for name in ours if not torch.equal(ours[name], theirs[name])} <= {
+            name for name in ours if name.startswith("fp8/below/backward/")
+        }
     if recipe == "delayed":
         assert fused[1][-1]["fp8/head/backward/amax_history"][:, 0].any()
 

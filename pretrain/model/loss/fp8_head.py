@@ -113,20 +113,15 @@ class Fp8ChunkLoss:
             softmax_gradient_(logits, labels)  # the logits have been used, and take the gradient in BF16
             self.show("grad_output", logits)
         del logits
-        gradient = self.backend.te.Float8TensorStorage(
-            data=codes.rows,
-            data_transpose=codes.columns,
-            fp8_scale_inv=codes.scale_inv,
-            fp8_dtype=self._gradient_quantizer.dtype,
-            fake_dtype=_BF16,
-        )
         if gradients.hidden is not None:
-            self._multiply(self.weight, gradient, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
+            by_rows = self._operand(codes.rows, None, torch.ones_like(codes.scale_inv))
+            self._multiply(self.weight, by_rows, "dgrad", layout="NN", out=gradients.hidden, out_dtype=gradients.hidden.dtype)
+            gradients.hidden.mul_(codes.rows_scale_inv[:, None])
             if watched:
                 watched("dgrad", gradients.hidden)
         if gradients.weight is not None:
             into = {"out": gradients.weight, "out_dtype": torch.float32, "accumulate": not first}
-            self._multiply(x, gradient, "wgrad", layout="NT", **into)
+            self._multiply(x, self._operand(None, codes.columns, codes.scale_inv), "wgrad", layout="NT", **into)
             if watched:
                 watched("wgrad", gradients.weight)
         return losses
@@ -140,6 +135,15 @@ class Fp8ChunkLoss:
         amax = torch.zeros(1, dtype=torch.float32, device=logits.device)
         power_of_two = quantizer.force_pow_2_scales
         return quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, None, power_of_two=power_of_two)
+
+    def _operand(self, rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
+        return self.backend.te.Float8TensorStorage(
+            data=rows,
+            data_transpose=columns,
+            fp8_scale_inv=scale_inv,
+            fp8_dtype=self._gradient_quantizer.dtype,
+            fake_dtype=_BF16,
+        )
 
     @property
     def _gradient_quantizer(self) -> Any:

@@ -4,9 +4,13 @@ A row of 151,936 BF16 logits is more than a multiprocessor holds, so it is read 
 exponentials, and once more to be overwritten with the gradient. What the compiler makes of the same formula takes 1.8 times as
 long. A vocabulary that is no multiple of 8 leaves most rows at odd addresses: slower and no less right.
 
-Where FP8 products follow, the gradient is quantized with one scale, by rows and transposed, straight from the logits. The first
-pass also finds the largest value, since a token's largest gradient is the one at its label: the others sum to as much. Values are
-rounded to the logits' BF16 first, so the operands have the bits of a gradient that is written in BF16 and quantized apart.
+Where FP8 products follow, the gradient is quantized straight from the logits, by rows and transposed. The first pass also finds
+the largest values, since a token's largest gradient is the one at its label: the others sum to as much. Values are rounded to the
+logits' BF16 first, so the operands have the bits of a gradient that is written in BF16 and quantized apart.
+
+The rows have a scale a token, which brings the label's entry to the format's largest value and so keeps it exact. With one scale
+for all, E5M2 rounds it by up to a seventh, the same way in most tokens: then a row no longer sums to zero, and what the hidden
+states get has an error that no number of tokens averages out. The transpose must have one scale, as its product sums over tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.precision.fp8_tile import FP32_MAX, exponential, record_amax, scale_from_amax, store_tensor_scaled
+from pretrain.precision.fp8_tile import FP32_MAX, exponential, fp8_codes, record_amax, scale_from_amax, store_columns, store_rows
 from pretrain.precision.fp8_tile import reciprocal as inverse
 
 
@@ -140,10 +144,12 @@ def check_rows(logits: Tensor) -> None:
 
 
 class QuantizedGradient(NamedTuple):
-    """Codes [n, vocabulary] and their transpose [vocabulary, n], uint8, and what to multiply them by, FP32 [1]."""
+    """Codes by rows [n, vocabulary] and transposed [vocabulary, n], uint8, and what to multiply them by: FP32 [n], one for each
+    row, and FP32 [1] for all columns."""
 
     rows: Tensor
     columns: Tensor
+    rows_scale_inv: Tensor
     scale_inv: Tensor
 
 
@@ -154,8 +160,11 @@ def _softmax_statistics(
     losses,  # FP32 [n]
     maxima,  # FP32 [n]: largest scores
     reciprocals,  # FP32 [n]: of the sums of exponentials
+    scales,  # FP32 [n]: what bring the labels' entries to the largest value of `fp8`
+    scales_inv,  # FP32 [n]
     amax,  # FP32 [1]: raised to the gradient's largest magnitude
     ignore: tl.constexpr,
+    fp8: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -165,8 +174,12 @@ def _softmax_statistics(
     target = target_score(row, label, vocabulary)
     maximum, total = row_sums(row, vocabulary, block)
     reciprocal = 1.0 / total
-    largest = score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32)
-    record_amax(amax, tl.where(label == ignore, 0.0, largest) + tl.zeros((1,), tl.float32))
+    magnitude = tl.abs(score_gradient(target, maximum, reciprocal, 1.0).to(logits.dtype.element_ty).to(tl.float32))
+    magnitude = tl.where(label == ignore, 0.0, magnitude)
+    record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
+    scale = scale_from_amax(magnitude, 0.0, FP32_MAX, False, fp8)
+    tl.store(scales + token, scale)
+    tl.store(scales_inv + token, inverse(scale, False))
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     tl.store(maxima + token, maximum)
     tl.store(reciprocals + token, reciprocal)
@@ -178,7 +191,8 @@ def _softmax_quantized_gradient(
     labels,
     maxima,
     reciprocals,
-    amax,  # FP32 [1]; the scale is made from it where there is none
+    rows_scale,
+    amax,  # FP32 [1]; the columns' scale is made from it where there is none
     scale,  # FP32 scalar or None
     rows,  # uint8 [n, vocabulary]
     columns,  # uint8 [vocabulary, n]
@@ -201,7 +215,8 @@ def _softmax_quantized_gradient(
     maximum, reciprocal = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
     gradient = score_gradient(scores, maximum, reciprocal, tl.where(word[None, :] == label, 1.0, 0.0))
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
-    store_tensor_scaled(gradient, used, rows, columns, token, word, n, vocabulary, fp8)
+    store_rows(fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8), rows, token, word, vocabulary)
+    store_columns(fp8_codes(gradient, used, fp8), columns, token, word, n)
 
 
 def quantized_softmax_gradient(
@@ -219,28 +234,28 @@ def quantized_softmax_gradient(
     """Losses [n] FP32 and the quantized gradient of logits [n, vocabulary] BF16, which stay as they are.
 
     `fp8`: torch.float8_e4m3fn or float8_e5m2. `amax` FP32 [1] is raised to the gradient's largest magnitude. `scale`, one FP32
-    value, is what to multiply by, as delayed scaling has it; None takes the scale from `amax`, which then must come as zero,
+    value, is what to multiply columns by, as delayed scaling has it; None takes it from `amax`, which then must come as zero,
     rounded down to a power of two if asked. labels [n] int64; where they are `ignore`, losses and gradient are zero.
     """
     check_rows(logits)
     n, vocabulary = logits.shape
     labels = labels.contiguous()
-    losses, maxima, reciprocals = torch.empty(3, n, dtype=torch.float32, device=logits.device)
+    losses, maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(5, n, dtype=torch.float32, device=logits.device)
     rows, columns = (torch.empty(shape, dtype=torch.uint8, device=logits.device) for shape in ((n, vocabulary), (vocabulary, n)))
-    gradient = QuantizedGradient(rows, columns, torch.empty(1, dtype=torch.float32, device=logits.device))
+    scale_inv = torch.empty(1, dtype=torch.float32, device=logits.device)
     # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
     tile = math.gcd(n, tile[0]), math.gcd(vocabulary, tile[1])
     with torch.cuda.device_of(logits):
         _softmax_statistics[(n,)](
-            *(logits, labels, losses, maxima, reciprocals, amax),
-            *(ignore, vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
+            *(logits, labels, losses, maxima, reciprocals, rows_scale, rows_scale_inv, amax),
+            *(ignore, _FORMATS[fp8], vocabulary, min(FASTEST.block, triton.next_power_of_2(vocabulary))),
             num_warps=FASTEST.warps,
             enable_fp_fusion=False,
         )
         _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
-            *(logits, labels, maxima, reciprocals, amax, scale, *gradient, n, vocabulary),
+            *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
             *(ignore, _FORMATS[fp8], power_of_two, *tile),
             num_warps=warps,
             enable_fp_fusion=False,
         )
-    return losses, gradient
+    return losses, QuantizedGradient(rows, columns, rows_scale_inv, scale_inv)

@@ -108,13 +108,14 @@ def quantized_softmax_gradient(
     *,
     power_of_two: bool = False,
 ) -> tuple[Tensor, QuantizedGradient]:
-    """In FP32 and in place of codes, times a scale that must be taken out again."""
+    """In FP32 and in place of codes, times scales that must be taken out again."""
     assert ignore == IGNORE and fp8 == torch.float8_e5m2 and (scale is not None or amax.item() == 0)
     gradient = logits.float()
     losses = softmax_gradient_(gradient, labels)
     torch.maximum(amax, gradient.abs().amax().reshape(1), out=amax)
     scale = torch.tensor(8.0) if scale is None else scale
-    return losses, QuantizedGradient(gradient * scale, (gradient * scale).t(), (1 / scale).reshape(1))
+    of_rows = torch.arange(1.0, len(logits) + 1)
+    return losses, QuantizedGradient(gradient * of_rows[:, None], (gradient * scale).t(), 1 / of_rows, (1 / scale).reshape(1))
 
 
 calls: list[tuple[str, bool, bool]] = []
