@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
-from pretrain.model.attention.flash import flash_backward, flash_forward
+from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
@@ -36,10 +36,11 @@ from pretrain.precision.settings import ActivePrecision
 
 Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]
-# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by.
+# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
+# give dk and dv in parts, which the rotation's sums.
 ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
     "packed_cudnn": (cudnn_forward, cudnn_backward),
-    "packed_fa4": (flash_forward, flash_backward),
+    "packed_fa4": (flash_forward, flash_backward_in_parts),
 }
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
 # The classes of layers with a fused form, by full name: the classes themselves would bring five architectures into every start.

@@ -167,16 +167,32 @@ def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
 
 
 @triton.jit
+def _sum_of_parts(at, stride, here, head, from_head, parts: tl.constexpr, half: tl.constexpr):
+    """Both halves of heads at `at`, FP32, where the mask `here` says; from the head `from_head` on with the parts beside them,
+    `stride` values apart. Masked and not branched: only so are a next tile's loads under way while this one is computed."""
+    first = tl.load(at, mask=here, other=0).to(tl.float32)
+    second = tl.load(at + half, mask=here, other=0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        more = at + part * tl.cast(stride, tl.int64)
+        also = here & (tl.zeros(at.shape, tl.int32) + head >= from_head)
+        first += tl.load(more, mask=also, other=0).to(tl.float32)
+        second += tl.load(more + half, mask=also, other=0).to(tl.float32)
+    return first, second
+
+
+@triton.jit
 def _rotate_backward(
     dq,  # of shapes like forward's, with strides of tokens and of heads
-    dk,
+    dk,  # may come in parts that are summed here, as dv, with a stride of parts
     dv,
     dq_token,
     dq_head,
     dk_token,
     dk_head,
+    dk_part,
     dv_token,
     dv_head,
+    dv_part,
     qkv,  # None as query_norm, key_norm and norm_sums
     cos,
     sin,
@@ -191,6 +207,7 @@ def _rotate_backward(
     dim: tl.constexpr,
     heads: tl.constexpr,
     rows: tl.constexpr,
+    parts: tl.constexpr,
     stages: tl.constexpr,
 ):
     half: tl.constexpr = dim // 2
@@ -217,8 +234,7 @@ def _rotate_backward(
             dy_at = dy + _tile(first, dy_token, dy_head, rows, heads, half)
             angle = _tile(first, dim, 0, rows, heads, half)
             at = head * dim + _tile(first, width, dim, rows, heads, half)
-            dy1 = tl.load(dy_at, mask=here, other=0).to(tl.float32)
-            dy2 = tl.load(dy_at + half, mask=here, other=0).to(tl.float32)
+            dy1, dy2 = _sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
             c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
             s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
             dx1, dx2 = _turned_back(dy1, dy2, c, s)
@@ -240,8 +256,9 @@ def _rotate_backward(
             here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
             dy_at = dv + (head - query - kv).to(tl.int64) * dv_head + _tile(first, dv_token, dv_head, rows, heads, half)
             dx_at = dqkv + head * dim + _tile(first, width, dim, rows, heads, half)
-            tl.store(dx_at, tl.load(dy_at, mask=here), mask=here)
-            tl.store(dx_at + half, tl.load(dy_at + half, mask=here), mask=here)
+            dx1, dx2 = _sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
+            tl.store(dx_at, dx1.to(dqkv.dtype.element_ty), mask=here)
+            tl.store(dx_at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -253,8 +270,10 @@ def _rotate_backward_in_codes(
     dq_head,
     dk_token,
     dk_head,
+    dk_part,
     dv_token,
     dv_head,
+    dv_part,
     qkv,
     cos,
     sin,
@@ -274,6 +293,7 @@ def _rotate_backward_in_codes(
     kv: tl.constexpr,
     dim: tl.constexpr,
     height: tl.constexpr,  # tokens of a tile, of which there are whole ones
+    parts: tl.constexpr,
     stages: tl.constexpr,
     blocks: tl.constexpr,  # a scale for every 128 values; else one for all, whose reciprocal goes to `rows_scale_inv`
     power_of_two: tl.constexpr,
@@ -291,6 +311,7 @@ def _rotate_backward_in_codes(
     if not blocks and not finds_amax:
         scale_of_all = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
     largest = tl.zeros([height], tl.float32)
+    here = tl.zeros([height, half], tl.int32) == 0  # tiles are whole
     if head < query + kv:
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
@@ -303,8 +324,7 @@ def _rotate_backward_in_codes(
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
             angle = _tile(first, dim, 0, height, 1, half)
-            dy1 = tl.load(dy_at).to(tl.float32)
-            dy2 = tl.load(dy_at + half).to(tl.float32)
+            dy1, dy2 = _sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
             c = tl.load(cos + angle).to(tl.float32)
             s = tl.load(sin + angle).to(tl.float32)
             dx1, dx2 = _turned_back(dy1, dy2, c, s)
@@ -328,8 +348,9 @@ def _rotate_backward_in_codes(
     else:
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dv + (head - query - kv) * tl.cast(dv_head, tl.int64) + _tile(first, dv_token, 0, height, 1, half)
-            dx1 = tl.load(dy_at).to(tl.float32)
-            dx2 = tl.load(dy_at + half).to(tl.float32)
+            dx1, dx2 = _sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
+            if parts > 1:
+                dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
             if not finds_amax:
                 _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
@@ -413,7 +434,7 @@ def rotate_backward(
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
     tokens = len(dq)
     dqkv = dq.new_empty(tokens, heads.width)
-    dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
+    dq, dk, dv = map(_as_read, (dq, dk, dv))
     *_, block, rows = layout = _layout(heads, tiling)
     blocks = heads.count // block
     programs = triton.cdiv(tokens, rows // block)
@@ -429,8 +450,8 @@ def rotate_backward(
                 dk,
                 dv,
                 *dq.stride()[:2],
-                *dk.stride()[:2],
-                *dv.stride()[:2],
+                *_strides(dk),
+                *_strides(dv),
                 None if norms is _NO_NORMS else qkv,
                 cos.contiguous(),
                 sin.contiguous(),
@@ -441,6 +462,7 @@ def rotate_backward(
                 tokens,
                 norms.eps,
                 *layout,
+                _parts(dk),
                 tiling.stages if sums is not None else 1,
                 num_warps=tiling.warps,
                 maxnreg=tiling.registers,
@@ -478,16 +500,17 @@ def rotate_backward_in_codes(
     blocks = isinstance(written, BlockScaled)
     tiling = tiling or (BLOCK_SCALED if blocks else TENSOR_SCALED)
     tokens, height = len(dq), tiling.tokens
-    dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
+    dq, dk, dv = map(_as_read, (dq, dk, dv))
     tiles, sums = tokens // height, None
     programs = tiles if norms is None else min(tiles, max(1, tiling.programs // heads.count))
     if norms is not None:
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
     of_norms = norms or _NO_NORMS
-    inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
+    inputs = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
     inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
-    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
-    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, cos.element_size(), _shared_memory(dq))}
+    parts = _parts(dk)
+    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "parts": parts, "blocks": blocks}
+    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, parts, cos.element_size(), _shared_memory(dq))}
     shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
     shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
     shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
@@ -512,10 +535,25 @@ def _shared_memory(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
 
 
-def _stages(tiling: CodesTiling, heads: Heads, angle_bytes: int, shared_memory: int) -> int:
+def _as_read(gradient: Tensor) -> Tensor:
+    """The values of a head must be neighbours."""
+    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+
+
+def _parts(gradient: Tensor) -> int:
+    return gradient.shape[2] if gradient.dim() == 4 else 1
+
+
+def _strides(gradient: Tensor) -> tuple[int, int, int]:
+    """Of tokens, heads and parts."""
+    token, head, *part = gradient.stride()[:-1]
+    return token, head, part[0] if part else 0
+
+
+def _stages(tiling: CodesTiling, heads: Heads, parts: int, angle_bytes: int, shared_memory: int) -> int:
     """As many of the tiling's stages as find room there, beside a tile of codes to transpose and 1 KiB for sums."""
     tile = tiling.tokens * heads.dim
-    of_a_stage = tile * (2 * 2 + angle_bytes)  # dy and x in BF16; half of cos and half of sin
+    of_a_stage = tile * (2 * (parts + 1) + angle_bytes)  # dy and x in BF16; half of cos and half of sin
     return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 
