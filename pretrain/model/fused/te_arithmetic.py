@@ -221,7 +221,8 @@ class TransformerEngineArithmetic(Arithmetic):
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            return swiglu(hidden, product.input_quantizer(columnwise=True), made_again=again)
+            quantizer = product.input_quantizer(columnwise=True)
+            return swiglu(hidden, quantizer, made_again=again, keeps="activated" in self.keeps)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 
