@@ -444,7 +444,7 @@ def _memory_lines(plan: Plan) -> list[str]:
     saves = [f"host: {copies} a process for copies while a checkpoint is written"] if plan.recipe.checkpoint.every else []
     spent = [f"loss in chunks of {plan.chunk:,} tokens"] if plan.chunk else []
     names = {"rotated": "queries, keys and values", "activated": "activated values"}
-    spent += [f"{names[kept]} kept for backward" for kept in plan.keeps]
+    spent += [" and ".join(names[kept] for kept in plan.keeps) + " kept for backward"] if plan.keeps else []
     return [
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *([f"by the memory that is there: {', '.join(spent)}"] if spent else []),

@@ -65,9 +65,7 @@ def test_bf16_keeps_activated_values_where_queries_and_keys_leave_room(plan: Pla
     bf16 = in_precision("bf16")
     made, both = of(bf16), 28 * 2 * (4096 + 6144) * 32_768
     assert made.keeps == ("rotated", "activated") and made.memory.total(8) - bf16.memory.total(8) == both
-    assert "by the memory that is there: queries, keys and values kept" in render(made) and "activated values kept" in render(
-        made
-    )
+    assert "there: queries, keys and values and activated values kept for backward" in " ".join(render(made).split())
     needed = made.memory.total(8) / (1 - KEPT_FREE)
     assert of(bf16, memory=int(needed) - 1).keeps == ("rotated",)
     assert of(bf16, memory=int(needed) + 1).keeps == ("rotated", "activated")
