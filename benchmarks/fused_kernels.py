@@ -134,7 +134,8 @@ BACKWARD_TILINGS += [
 
 
 class Rotation:
-    """The tensors of one microbatch's rotation, and the bytes that it must move."""
+    """The tensors of one microbatch's rotation, and the bytes that it must move. The gradients of keys and values are in parts, as
+    FlashAttention-4's backward leaves them."""
 
     def __init__(self, heads: Heads, normed: bool) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -143,14 +144,16 @@ class Rotation:
             return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
 
         self.qkv = normal(TOKENS, heads.width)
-        self.gradients = [normal(TOKENS, count, heads.dim) for count in (heads.query, heads.kv, heads.kv)]
+        parts = [normal(TOKENS, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2)]
+        self.gradients = [normal(TOKENS, heads.query, heads.dim), *parts]
         self.angles = [normal(TOKENS, heads.dim // 2).repeat(1, 2) for _ in range(2)]
         norms = HeadNorms(normal(heads.dim), normal(heads.dim), 1e-6) if normed else None
         self.layout = (heads, norms)
         self.kept = self.qkv if normed else None  # for backward
         angles = sum(angle.nbytes for angle in self.angles) // 2  # of two equal halves one is read
         self.forward_bytes = 2 * self.qkv.nbytes + angles
-        self.backward_bytes = self.forward_bytes + (self.qkv.nbytes * heads.rotated // heads.count if normed else 0)
+        self.backward_bytes = self.qkv.nbytes + angles + sum(gradient.nbytes for gradient in self.gradients)
+        self.backward_bytes += self.qkv.nbytes * heads.rotated // heads.count if normed else 0
 
     def forward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
         return lambda: function(self.qkv, *self.angles, *self.layout, **options)
