@@ -134,8 +134,8 @@ BACKWARD_TILINGS += [
 
 
 class Rotation:
-    """The tensors of one microbatch's rotation, and the bytes that it must move. The gradients of keys and values are in parts, as
-    FlashAttention-4's backward leaves them."""
+    """The tensors of one microbatch's rotation, and the bytes that it must move. The gradients of keys and values are in parts,
+    as FlashAttention-4's backward leaves them."""
 
     def __init__(self, heads: Heads, normed: bool) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
