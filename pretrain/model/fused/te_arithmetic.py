@@ -111,8 +111,8 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients it nearly is.
-        dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
+        # Of FP8 with one scale a tensor it is None: there the first algorithm is as fast as any (docs/performance.md).
+        dx = products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
         self.show_result("dgrad", dx)
