@@ -128,6 +128,7 @@ class TEStackedProduct(StackedProduct):
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
+        # In FP8 the first algorithm is nearly as fast as any (docs/performance.md); in blocks that is not known.
         if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
             into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
             self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
