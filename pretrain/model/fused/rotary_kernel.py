@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,18 +28,14 @@ from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.precision.fp8_tile import (
-    BF16_MAX,
     BLOCK,
     TYPES,
     BlockScaled,
     TensorScaled,
-    fp8_codes,
-    largest_magnitude,
-    reciprocal,
+    pairs,
     record_amax,
-    scale_from_amax,
-    store_block_scaled,
-    store_rows,
+    store_pairs_by_columns,
+    store_pairs_by_rows,
     store_tensor_scaled,
     tensor_scale,
     through_bf16,
@@ -74,22 +69,10 @@ class CodesTiling:
 
 
 TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose
-BLOCK_SCALED = CodesTiling(BLOCK.value, 8, 255, 264, 2)  # 128 of them share a scale
+BLOCK_SCALED = CodesTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
 IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
-
-
-class _Codes(NamedTuple):
-    """Where a kernel writes codes, and what it has to know for it. No compile-time constants: Triton turns those of a
-    tuple into run-time values."""
-
-    rows: Any  # pointers, or None
-    rows_scale_inv: Any
-    columns: Any
-    columns_scale_inv: Any
-    tokens: Any
-    epsilon: Any
 
 
 @triton.jit
@@ -261,9 +244,8 @@ def _rotate_backward_in_codes(
     query_norm,
     key_norm,
     rows,  # uint8 [tokens, (query + 2 kv) x dim], or None
-    rows_scale_inv,
+    scale_inv,
     columns,  # uint8, its transpose, or None. Where there is neither, nothing is written but the amax
-    columns_scale_inv,
     scale,
     amax,
     norm_sums,  # FP32 [programs a head, query + kv, dim]
@@ -275,7 +257,6 @@ def _rotate_backward_in_codes(
     dim: tl.constexpr,
     height: tl.constexpr,  # tokens of a tile, of which there are whole ones
     stages: tl.constexpr,
-    blocks: tl.constexpr,  # a scale for every 128 values; else one for all, whose reciprocal goes to `rows_scale_inv`
     power_of_two: tl.constexpr,
     fp8: tl.constexpr,
 ):
@@ -285,11 +266,10 @@ def _rotate_backward_in_codes(
     program = tl.program_id(0) // (query + 2 * kv)
     step = tl.num_programs(0) // (query + 2 * kv) * height
     finds_amax: tl.constexpr = rows is None and columns is None
-    records: tl.constexpr = not blocks and (finds_amax or scale is not None)
-    to = _Codes(rows, rows_scale_inv, columns, columns_scale_inv, tokens, epsilon)
+    records: tl.constexpr = finds_amax or scale is not None
     scale_of_all = None
-    if not blocks and not finds_amax:
-        scale_of_all = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
+    if not finds_amax:
+        scale_of_all = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
     largest = tl.zeros([height], tl.float32)
     if head < query + kv:
         is_query = head < query
@@ -320,7 +300,7 @@ def _rotate_backward_in_codes(
             dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
             if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
+                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
         if query_norm is not None and not finds_amax:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
@@ -332,35 +312,141 @@ def _rotate_backward_in_codes(
             dx2 = tl.load(dy_at + half).to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
             if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
+                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
     if records:
         record_amax(amax, largest)
 
 
 @triton.jit
-def _write_head(d1, d2, scale, to, first, column, width: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, `to` a `_Codes` from the token
-    `first` and the column `column` on. `scale`: of all values; None: one for every 128."""
+def _write_head(d1, d2, scale, rows, columns, first, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
+    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, from the token `first` and the
+    column `column` on."""
     half: tl.constexpr = d1.shape[1]
     # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums over a
     # head would have another order than in `_rotate_backward`.
     i = tl.max_contiguous(first + tl.arange(0, d1.shape[0]), IN_A_THREAD)
     j = tl.max_contiguous(column + tl.arange(0, half), IN_A_THREAD)
-    if scale is not None:
-        store_tensor_scaled(d1, scale, to.rows, to.columns, i, j, to.tokens, width, fp8)
-        store_tensor_scaled(d2, scale, to.rows, to.columns, i, j + half, to.tokens, width, fp8)
+    store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
+    store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
+
+
+@triton.jit
+def _rotate_backward_in_blocks(
+    dq,  # as of `_rotate_backward`
+    dk,
+    dv,
+    dq_token,
+    dq_head,
+    dk_token,
+    dk_head,
+    dv_token,
+    dv_head,
+    qkv,
+    cos,
+    sin,
+    query_norm,
+    key_norm,
+    rows,  # uint8 [tokens, (query + 2 kv) x 128], or None
+    rows_scale_inv,  # FP32 [query + 2 kv, tokens]
+    columns,  # uint8, the transpose of the shape of `rows`, or None
+    columns_scale_inv,  # FP32 [tokens / 128, (query + 2 kv) x 128]
+    norm_sums,  # FP32 [programs a head, query + kv, 128]
+    tokens,
+    eps,
+    epsilon,
+    query: tl.constexpr,
+    kv: tl.constexpr,
+    dim: tl.constexpr,  # 128: a head is a block
+    stages: tl.constexpr,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+):
+    """A tile is 128 tokens of a head, in `pairs` of rows: four loads of every fourth row, and of both halves."""
+    half: tl.constexpr = dim // 2
+    width: tl.constexpr = (query + 2 * kv) * dim
+    head = tl.program_id(0) % (query + 2 * kv)
+    program = tl.program_id(0) // (query + 2 * kv)
+    step = tl.num_programs(0) // (query + 2 * kv) * BLOCK
+    j = tl.arange(0, half)
+    to = (rows, rows_scale_inv, columns, columns_scale_inv)
+    sum1 = tl.zeros([BLOCK // 4, half], tl.float32) if query_norm is not None else 0.0
+    sum2 = sum1
+    if head < query + kv:
+        is_query = head < query
+        dy = tl.where(is_query, dq, dk)
+        dy_token = tl.where(is_query, dq_token, dk_token)
+        dy += tl.where(is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64))
+        weights = None
+        if query_norm is not None:
+            weights = tl.where(is_query, query_norm, key_norm) + j[None, :]
+        for first in tl.range(program * BLOCK, tokens, step, num_stages=stages):
+            above1, above2, sum1, sum2 = _two_rows(dy, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width, dim, eps)
+            below1, below2, sum1, sum2 = _two_rows(
+                dy, cos, sin, qkv, weights, sum1, sum2, first + 2, dy_token, head, width, dim, eps
+            )
+            _write_blocks(above1, above2, below1, below2, to, first, head, tokens, width, epsilon, power_of_two, fp8)
+        if query_norm is not None:
+            sum_at = norm_sums + (program * (query + kv) + head) * dim + j
+            tl.store(sum_at, tl.sum(sum1, axis=0))
+            tl.store(sum_at + half, tl.sum(sum2, axis=0))
     else:
-        if to.rows is not None:  # a head is a block
-            tl.static_assert(2 * half == BLOCK)
-            largest = tl.maximum(largest_magnitude(d1, 1), largest_magnitude(d2, 1))
-            of_rows = scale_from_amax(largest, to.epsilon, BF16_MAX, power_of_two, fp8)
-            tl.store(to.rows_scale_inv + (column // BLOCK).to(tl.int64) * to.tokens + i, reciprocal(of_rows, power_of_two))
-            store_rows(fp8_codes(d1, of_rows[:, None], fp8), to.rows, i, j, width)
-            store_rows(fp8_codes(d2, of_rows[:, None], fp8), to.rows, i, j + half, width)
-        inverse, row = to.columns_scale_inv, tl.cast(first, tl.int32)
-        store_block_scaled(d1, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
-        column += half
-        store_block_scaled(d2, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
+        dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
+        for first in tl.range(program * BLOCK, tokens, step, num_stages=stages):
+            above1, above2, sum1, sum2 = _two_rows(dy, None, None, None, None, sum1, sum2, first, dv_token, head, width, dim, eps)
+            below1, below2, sum1, sum2 = _two_rows(
+                dy, None, None, None, None, sum1, sum2, first + 2, dv_token, head, width, dim, eps
+            )
+            _write_blocks(above1, above2, below1, below2, to, first, head, tokens, width, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _two_rows(dy, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width: tl.constexpr, dim: tl.constexpr, eps):
+    """The gradients of a head's halves as `pairs` [32, dim / 2] of the tokens `first` + 4 g and `first` + 4 g + 1; the sums."""
+    a1, a2, sum1, sum2 = _every_fourth_row(dy, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width, dim, eps)
+    b1, b2, sum1, sum2 = _every_fourth_row(dy, cos, sin, qkv, weights, sum1, sum2, first + 1, dy_token, head, width, dim, eps)
+    return pairs(a1, b1), pairs(a2, b2), sum1, sum2
+
+
+@triton.jit
+def _every_fourth_row(dy, cos, sin, qkv, weights, sum1, sum2, first, dy_token, head, width: tl.constexpr, dim: tl.constexpr, eps):
+    """The gradients [32, dim / 2] of a head's halves at the tokens `first` + 4 g, and the sums for its norm's weight."""
+    half: tl.constexpr = dim // 2
+    dy += _every_fourth(first, dy_token, half)
+    dx1, dx2 = tl.load(dy).to(tl.float32), tl.load(dy + half).to(tl.float32)
+    if cos is not None:
+        angle = _every_fourth(first, dim, half)
+        dx1, dx2 = _turned_back(dx1, dx2, tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32))
+    if weights is not None:
+        x = qkv + head * dim + _every_fourth(first, width, half)
+        x1, x2, factor = _normal(tl.load(x).to(tl.float32), tl.load(x + half).to(tl.float32), dim, eps)
+        sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
+        # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
+        w1, w2 = tl.load(weights).to(tl.float32), tl.load(weights + half).to(tl.float32)
+        dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+    return dx1, dx2, sum1, sum2
+
+
+@triton.jit
+def _every_fourth(first, stride, half: tl.constexpr):
+    """Offsets [32, half] into every fourth row from `first` on, of 128."""
+    inside = 4 * tl.arange(0, BLOCK // 4) * stride
+    return tl.cast(first, tl.int64) * stride + (inside[:, None] + tl.arange(0, half)[None, :])
+
+
+@triton.jit
+def _write_blocks(
+    above1, above2, below1, below2, to, first, head, tokens, width, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr
+):
+    """Write a head's gradients from the token `first` on: of each half `pairs` of rows, and those below."""
+    rows, rows_inv, columns, columns_inv = to
+    row, column = tl.cast(first, tl.int32), head * BLOCK
+    if rows is not None:
+        store_pairs_by_rows(above1, above2, rows, rows_inv, row, column, tokens, width, epsilon, power_of_two, fp8)
+        store_pairs_by_rows(below1, below2, rows, rows_inv, row + 2, column, tokens, width, epsilon, power_of_two, fp8)
+    if columns is not None:
+        store_pairs_by_columns(above1, below1, columns, columns_inv, row, column, tokens, width, epsilon, power_of_two, fp8)
+        column += BLOCK // 2
+        store_pairs_by_columns(above2, below2, columns, columns_inv, row, column, tokens, width, epsilon, power_of_two, fp8)
 
 
 def rotate(
@@ -424,28 +510,11 @@ def rotate_backward(
     norms = norms or _NO_NORMS
     if tokens:
         with torch.cuda.device_of(dq):
-            _rotate_backward[(blocks * programs,)](
-                dq,
-                dk,
-                dv,
-                *dq.stride()[:2],
-                *dk.stride()[:2],
-                *dv.stride()[:2],
-                None if norms is _NO_NORMS else qkv,
-                cos.contiguous(),
-                sin.contiguous(),
-                norms.query,
-                norms.key,
-                dqkv,
-                sums,
-                tokens,
-                norms.eps,
-                *layout,
-                tiling.stages if sums is not None else 1,
-                num_warps=tiling.warps,
-                maxnreg=tiling.registers,
-                enable_fp_fusion=False,
-            )
+            arguments = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
+            arguments += [None if norms is _NO_NORMS else qkv, cos.contiguous(), sin.contiguous(), norms.query, norms.key]
+            arguments += [dqkv, sums, tokens, norms.eps, *layout, tiling.stages if sums is not None else 1]
+            options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "enable_fp_fusion": False}
+            _rotate_backward[(blocks * programs,)](*arguments, **options)
     if sums is None:
         return dqkv, None, None
     queries = heads.query // block
@@ -475,8 +544,7 @@ def rotate_backward_in_codes(
 
     Returns the gradients of the norms' weights: sums in another order than of `rotate_backward`, which shapes alone decide too.
     """
-    blocks = isinstance(written, BlockScaled)
-    tiling = tiling or (BLOCK_SCALED if blocks else TENSOR_SCALED)
+    tiling = tiling or (BLOCK_SCALED if isinstance(written, BlockScaled) else TENSOR_SCALED)
     tokens, height = len(dq), tiling.tokens
     dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
     tiles, sums = tokens // height, None
@@ -486,22 +554,22 @@ def rotate_backward_in_codes(
     of_norms = norms or _NO_NORMS
     inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
     inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
-    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
+    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim}
     shape |= {"stages": 1 if norms is None else _stages(tiling, heads, cos.element_size(), _shared_memory(dq))}
     shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
     shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
     shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
 
-    def launch(*outputs: Tensor | None) -> None:
-        _rotate_backward_in_codes[(heads.count * programs,)](*inputs, *outputs, sums, **shape)
-
+    grid = (heads.count * programs,)
     with torch.cuda.device_of(dq):
-        if blocks:
-            launch(written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, None, None)
+        if isinstance(written, BlockScaled):
+            outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, sums)
+            _rotate_backward_in_blocks[grid](*inputs, *outputs, **shape)
         else:
+            outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax, sums)
             if written.scale is None:  # current scaling: the amax before anything is written
-                launch(None, None, None, None, None, written.amax)
-            launch(written.rows, written.scale_inv, written.columns, None, written.scale, written.amax)
+                _rotate_backward_in_codes[grid](*inputs, None, None, None, None, written.amax, sums, height=height, **shape)
+            _rotate_backward_in_codes[grid](*inputs, *outputs, height=height, **shape)
     return (None, None) if sums is None else (sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1)))
 
 
