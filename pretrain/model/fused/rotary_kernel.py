@@ -59,7 +59,7 @@ BACKWARD = RotaryTiling(2048, 4, registers=80)  # it loads two tiles of all and 
 
 @dataclass(frozen=True)
 class CodesTiling:
-    """How a launch that writes codes is cut: of a head, so many tokens a tile. The fastest of those measured on an H200."""
+    """How a launch that writes codes is cut: of a head, so many tokens a tile."""
 
     tokens: int
     warps: int  # where a head has 128 values; for others in proportion
@@ -68,8 +68,8 @@ class CodesTiling:
     stages: int  # tiles that such a program loads at once, at most: all but the last of them go through shared memory
 
 
-TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose
-BLOCK_SCALED = CodesTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale
+TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose. The fastest measured on an H200
+BLOCK_SCALED = CodesTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale. Two programs find room
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
 IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
