@@ -194,7 +194,7 @@ CODES_TILINGS = [
 ]
 BLOCKS_TILINGS = [
     CodesTiling(128, warps, registers, programs, stages)
-    for warps, registers in ((8, 255), (16, 128))
+    for warps, registers in ((4, 255), (8, 128), (8, 255))
     for programs in (132, 264)
     for stages in (1, 2)
 ]
@@ -295,7 +295,8 @@ def softmax_tilings() -> Iterator[Case]:
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDTH = 6144  # of the activated values, in Qwen3-1.7B
-# Rows, columns and warps of a tile, of 2,048 to 8,192 values, and warps for the tiles of 128 x 128 that blocks need.
+# Rows, columns and warps of a tile, of 2,048 to 8,192 values; and for the tiles of 128 x 128 that blocks need warps, for
+# SwiGLU's gradient with the most registers of a thread.
 ACTIVATION_TILES = [
     (64, 64, 4),
     (64, 64, 8),
@@ -310,6 +311,7 @@ ACTIVATION_TILES = [
     (16, 256, 4),
 ]
 BLOCK_WARPS = (4, 8, 16)
+BLOCK_TILES = [(4, None), (8, 128), (8, None), (16, None)]
 ACTIVATION_RECIPES = ("delayed", "current", "block")
 
 
@@ -392,9 +394,9 @@ def activation_tilings() -> Iterator[Case]:
     for rows in (16, 32, 64):
         ours = partial(kernel.forward_blocks, hidden, activated, Tile(rows, 128, 4))
         yield Case(f"block, forward, {rows} rows", 5 * s.values, ours)
-    for warps in BLOCK_WARPS:
-        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, Tile(128, 128, warps))
-        yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
+    for tile in (Tile(128, 128, *each) for each in BLOCK_TILES):
+        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, tile)
+        yield Case(f"block, backward, {tile}", 11 * s.values, ours)
 
 
 # ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

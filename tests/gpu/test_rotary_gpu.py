@@ -223,7 +223,7 @@ def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
 ) -> None:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    tiling = kernel.BLOCK_SCALED if blocks else kernel.TENSOR_SCALED
+    tiling = replace(kernel.BLOCK_SCALED, stages=2) if blocks else kernel.TENSOR_SCALED
     assert kernel._stages(tiling, Heads(16, 8, dim), parts, angle_bytes, kibibytes * 1024) == stages
 
 

@@ -21,30 +21,35 @@ from pretrain.precision.fp8_tile import (
     BlockScaled,
     TensorScaled,
     exponential,
+    pairs,
     record_amax,
     store_block_scaled,
+    store_pairs_by_columns,
+    store_pairs_by_rows,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
     through_bf16,
+    within,
 )
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
-    """What one program takes, and with how many warps."""
+    """What one program takes, with how many warps and with how many registers of a thread at most (None: as it comes out)."""
 
     rows: int
     columns: int
     warps: int
+    registers: int | None = None
 
 
 # 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
+BACKWARD_BLOCKS = Tile(128, 128, 8, 128)  # and 128 rows in the transpose. Two programs find room
 
 
 @triton.jit
@@ -210,12 +215,16 @@ def _swiglu_backward_blocks(
     activated_fp8: tl.constexpr,
 ):
     row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
-    i, j = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
-    d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
-    store_block_scaled(
+    i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)
+    d_activated = within(d_activated, row, column, F, i, j)
+    hidden = within(hidden, row, column, 2 * F, i, j)
+    gate, up, activated = _gradients_of_two_rows(d_activated, hidden, F)
+    store_pairs_by_rows(gate, None, rows, rows_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+    store_pairs_by_rows(up, None, rows, rows_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+    gate_below, up_below, activated_below = _gradients_of_two_rows(d_activated + 2 * F, hidden + 4 * F, F)
+    store_pairs_by_columns(
         activated,
-        None,
-        None,
+        activated_below,
         activated_columns,
         activated_columns_scale_inv,
         row,
@@ -226,12 +235,23 @@ def _swiglu_backward_blocks(
         activated_power_of_two,
         activated_fp8,
     )
-    store_block_scaled(
-        d_gate, rows, rows_scale_inv, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8
-    )
-    store_block_scaled(
-        d_up, rows, rows_scale_inv, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8
-    )
+    store_pairs_by_rows(gate_below, None, rows, rows_scale_inv, row + 2, column, T, 2 * F, epsilon, power_of_two, fp8)
+    store_pairs_by_columns(gate, gate_below, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+    store_pairs_by_rows(up_below, None, rows, rows_scale_inv, row + 2, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+    store_pairs_by_columns(up, up_below, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _gradients_of_two_rows(d_activated, hidden, F):
+    """`_gradients` as `pairs`, of the rows to which `d_activated` and `hidden` point, and of those below them."""
+    gate, up, d = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32), tl.load(d_activated).to(tl.float32)
+    hidden += 2 * F
+    gate_below, up_below = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32)
+    d_below = tl.load(d_activated + F).to(tl.float32)
+    activated = pairs(_activate(gate, up), _activate(gate_below, up_below))
+    d_gate, d_up = _differentiate(d, gate, up)
+    d_gate_below, d_up_below = _differentiate(d_below, gate_below, up_below)
+    return pairs(d_gate, d_gate_below), pairs(d_up, d_up_below), activated
 
 
 @triton.jit
@@ -357,6 +377,7 @@ def backward_blocks(
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
         num_warps=tile.warps,
+        maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
 
