@@ -295,8 +295,8 @@ def softmax_tilings() -> Iterator[Case]:
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDTH = 6144  # of the activated values, in Qwen3-1.7B
-# Rows, columns and warps of a tile, of 2,048 to 8,192 values; and for the tiles of 128 x 128 that blocks need warps, for
-# SwiGLU's gradient with the most registers of a thread.
+# Rows, columns and warps of a tile, of 2,048 to 8,192 values; warps for the tiles of 128 x 128 that blocks need; and of SwiGLU's
+# gradient in blocks the rows of a block that a program takes, or the columns, and warps.
 ACTIVATION_TILES = [
     (64, 64, 4),
     (64, 64, 8),
@@ -311,7 +311,7 @@ ACTIVATION_TILES = [
     (16, 256, 4),
 ]
 BLOCK_WARPS = (4, 8, 16)
-BLOCK_TILES = [(4, None), (8, 128), (8, None), (16, None)]
+BLOCK_TILES = [(32, 32, 4), (32, 32, 8), (16, 32, 4), (64, 32, 4), (32, 16, 4), (32, 64, 4)]
 ACTIVATION_RECIPES = ("delayed", "current", "block")
 
 
@@ -394,7 +394,7 @@ def activation_tilings() -> Iterator[Case]:
     for rows in (16, 32, 64):
         ours = partial(kernel.forward_blocks, hidden, activated, Tile(rows, 128, 4))
         yield Case(f"block, forward, {rows} rows", 5 * s.values, ours)
-    for tile in (Tile(128, 128, *each) for each in BLOCK_TILES):
+    for tile in (Tile(*each) for each in BLOCK_TILES):
         ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, tile)
         yield Case(f"block, backward, {tile}", 11 * s.values, ours)
 

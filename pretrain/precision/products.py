@@ -109,8 +109,8 @@ def multiply(
     """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
 
     As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
-    with N, else [k, n]. Tensors in BF16, or Transformer Engine's: with one scale and TN, or scaled in blocks. `residual` [n, m]
-    BF16 stays as it was. `fast_accumulation`: of FP8 products with one scale a tensor, in the tensor cores alone.
+    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's, with one scale or in blocks. `residual` [n, m] BF16
+    stays as it was. `fast_accumulation`: of FP8 products with one scale a tensor, in the tensor cores alone.
 
     With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
     """
@@ -132,11 +132,10 @@ def generic_multiply(
     """`multiply`, where an observer looks on; looked up at each call."""
     if not enabled():
         return None
-    a, b = _factor(left, by_rows=transposes_left), _factor(right, by_rows=not transposes_right)
+    a, b = _factor(left), _factor(right)
     if a is None or b is None:
         return None
-    in_blocks = a.each is not ScaleEach.TENSOR  # `_factor` has taken the layout along k
-    transposed = (True, False) if in_blocks else (transposes_left, transposes_right)
+    transposed = transposes_left, transposes_right
     problem = problem_of(a, b, transposed, residual, fast_accumulation=fast_accumulation, total=total)
     products = _of_device(a.values.device)
     return products.multiply(problem, a, b, residual, total, overwrite=overwrite) if products and problem else None
@@ -225,9 +224,8 @@ def describe() -> str | None:
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _factor(operand: Any, *, by_rows: bool = True) -> Factor | None:
-    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a block. Of one in blocks, [rows, inner]
-    in the layout that was quantized along its rows or, not `by_rows`, along its columns."""
+def _factor(operand: Any) -> Factor | None:
+    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a block, quantized along its rows."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
     te = sys.modules.get("transformer_engine.pytorch")
@@ -236,8 +234,7 @@ def _factor(operand: Any, *, by_rows: bool = True) -> Factor | None:
     if isinstance(operand, te.Float8TensorStorage):
         values, scale, each = operand._data, operand._scale_inv, ScaleEach.TENSOR
     elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        side = "rowwise" if by_rows else "columnwise"
-        values, scale = (getattr(operand, f"_{side}_{part}") for part in ("data", "scale_inv"))
+        values, scale = operand._rowwise_data, operand._rowwise_scale_inv
         each = ScaleEach.SQUARE if operand._is_2D_scaled else ScaleEach.VECTOR
     else:
         return None

@@ -209,23 +209,13 @@ def test_a_forward_product_in_blocks_has_the_bits_of_transformer_engines(sizes: 
     assert (only().searched, only().read) == (1, 0)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_an_input_gradient_in_blocks_has_the_bits_of_transformer_engines(sizes: tuple[int, int, int]):
-    n, m, k = sizes
-    weight, _ = weight_and_input(*sizes)
-    dy = in_blocks(1e-3 * draw(n, m, seed=2), 1)
-    dx = products.multiply(weight, dy, layout="NN")
-    assert dx is not None and dx.shape == (n, k) and torch.equal(dx, by_library(weight, dy, "NN"))
-    assert relative(dx, decoded(dy, "features") @ decoded(weight, "rows").t()) < ROUNDING
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_a_weights_gradient_in_blocks_has_the_bits_of_transformer_engines(sizes: tuple[int, int, int]):
-    n, m, _ = sizes
-    _, x = weight_and_input(*sizes)
-    dy, total = in_blocks(1e-3 * draw(n, m, seed=2), 1), draw(m, sizes[2], seed=3).float()
-    theirs = by_library(x, dy, "NT", out=total.clone(), out_dtype=torch.float32, accumulate=True)
-    assert products.multiply(x, dy, layout="NT", total=total) is total and torch.equal(total, theirs)
+def test_gradients_in_blocks_stay_transformer_engines():
+    """For an input's there is one algorithm, for a weight's the first is the fastest."""
+    n, m, k = SIZES[0]
+    weight, x = weight_and_input(n, m, k)
+    dy, total = in_blocks(1e-3 * draw(n, m, seed=2), 1), draw(m, k, seed=3).float()
+    assert products.multiply(weight, dy, layout="NN") is None
+    assert products.multiply(x, dy, layout="NT", total=total) is None
 
 
 @pytest.mark.parametrize("sizes", SIZES)

@@ -29,6 +29,7 @@ from pretrain.precision import transformer_engine
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
 
+LONG = 8192  # tokens of a mean document, times the heads of a group: beyond, products take so long that memory does not count
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
 
 
@@ -77,16 +78,17 @@ def flash_backward_in_parts(
     max_seqlen: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`flash_backward`; where query heads share a key head, dk and dv are [T, KV, H / KV, D], a part a query head, to be summed.
+    """`flash_backward`; where query heads share a key head, dk and dv may be [T, KV, H / KV, D], a part a query head, to sum up.
 
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
     afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it
-    finds.
+    finds. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
+    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/h200_attention_in_parts.json).
     """
     options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _kernels()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
-    if group == 1:
+    if group == 1 or group * len(q) > LONG * (len(cu_seqlens) - 1):
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)

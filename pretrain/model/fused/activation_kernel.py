@@ -25,7 +25,6 @@ from pretrain.precision.fp8_tile import (
     record_amax,
     store_block_scaled,
     store_pairs_by_columns,
-    store_pairs_by_rows,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
@@ -37,19 +36,18 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Tile(NamedTuple):
-    """What one program takes, with how many warps and with how many registers of a thread at most (None: as it comes out)."""
+    """What one program takes, and with how many warps."""
 
     rows: int
     columns: int
     warps: int
-    registers: int | None = None
 
 
 # 32 bytes of a transpose's row are a sector of memory, whole. Larger tiles leave fewer programs in flight.
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(128, 128, 8, 128)  # and 128 rows in the transpose. Two programs find room
+BACKWARD_BLOCKS = Tile(32, 32, 4)  # and 128 rows in the transpose: a program takes so many of a block's rows, or columns
 
 
 @triton.jit
@@ -213,15 +211,86 @@ def _swiglu_backward_blocks(
     activated_power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
 ):
-    row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
-    i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, BLOCK)
-    d_activated = within(d_activated, row, column, F, i, j)
-    hidden = within(hidden, row, column, 2 * F, i, j)
-    gate, up, activated = _gradients_of_two_rows(d_activated, hidden, F)
-    store_pairs_by_rows(gate, None, rows, rows_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
-    store_pairs_by_rows(up, None, rows, rows_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
-    gate_below, up_below, activated_below = _gradients_of_two_rows(d_activated + 2 * F, hidden + 4 * F, F)
+    """Programs of two kinds: `height` rows of a block, or `width` columns. Both read and compute the block, the second from the
+    cache, as those of one block follow each other. One that did both would hold so much that no other found room beside it."""
+    of_rows: tl.constexpr = BLOCK // height
+    of_a_block: tl.constexpr = of_rows + BLOCK // width
+    row, column = tl.program_id(0) // of_a_block * BLOCK, tl.program_id(1) * BLOCK
+    which = tl.program_id(0) % of_a_block
+    if which < of_rows:
+        if rows is not None:
+            row += which * height
+            _write_rows(d_activated, hidden, rows, rows_scale_inv, row, column, T, F, epsilon, power_of_two, fp8, height)
+    else:
+        _write_columns(
+            d_activated,
+            hidden,
+            columns,
+            columns_scale_inv,
+            activated_columns,
+            activated_columns_scale_inv,
+            row,
+            column + (which - of_rows) * width,
+            T,
+            F,
+            epsilon,
+            activated_epsilon,
+            power_of_two,
+            activated_power_of_two,
+            fp8,
+            activated_fp8,
+            width,
+        )
+
+
+@triton.jit
+def _write_rows(
+    d_activated,
+    hidden,
+    rows,
+    rows_scale_inv,
+    row,
+    column,
+    T,
+    F,
+    epsilon,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+):
+    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
+    gate, up, _ = _gradients(d_activated, hidden, i, j, F)
+    store_block_scaled(gate, rows, rows_scale_inv, None, None, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+    store_block_scaled(up, rows, rows_scale_inv, None, None, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _write_columns(
+    d_activated,
+    hidden,
+    columns,
+    columns_scale_inv,
+    activated_columns,
+    activated_columns_scale_inv,
+    row,
+    column,
+    T,
+    F,
+    epsilon,
+    activated_epsilon,
+    power_of_two: tl.constexpr,
+    activated_power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    activated_fp8: tl.constexpr,
+    width: tl.constexpr,
+):
+    i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, width)
+    d, h = within(d_activated, row, column, F, i, j), within(hidden, row, column, 2 * F, i, j)
+    gate, up, activated = _gradients_of_two_rows(d, h, F)
+    gate_below, up_below, activated_below = _gradients_of_two_rows(d + 2 * F, h + 4 * F, F)
     store_pairs_by_columns(
         activated,
         activated_below,
@@ -235,10 +304,9 @@ def _swiglu_backward_blocks(
         activated_power_of_two,
         activated_fp8,
     )
-    store_pairs_by_rows(gate_below, None, rows, rows_scale_inv, row + 2, column, T, 2 * F, epsilon, power_of_two, fp8)
-    store_pairs_by_columns(gate, gate_below, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
-    store_pairs_by_rows(up_below, None, rows, rows_scale_inv, row + 2, column + F, T, 2 * F, epsilon, power_of_two, fp8)
-    store_pairs_by_columns(up, up_below, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+    if columns is not None:
+        store_pairs_by_columns(gate, gate_below, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+        store_pairs_by_columns(up, up_below, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
 
 
 @triton.jit
@@ -276,8 +344,8 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    tile = BACKWARD_BLOCKS if to is BlockScaled else NARROW
-    whole = hidden.shape[0] % tile.rows == 0 and hidden.shape[1] % (2 * tile.columns) == 0
+    height, width = (BLOCK.value, BLOCK.value) if to is BlockScaled else NARROW[:2]
+    whole = hidden.shape[0] % height == 0 and hidden.shape[1] % (2 * width) == 0
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
@@ -360,7 +428,9 @@ def backward_blocks(
     d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
 ) -> None:
     """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
-    _swiglu_backward_blocks[_grid(hidden, tile)](
+    block, (tokens, width) = BLOCK.value, d_activated.shape
+    of_a_block = block // tile.rows + block // tile.columns
+    _swiglu_backward_blocks[tokens // block * of_a_block, width // block](
         d_activated,
         hidden,
         d_hidden.rows,
@@ -376,8 +446,9 @@ def backward_blocks(
         activated.power_of_two,
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
+        tile.rows,
+        tile.columns,
         num_warps=tile.warps,
-        maxnreg=tile.registers,
         enable_fp_fusion=False,
     )
 

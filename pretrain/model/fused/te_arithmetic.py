@@ -111,8 +111,8 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # Of FP8 with one scale a tensor it is None: there the first algorithm is as fast as any (docs/performance.md).
-        dx = products.multiply(weight, dy, layout="NN")
+        # In FP8 the first algorithm is as fast as any, or the only one (docs/performance.md).
+        dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
         self.show_result("dgrad", dx)
@@ -128,7 +128,7 @@ class TEStackedProduct(StackedProduct):
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
-        # In FP8 the first algorithm is nearly as fast as any (docs/performance.md); in blocks that is not known.
+        # In FP8 the first algorithm is nearly as fast as any (docs/performance.md).
         if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
             into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
             self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
