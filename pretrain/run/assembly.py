@@ -362,7 +362,7 @@ def _fuse(
         arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
         if arithmetic is None:
             return None, why_not
-    arithmetic.keeps = job.plan.keeps
+    arithmetic.keeps_rotated = job.plan.keeps_rotated
     fused = fuse(layers, {stage.backend: stage.decisions for stage in stages.values()}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 

@@ -338,8 +338,7 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
     d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
     store_rows(d_gate.to(tl.bfloat16), d_hidden, i, j, 2 * F)
     store_rows(d_up.to(tl.bfloat16), d_hidden, i, j + F, 2 * F)
-    if activated is not None:
-        store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
+    store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
 
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
@@ -461,14 +460,13 @@ def forward_bf16(hidden: Tensor) -> Tensor:
     return activated
 
 
-def backward_bf16(d_activated: Tensor, hidden: Tensor, activated: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values are
-    those that are given, or made again with the bits of `forward_bf16`."""
-    d_hidden, tile = torch.empty_like(hidden), _along_rows(hidden)
-    made = torch.empty_like(d_activated) if activated is None else None
-    arguments = (d_activated, hidden, d_hidden, made, d_activated.shape[1], tile.rows, tile.columns)
+def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
+    of `forward_bf16`."""
+    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _along_rows(hidden)
+    arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
-    return d_hidden, made if activated is None else activated
+    return d_hidden, activated
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:

@@ -241,9 +241,7 @@ class FusedLayers:
         """For the audit: "28 of 28 layers, without Transformer Engine"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = (
-            f", {' and '.join(self.arithmetic.keeps)} values kept for backward" if self.arithmetic.keeps and self.layers else ""
-        )
+        kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
         return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{self.arithmetic.by}{kept}{why}"
 
 
@@ -404,7 +402,7 @@ class NormAttention(torch.autograd.Function):
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
         forward, differentiate = ROTATED_ATTENTION[name]
         output, *kept = forward(q, k, v, documents.ends, documents.longest, documents.scale)
-        rotated = [q, k, v] if "rotated" in arithmetic.keeps or not norms else [None] * 3
+        rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
         ctx.pieces = (arithmetic, norm, product, differentiate, heads, eps, documents)
         ctx.counts = (len(norms), len(kept))
         ctx.set_materialize_grads(False)

@@ -222,8 +222,7 @@ class TransformerEngineArithmetic(Arithmetic):
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            quantizer = product.input_quantizer(columnwise=True)
-            return swiglu(hidden, quantizer, made_again=again, keeps="activated" in self.keeps)
+            return swiglu(hidden, product.input_quantizer(columnwise=True), made_again=again)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 
