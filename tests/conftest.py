@@ -257,10 +257,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     import train_accelerate
     from tests import blank_picture
 
-    ran = False
-
     def run(*arguments: str) -> tuple[int, str, str]:
-        nonlocal ran
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -277,9 +274,8 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
                 logging.getLogger().removeHandler(warnings)
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
-        if not ran:
-            gc.freeze()  # a run collects garbage at its end; what the first one has imported stays, and is looked through no more
-            ran = True
+        if status == 0:
+            gc.freeze()  # a run that trains has collected its garbage; what is left stays, and the next ones look through it no more
         return status, out.getvalue(), err.getvalue()
 
     return run
