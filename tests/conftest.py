@@ -275,7 +275,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
         if status == 0:
-            gc.freeze()  # a run that trains has collected its garbage; what is left stays, and the next ones look through it no more
+            gc.freeze()  # a run collects garbage at its end; what is left stays, and the next ones look through it no more
         return status, out.getvalue(), err.getvalue()
 
     return run
