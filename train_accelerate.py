@@ -425,11 +425,11 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
         precision.go_back()
+    adamw.clear_gradients(optimizer, run.assembly.model)  # queued before what waits for the update
     frozen_updates = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
     most_frozen = {}
     if frozen_names_due(state.step + 1, state.steps, frozen_updates):
         most_frozen = adamw.most_frozen(optimizer, run.assembly.hf, run.accelerator)
-    adamw.clear_gradients(optimizer, run.assembly.model)
     told = decision.reason if decision.action in ("update", "skip") else None
     frozen = run.health.frozen_warning(state.step + 1, frozen_updates, most_frozen)
     unlabelled = run.health.unlabelled_warning(state.step + 1, batches.valid_tokens)

@@ -134,7 +134,8 @@ BACKWARD_TILINGS += [
 
 
 class Rotation:
-    """The tensors of one microbatch's rotation, and the bytes that it must move."""
+    """The tensors of one microbatch's rotation, and the bytes that it must move. The gradients of keys and values are in parts,
+    as FlashAttention-4's backward leaves them."""
 
     def __init__(self, heads: Heads, normed: bool) -> None:
         generator = torch.Generator("cuda").manual_seed(0)
@@ -143,14 +144,16 @@ class Rotation:
             return torch.randn(shape, generator=generator, device="cuda", dtype=BF16)
 
         self.qkv = normal(TOKENS, heads.width)
-        self.gradients = [normal(TOKENS, count, heads.dim) for count in (heads.query, heads.kv, heads.kv)]
+        parts = [normal(TOKENS, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2)]
+        self.gradients = [normal(TOKENS, heads.query, heads.dim), *parts]
         self.angles = [normal(TOKENS, heads.dim // 2).repeat(1, 2) for _ in range(2)]
         norms = HeadNorms(normal(heads.dim), normal(heads.dim), 1e-6) if normed else None
         self.layout = (heads, norms)
         self.kept = self.qkv if normed else None  # for backward
         angles = sum(angle.nbytes for angle in self.angles) // 2  # of two equal halves one is read
         self.forward_bytes = 2 * self.qkv.nbytes + angles
-        self.backward_bytes = self.forward_bytes + (self.qkv.nbytes * heads.rotated // heads.count if normed else 0)
+        self.backward_bytes = self.qkv.nbytes + angles + sum(gradient.nbytes for gradient in self.gradients)
+        self.backward_bytes += self.qkv.nbytes * heads.rotated // heads.count if normed else 0
 
     def forward(self, function: Callable[..., Any], **options: Any) -> Callable[[], object]:
         return lambda: function(self.qkv, *self.angles, *self.layout, **options)
@@ -191,7 +194,7 @@ CODES_TILINGS = [
 ]
 BLOCKS_TILINGS = [
     CodesTiling(128, warps, registers, programs, stages)
-    for warps, registers in ((8, 255), (16, 128))
+    for warps, registers in ((4, 255), (8, 128), (8, 255))
     for programs in (132, 264)
     for stages in (1, 2)
 ]
@@ -292,7 +295,8 @@ def softmax_tilings() -> Iterator[Case]:
 # ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WIDTH = 6144  # of the activated values, in Qwen3-1.7B
-# Rows, columns and warps of a tile, of 2,048 to 8,192 values, and warps for the tiles of 128 x 128 that blocks need.
+# Rows, columns and warps of a tile, of 2,048 to 8,192 values; warps for the tiles of 128 x 128 that blocks need; and of SwiGLU's
+# gradient in blocks the rows of a block that a program takes, or the columns, and warps.
 ACTIVATION_TILES = [
     (64, 64, 4),
     (64, 64, 8),
@@ -307,6 +311,7 @@ ACTIVATION_TILES = [
     (16, 256, 4),
 ]
 BLOCK_WARPS = (4, 8, 16)
+BLOCK_TILES = [(32, 32, 4), (32, 32, 8), (16, 32, 4), (64, 32, 4), (32, 16, 4), (32, 64, 4)]
 ACTIVATION_RECIPES = ("delayed", "current", "block")
 
 
@@ -389,9 +394,9 @@ def activation_tilings() -> Iterator[Case]:
     for rows in (16, 32, 64):
         ours = partial(kernel.forward_blocks, hidden, activated, Tile(rows, 128, 4))
         yield Case(f"block, forward, {rows} rows", 5 * s.values, ours)
-    for warps in BLOCK_WARPS:
-        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, Tile(128, 128, warps))
-        yield Case(f"block, backward, {warps} warps", 11 * s.values, ours)
+    for tile in (Tile(*each) for each in BLOCK_TILES):
+        ours = partial(kernel.backward_blocks, d_activated, hidden, d_hidden, activated, tile)
+        yield Case(f"block, backward, {tile}", 11 * s.values, ours)
 
 
 # ── RMSNorm ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

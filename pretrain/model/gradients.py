@@ -130,11 +130,18 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.padding = len(table), -1 if padding is None else padding
+        ctx.table, ctx.padding = table, -1 if padding is None else padding
         return F.embedding(ids, table)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
-        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, ctx.rows, ctx.padding, False), None
+        main = getattr(ctx.table, "main_grad", None)
+        if main is not None and main.is_cuda and ctx.padding < 0 and not torch.are_deterministic_algorithms_enabled():
+            from pretrain.model.table_kernel import add_rows_  # brings Triton, which takes a while
+
+            add_rows_(main, gradient.flatten(0, -2), ids.flatten())
+            return None, None, None
+        rows = len(ctx.table)
+        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, rows, ctx.padding, False), None

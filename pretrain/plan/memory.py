@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -106,16 +106,15 @@ class MemoryEstimate:
         devices: Devices,
         layers: Sequence[LayerMemory] | None = None,
         *,
-        keeps_rotated: bool = False,
+        keeps: Collection[str] = (),
     ) -> MemoryEstimate:
         """The estimate for `recipe` in `precision` on each of `devices`. `layers`: of the model that `flops` counts, in order;
-        None: all are compiled, none is fused. `keeps_rotated`: what they can keep besides, they do."""
+        None: all are compiled, none is fused. `keeps`: what of what they can keep besides they do."""
         length, shape, products = recipe.data.length, flops.shape, PRECISIONS[precision]
         computed = products.number_bytes
         values = math.ceil(flops.parameters / devices.shards)  # parameters that a device has
         layers = layers or [compiled_layer(flops, products, recipe.weights)] * shape.layers
-        if keeps_rotated:
-            layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
+        layers = [dataclasses.replace(each, kept=each.kept + sum(getattr(each, name) for name in keeps)) for each in layers]
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
         moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
@@ -274,7 +273,9 @@ class LayerMemory:
     quantized_weights: int  # for forward and backward, kept from the first microbatch of a step to the last
     working_copies: int  # in BF16, of FP32 weights
     fused: bool  # then its working copies are kept as its quantized weights are, whether it is recomputed or not
-    rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
+    # A token, where they may be kept beside what backward can make them from: queries, keys and values; activated values.
+    rotated: int = 0
+    activated: int = 0
 
 
 def layers_of(
@@ -316,6 +317,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, de
     kept += operands[1] * output.in_features if of_stacks[1].quantized else 0
     widths = below.in_features, below.out_features, above.in_features
     activated, workspace = _mlp_backward(parts, of_stacks[2], of_stacks[3], device_type, *widths)
+    made_again = parts.activation == "swiglu" and device_type == "cuda" and not (of_stacks[2].quantized or of_stacks[3].quantized)
     quantized_weights = working_copies = 0.0
     for precision, operand, of_stack in zip(of_stacks, operands, weights, strict=True):
         if precision.quantized:
@@ -330,6 +332,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, de
         working_copies=round(working_copies),
         fused=True,
         rotated=number * parts.heads.width if parts.head_norms and parts.rotary and attention in ROTATED_ATTENTION else 0,
+        activated=number * above.in_features if made_again else 0,
     )
 
 

@@ -59,7 +59,7 @@ class Plan:
     tokens_per_second: float | None = None  # stated or measured
     weight_spread: float | None = None  # the standard deviation at which the model's matrices begin, where its config says it
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual (pretrain.plan.spare)
-    keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
+    keeps: tuple[str, ...] = ()  # for backward, beside what it can be made from, where layers can: `Arithmetic.keeps`
     phases: Sequence[ActivePhase] = ()  # where the precision changes on the way, in order
     low_linears: tuple[int, int] | None = None  # of so many linears, how many are in low precision when it is its turn
 
@@ -118,8 +118,7 @@ class Plan:
         known = known or {self.active.precision.name: self.layers}
         recipe = self.recipe.model_copy(update={"loss": self.loss})
         estimates = [
-            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps_rotated=self.keeps_rotated)
-            for name, layers in known.items()
+            MemoryEstimate.of(recipe, self.flops, name, self.devices, layers, keeps=self.keeps) for name, layers in known.items()
         ]
         return max(estimates, key=lambda estimate: estimate.total(self.microbatch or 1))
 
@@ -444,7 +443,8 @@ def _memory_lines(plan: Plan) -> list[str]:
     copies = units.memory(plan.bytes_copied / GIB)
     saves = [f"host: {copies} a process for copies while a checkpoint is written"] if plan.recipe.checkpoint.every else []
     spent = [f"loss in chunks of {plan.chunk:,} tokens"] if plan.chunk else []
-    spent += ["queries, keys and values kept for backward"] if plan.keeps_rotated else []
+    names = {"rotated": "queries, keys and values", "activated": "activated values"}
+    spent += [" and ".join(names[kept] for kept in plan.keeps) + " kept for backward"] if plan.keeps else []
     return [
         f"about {units.memory(plan.memory.total(size) / GIB)}{limit} a device, {plural(size, 'pack')} a microbatch{chosen}",
         *([f"by the memory that is there: {', '.join(spent)}"] if spent else []),

@@ -4,7 +4,8 @@ Names are cublasLt's: D = A B + beta C, columns first. In torch's terms, rows fi
 memory `a` is [m, k] if it is called transposed and [k, m] if not, and `b` is [k, n] if it is called transposed and [n, k] if not.
 FP8 products before Blackwell take `a` transposed and `b` not.
 
-Source of the signatures and numbers: cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; they are the same in CUDA 12.
+Source of the signatures and numbers: cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; they are the same in CUDA 12, to
+which 12.9 added scales for blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ctypes import (
     sizeof,
 )
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,14 @@ from torch import Tensor
 
 SUCCESS = 0
 ALIGNMENT = 256  # bytes, what the heuristic supposes of a tensor where it is not told
+SCALE_ALIGNMENT = 16  # bytes
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
 _TRANSPOSE = {False: 0, True: 1}  # cublasOperation_t
 
 # cublasLtMatmulDescAttributes_t
 _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
+_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
 # cublasLtMatmulAlgoConfigAttributes_t, with the type of each.
 _SETTINGS: dict[str, tuple[int, Any]] = {
@@ -55,6 +59,14 @@ _SETTINGS: dict[str, tuple[int, Any]] = {
     "cluster": (8, c_uint16),
 }
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
+
+
+class ScaleEach(IntEnum):
+    """What of an FP8 operand has a scale of its own: cublasLtMatmulMatrixScale_t. `r` are the rows, m of a and n of b."""
+
+    TENSOR = 0  # all of it: FP32 [1]
+    VECTOR = 4  # 128 values along k: FP32 [k / 128, r]
+    SQUARE = 5  # 128 x 128 values: FP32 [r / 128, k / 128], rows of scales padded to a multiple of 4; not of a and b both
 
 
 class OpaqueAlgorithm(ctypes.Structure):
@@ -167,8 +179,10 @@ class CublasLt:
         transposed: tuple[bool, bool],
         *,
         fast_accumulation: bool = False,
+        scales: tuple[ScaleEach, ScaleEach] = (ScaleEach.TENSOR, ScaleEach.TENSOR),
     ) -> Matmul:
-        """The product of `sizes` (m, n, k), of a and b into d with these `types`, c like d; accumulated and scaled in FP32.
+        """The product of `sizes` (m, n, k), of a and b into d with these `types`, c like d; accumulated and scaled in FP32. With
+        other `scales` of a and b than one a tensor, no accumulation is fast.
 
         What describes it to cublasLt is some hundred bytes, which stay until the process ends.
         """
@@ -179,6 +193,9 @@ class CublasLt:
         self.set_value("MatmulDesc", operation, _DESC_TRANSPOSE_B, c_int32(_TRANSPOSE[transposed[1]]))
         if fast_accumulation:
             self.set_value("MatmulDesc", operation, _DESC_FAST_ACCUMULATION, c_int8(1))
+        for attribute, each in zip((_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), scales, strict=True):
+            if each is not ScaleEach.TENSOR:  # as libraries before CUDA 12.9 have it, and say nothing of
+                self.set_value("MatmulDesc", operation, attribute, c_int32(each))
         layouts = [
             self._make("MatrixLayout", _TYPES[dtype], rows, columns, rows)
             for (rows, columns), dtype in zip(shapes, types, strict=True)
@@ -205,8 +222,9 @@ class Matmul:
     _scales: tuple[int, ...] = field(default=(), init=False)  # where they are, as cublasLt was last told
 
     def set_scales(self, *scales: Tensor) -> None:
-        """For FP8, one FP32 number on the device for each of a and b, which their codes are multiplied by. They must be where
-        they are until the products of these scales are done."""
+        """For FP8, the FP32 numbers on the device that the codes of a and of b are multiplied by, shaped as `ScaleEach` says;
+        blocks' begin at a multiple of SCALE_ALIGNMENT bytes. They must be where they are until the products of these scales are
+        done."""
         places = tuple(scale.data_ptr() for scale in scales)
         if places == self._scales:
             return

@@ -96,7 +96,11 @@ def record_amax(amax, values):
 def scale_from_amax(amax, epsilon, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
     """What to multiply by so that `amax` (FP32, any shape), but at least `epsilon`, lands on the largest value of `fp8`:
     the rule of pretrain.precision.quantizers.tensor.scale_from_amax."""
-    amax = tl.where(amax < epsilon, epsilon, amax)
+    return _scale_of(tl.where(amax < epsilon, epsilon, amax), overflow, power_of_two, fp8)
+
+
+@triton.jit
+def _scale_of(amax, overflow: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
     if power_of_two:
         # The largest values are 1.75 x 2^n. So the quotient's exponent is n less that of amax, and one less again where the
         # mantissa of amax is above 1.75: a subtraction of bits, where a division for every block would show in the time.
@@ -202,3 +206,126 @@ def reciprocal(scale, power_of_two: tl.constexpr):
         bits = tl.maximum((254 << 23) - scale.to(tl.int32, bitcast=True), 1 << 22)
         return bits.to(tl.float32, bitcast=True)
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+# ── Two rows in a word ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# A block scaling's tile of 128 x 128 in FP32 takes every register of a multiprocessor, and while its only program computes,
+# nothing is loaded. Its values are BF16's, so that two rows' fit into words [32, 128]: of the rows 4 g and 4 g + 1, or of
+# 4 g + 2 and 4 g + 3, for every g. A thread then holds four neighbours of a column. It makes one word of their codes, and
+# words are what is transposed: a quarter of the accesses to shared memory, and no bytes to put together.
+
+
+@triton.jit
+def pairs(first, second):
+    """Words (int32) of two FP32 values rounded to BF16, the `first` in the lower half. Computed once: see `_computed_once`."""
+    if _INTERPRETED:
+        upper = second.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16
+        return upper | first.to(tl.bfloat16).to(tl.uint16, bitcast=True).to(tl.int32)
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def firsts(words):
+    """The lower values of `pairs`, FP32."""
+    return (words << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def seconds(words):
+    """The upper values of `pairs`, FP32."""
+    return (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_pairs_by_rows(
+    words, right, rows, rows_scale_inv, row, column, M, K, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr
+):
+    """`store_block_scaled`'s rows, of `words` [32, 128]: the rows `row` + 4 g and `row` + 4 g + 1, from `column` on. Or of
+    `words` and `right` [32, 64], the halves of a block; else `right` is None."""
+    width: tl.constexpr = words.shape[1]
+    tl.static_assert(width == (BLOCK if right is None else BLOCK // 2))
+    i = 4 * tl.arange(0, words.shape[0])
+    # Sixteen codes could be stored at a time. A thread would then hold as many neighbours, and compute as many columns' scales.
+    j = tl.max_contiguous(column + tl.arange(0, width), 8)
+    rows += row.to(tl.int64) * K + (i[:, None] * K + j[None, :])
+    rows_scale_inv += (column // BLOCK).to(tl.int64) * M + row + i
+    amax = _largest_pairs(words, 1)
+    if right is not None:
+        amax = _larger_pairs(amax, _largest_pairs(right, 1))
+    scale = _scale_of(tl.maximum(firsts(amax), epsilon), BF16_MAX, power_of_two, fp8)  # NaN is never the larger
+    tl.store(rows_scale_inv, reciprocal(scale, power_of_two))
+    tl.store(rows, fp8_codes(firsts(words), scale[:, None], fp8))
+    if right is not None:
+        tl.store(rows + width, fp8_codes(firsts(right), scale[:, None], fp8))
+    scale = _scale_of(tl.maximum(seconds(amax), epsilon), BF16_MAX, power_of_two, fp8)
+    tl.store(rows_scale_inv + 1, reciprocal(scale, power_of_two))
+    tl.store(rows + K, fp8_codes(seconds(words), scale[:, None], fp8))
+    if right is not None:
+        tl.store(rows + K + width, fp8_codes(seconds(right), scale[:, None], fp8))
+
+
+@triton.jit
+def store_pairs_by_columns(
+    words, words_below, columns, columns_scale_inv, row, column, M, K, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr
+):
+    """`store_block_scaled`'s columns, of `words` and `words_below` [32, N]: the rows `row` + 4 g to `row` + 4 g + 3, 128 in all,
+    from `column` on. `columns` lies at whole words of memory."""
+    amax = _largest_pairs(_larger_pairs(words & 0x7FFF7FFF, words_below & 0x7FFF7FFF), 0)
+    amax = tl.maximum(tl.maximum(firsts(amax), seconds(amax)), epsilon)
+    scale = _scale_of(amax, BF16_MAX, power_of_two, fp8)
+    j = tl.arange(0, words.shape[1])
+    tl.store(columns_scale_inv + ((row // BLOCK).to(tl.int64) * K + column) + j, reciprocal(scale, power_of_two))
+    codes = _codes_of_four(words, words_below, scale[None, :], fp8)
+    to = columns.to(tl.pointer_type(tl.int32), bitcast=True)
+    tl.store(within(to, column, row // 4, M // 4, j, tl.arange(0, words.shape[0])), tl.trans(codes))
+
+
+@triton.jit
+def within(tensor, row, column, K, i, j):
+    """Pointers to a tile of `tensor` [M, K] that begins at `row` and `column`. Within it 32 bits do: i [BM] and j [BN]."""
+    return tensor + (row.to(tl.int64) * K + column) + (i[:, None] * K + j[None, :])
+
+
+@triton.jit
+def _largest_pairs(words, axis: tl.constexpr):
+    """Of either half its amax along `axis`. A maximum passes NaN over, unless there is nothing else."""
+    if _INTERPRETED:
+        return pairs(tl.max(tl.abs(firsts(words)), axis), tl.max(tl.abs(seconds(words)), axis))
+    return tl.reduce(words & 0x7FFF7FFF, axis, _larger_pairs)
+
+
+@triton.jit
+def _larger_pairs(a, b):
+    if _INTERPRETED:
+        return pairs(tl.maximum(firsts(a), firsts(b)), tl.maximum(seconds(a), seconds(b)))
+    return tl.inline_asm_elementwise("max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _codes_of_four(words, words_below, scale, fp8: tl.constexpr):
+    """Words of the `fp8_codes` of four rows, the first in the lowest byte."""
+    if _INTERPRETED:
+        lower = _bytes(firsts(words), scale, fp8) | _bytes(seconds(words), scale, fp8) << 8
+        return lower | _bytes(firsts(words_below), scale, fp8) << 16 | _bytes(seconds(words_below), scale, fp8) << 24
+    convert: tl.constexpr = "cvt.rn.satfinite." + ("e4m3x2" if fp8 == tl.float8e4nv else "e5m2x2") + ".f32 "
+    return tl.inline_asm_elementwise(
+        "{.reg .b32 a, b, c, d; .reg .b16 lower, upper;"
+        "shl.b32 a, $1, 16; and.b32 b, $1, 0xffff0000; shl.b32 c, $2, 16; and.b32 d, $2, 0xffff0000;"
+        "mul.rn.f32 a, a, $3; mul.rn.f32 b, b, $3; mul.rn.f32 c, c, $3; mul.rn.f32 d, d, $3;"
+        + convert
+        + "lower, b, a;"
+        + convert
+        + "upper, d, c; mov.b32 $0, {lower, upper};}",
+        "=r,r,r,r",
+        [words, words_below, scale],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _bytes(values, scale, fp8: tl.constexpr):
+    return fp8_codes(values, scale, fp8).to(tl.int32)

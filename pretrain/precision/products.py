@@ -30,7 +30,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundation.files import cache_folder, replace_file
-from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES, SUCCESS, Algorithm, CublasLt, CublasLtError, Matmul
+from pretrain.precision.cublaslt import (
+    ALIGNMENT,
+    KEY_BYTES,
+    SCALE_ALIGNMENT,
+    SUCCESS,
+    Algorithm,
+    CublasLt,
+    CublasLtError,
+    Matmul,
+    ScaleEach,
+)
 
 WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's; before Hopper 4 MiB
 _BF16 = torch.bfloat16
@@ -40,7 +50,10 @@ _ROUNDS = 5
 _LEAST_GAIN = 0.01  # below it the first named stays
 _HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
 _MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
+_BLOCK = 128  # values along k that share a scale, where a tensor has more than one
+_ONE_SCALE = (ScaleEach.TENSOR, ScaleEach.TENSOR)
 _BF16_SINCE, _FP8_ON = (8, 0), (9, 0)  # compute capabilities; Blackwell's FP8 products read operands in other ways
+_BLOCKS_SINCE = 120900  # cublasLt's version
 
 
 class Factor(NamedTuple):
@@ -48,7 +61,8 @@ class Factor(NamedTuple):
 
     values: Tensor  # BF16, or bytes
     dtype: torch.dtype
-    scale: Tensor | None  # of FP8 codes, FP32 [1]
+    scale: Tensor | None  # of FP8 codes, FP32, shaped as `ScaleEach` says
+    each: ScaleEach = ScaleEach.TENSOR
 
 
 class Problem(NamedTuple):
@@ -62,13 +76,15 @@ class Problem(NamedTuple):
     fast_accumulation: bool
     adds: bool  # c, in BF16 as d is
     sums: bool = False  # c and d are one, in FP32
+    scales: tuple[ScaleEach, ScaleEach] = _ONE_SCALE  # of a and b
 
     @property
     def key(self) -> str:
         """Its name in the file."""
         types = " x ".join(str(dtype).removeprefix("torch.") for dtype in self.types)
         layout = "".join("NT"[transposed] for transposed in self.transposed)
-        options = " fast" * self.fast_accumulation + " + residual" * self.adds + " + sum" * self.sums
+        blocks = "" if self.scales == _ONE_SCALE else " in {} x {}".format(*(each.name.lower() for each in self.scales))
+        options = blocks + " fast" * self.fast_accumulation + " + residual" * self.adds + " + sum" * self.sums
         return f"{self.m} x {self.n} x {self.k} {layout} {types}{options}"
 
 
@@ -92,9 +108,9 @@ def multiply(
 ) -> Tensor | None:
     """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
 
-    As Transformer Engine's general_gemm: `left` lies as [m, k] if `layout` begins with T, else as [k, m]; `right` as [n, k] if it
-    ends with N, else as [k, n]. Tensors in BF16, or Transformer Engine's with one scale and TN. `residual` [n, m] BF16 stays as
-    it was. `fast_accumulation`: of FP8 products, in the tensor cores alone.
+    As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
+    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's, with one scale or in blocks. `residual` [n, m] BF16
+    stays as it was. `fast_accumulation`: of FP8 products with one scale a tensor, in the tensor cores alone.
 
     With `total` [n, m] FP32 the product is added to it, or with `overwrite` takes the place of what it held, and it is returned.
     """
@@ -189,7 +205,7 @@ def takes(operand: Any) -> bool:
         return False
     factor = _factor(operand)
     products = None if factor is None else _of_device(factor.values.device)
-    return products is not None and products.multiplies(factor.dtype)
+    return products is not None and products.multiplies(factor)
 
 
 def enabled() -> bool:
@@ -209,16 +225,22 @@ def describe() -> str | None:
 
 
 def _factor(operand: Any) -> Factor | None:
-    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor."""
+    """None for what is neither a plain tensor in BF16 nor FP8 with one scale a tensor or a block, quantized along its rows."""
     if type(operand) in (Tensor, nn.Parameter):
         return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
-    data = getattr(operand, "_data", None)
-    if not isinstance(data, Tensor) or not data.is_cuda:
+    te = sys.modules.get("transformer_engine.pytorch")
+    if te is None:
         return None
-    te = sys.modules["transformer_engine.pytorch"]
-    if not isinstance(operand, te.Float8TensorStorage):
+    if isinstance(operand, te.Float8TensorStorage):
+        values, scale, each = operand._data, operand._scale_inv, ScaleEach.TENSOR
+    elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
+        values, scale = operand._rowwise_data, operand._rowwise_scale_inv
+        each = ScaleEach.SQUARE if operand._is_2D_scaled else ScaleEach.VECTOR
+    else:
         return None
-    return Factor(data, _FP8[te.DType.cast(operand._fp8_dtype).name], operand._scale_inv)
+    if values is None or not values.is_cuda:
+        return None
+    return Factor(values, _FP8[te.DType.cast(operand._fp8_dtype).name], scale, each)
 
 
 def problem_of(
@@ -239,8 +261,12 @@ def problem_of(
     (m, k), (n, inner) = (
         shape if along else shape[::-1] for shape, along in ((a.values.shape, transposed[0]), (b.values.shape, not transposed[1]))
     )
-    fast, adds, sums = is_fp8 and fast_accumulation, residual is not None, total is not None
-    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums)
+    scales_of = a.each, b.each
+    in_blocks, adds, sums = scales_of != _ONE_SCALE, residual is not None, total is not None
+    if in_blocks and (ScaleEach.TENSOR in scales_of or scales_of == (ScaleEach.SQUARE, ScaleEach.SQUARE) or k % _BLOCK):
+        return None
+    fast = is_fp8 and fast_accumulation and not in_blocks  # Transformer Engine's neither: tensor cores cannot
+    problem = Problem(m, n, k, (a.dtype, b.dtype), transposed, fast, adds, sums, scales_of)
     if inner != k or 0 in (m, n, k) or any(size % _MULTIPLE_OF for size in (m, n, k)):
         return None
     if residual is not None and (residual.dtype != _BF16 or residual.shape != (n, m)):
@@ -249,10 +275,22 @@ def problem_of(
         return None
     tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
     scales = [factor.scale for factor in (a, b) if is_fp8]
-    if any(scale is None or scale.numel() != 1 or scale.dtype != torch.float32 for scale in scales):
+    if is_fp8 and not (_is_scaled(a, m, k) and _is_scaled(b, n, k)):
         return None
     fits = all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors)
     return problem if fits and len({tensor.device for tensor in (*tensors, *scales)}) == 1 else None
+
+
+def _is_scaled(factor: Factor, rows: int, inner: int) -> bool:
+    """Whether its scales are those that cublasLt will read."""
+    scale = factor.scale
+    if scale is None or scale.dtype != torch.float32:
+        return False
+    if factor.each is ScaleEach.TENSOR:
+        return scale.numel() == 1
+    across = inner // _BLOCK
+    shape = (across, rows) if factor.each is ScaleEach.VECTOR else (-(-rows // _BLOCK), across + -across % 4)
+    return scale.shape == shape and scale.is_contiguous() and scale.data_ptr() % SCALE_ALIGNMENT == 0
 
 
 # ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,11 +307,16 @@ class Products:
         self._stream = torch.cuda.current_stream(device).cuda_stream
         self._bytes = WORKSPACE if self._capability >= _FP8_ON else 4 * 2**20
         self._workspace = torch.empty(self._bytes, dtype=torch.uint8, device=device)
-        self._choices = KeptChoices(folder, torch.cuda.get_device_name(device), self._library.version)
+        version = self._library.version
+        self._takes_blocks = version >= _BLOCKS_SINCE
+        self._choices = KeptChoices(folder, torch.cuda.get_device_name(device), version)
         self._chosen: dict[Problem, _Chosen | None] = {}
 
-    def multiplies(self, dtype: torch.dtype) -> bool:
-        return self._capability >= _BF16_SINCE if dtype == _BF16 else self._capability == _FP8_ON
+    def multiplies(self, factor: Factor) -> bool:
+        """Whether this GPU and its library have products of such factors."""
+        if factor.dtype == _BF16:
+            return self._capability >= _BF16_SINCE
+        return self._capability == _FP8_ON and (factor.each is ScaleEach.TENSOR or self._takes_blocks)
 
     def multiply(
         self,
@@ -290,7 +333,7 @@ class Products:
             return None
         device = self._device.index
         stream = torch.cuda.current_stream().cuda_stream
-        if torch.cuda.current_device() != device or stream != self._stream or not self.multiplies(a.dtype):
+        if torch.cuda.current_device() != device or stream != self._stream or not self.multiplies(a):
             return None
         added = residual if total is None or overwrite else total
         d = torch.empty(problem.n, problem.m, dtype=_BF16, device=self._device) if total is None else total
@@ -313,7 +356,8 @@ class Products:
         """The algorithm of the file, or else the fastest; None where none runs. d is written over, more than once, unless it is
         `added`: then it stays as it is."""
         sizes, types = (problem.m, problem.n, problem.k), (*problem.types, d.dtype)
-        matmul = self._library.matmul(sizes, types, problem.transposed, fast_accumulation=problem.fast_accumulation)
+        options = {"fast_accumulation": problem.fast_accumulation, "scales": problem.scales}
+        matmul = self._library.matmul(sizes, types, problem.transposed, **options)
         if a.scale is not None:  # not all algorithms can scale
             matmul.set_scales(a.scale, b.scale)
         kept = self._choices.get(problem)

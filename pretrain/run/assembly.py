@@ -362,7 +362,7 @@ def _fuse(
         arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
         if arithmetic is None:
             return None, why_not
-    arithmetic.keeps_rotated = job.plan.keeps_rotated
+    arithmetic.keeps = job.plan.keeps
     fused = fuse(layers, {stage.backend: stage.decisions for stage in stages.values()}, arithmetic)
     return fused if fused.layers else None, fused.describe()
 

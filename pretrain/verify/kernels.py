@@ -38,12 +38,14 @@ from pretrain.model.loss.head import cut_cross_entropy
 from pretrain.optimizer.adamw_update import Hyperparameters, ParameterTensors, convert_weight, split, update_parameter
 from pretrain.plan.preflight import Job
 from pretrain.precision import products
+from pretrain.precision.quantizers.block import BLOCK
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import LINEARS, features_of
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.precision.transformer_engine import library
 from pretrain.verify.one_layer import Situation, document_lengths, loss_and_gradients, one_layer, without_stochastic_rounding
+from pretrain.verify.operands import read
 from pretrain.verify.written import (
     ROUNDING,
     Compared,
@@ -260,23 +262,39 @@ def _products(run: Situation) -> Compared:
         )
         for name, mine, theirs in zip(("output", "input gradient", "weight gradient"), ours, plain, strict=True):
             yield f"{name} of {in_features} to {out_features}", mine, theirs, ROUNDING_IN_PRODUCT
-        if run.fused and run.active.precision.scaling(run.active.settings, "input").block is None:
-            yield from _searched_product(run, x, weight, f"{in_features} to {out_features}")
+        if run.fused:
+            yield from _searched_products(run, x, weight, f"{in_features} to {out_features}")
 
 
-def _searched_product(run: Situation, x: Tensor, weight: Tensor, sizes: str) -> Compared:
-    """As fused layers compute it, with a residual and without: by the algorithm that is found for it, where it is."""
+def _searched_products(run: Situation, x: Tensor, weight: Tensor, sizes: str) -> Compared:
+    """As fused layers compute them, by the algorithm that is found for each, where one is: the output, and with a residual."""
+    block = run.active.precision.scaling(run.active.settings, "input").block
+    if block not in (None, BLOCK):
+        return
     te = library()
 
-    def quantized(values: Tensor) -> tuple[Any, Tensor]:
+    def in_tensor(values: Tensor) -> tuple[Any, Tensor]:
         scale_inv = values.abs().amax().float().reshape(1) / torch.finfo(torch.float8_e4m3fn).max
         codes = (values.float() / scale_inv).to(torch.float8_e4m3fn)
         parts = {"data": codes.view(torch.uint8), "data_transpose": None, "fp8_scale_inv": scale_inv}
         operand = te.Float8TensorStorage(**parts, fp8_dtype=te.DType.kFloat8E4M3, fake_dtype=torch.bfloat16)
         return operand, codes.double() * scale_inv
 
-    (left, exact_left), (right, exact_right) = quantized(weight), quantized(x)
-    plain, residual = exact_right @ exact_left.t(), run.draw(len(x), len(weight), dtype=torch.bfloat16, seed=3)
+    def in_blocks(values: Tensor, dimensions: int) -> Any:
+        both = {"rowwise": True, "columnwise": False}
+        return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **both, block_scaling_dim=dimensions)(values.bfloat16())
+
+    def exact(operand: Any) -> Tensor:
+        codes, scales = read(te, operand, "features")
+        return codes.double() * scales
+
+    residual = run.draw(len(x), len(weight), dtype=torch.bfloat16, seed=3)
+    if block is None:
+        (left, exact_left), (right, exact_right) = in_tensor(weight), in_tensor(x)
+    else:
+        left, right = in_blocks(weight, 2), in_blocks(x, 1)
+        exact_left, exact_right = exact(left), exact(right)
+    plain = exact_right @ exact_left.t()
     for name, added, expected in (("output", None, plain), ("output and residual", residual, plain + residual)):
         y = products.multiply(left, right, fast_accumulation=True, residual=added)
         if y is not None:

@@ -19,14 +19,19 @@ from pretrain.precision.fp8_tile import (
     FP32_MAX,
     BlockScaled,
     TensorScaled,
+    pairs,
     reciprocal,
     record_amax,
     scale_from_amax,
     store_block_scaled,
+    store_pairs_by_columns,
+    store_pairs_by_rows,
     store_tensor_scaled,
+    within,
 )
 from pretrain.precision.quantizers import block, tensor
 from pretrain.precision.quantizers.grid import E4M3, E5M2, Grid
+from pretrain.precision.quantizers.rounding import round_to_grid
 from tests.gpu.interpreted import DEVICE, GPU_OR_INTERPRETER, INTERPRETED
 
 pytestmark = [
@@ -83,6 +88,24 @@ def _quantize_blocks(
 
 
 @triton.jit
+def _quantize_pairs(
+    x, rows, rows_scale_inv, columns, columns_scale_inv, M, K, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr
+):
+    """By rows a tile in two halves, by columns in one piece."""
+    row, column = tl.program_id(0) * 128, tl.program_id(1) * 128
+    i, j = 4 * tl.arange(0, 32), tl.arange(0, 64)
+    for k in tl.static_range(2):
+        at = within(x, row + 2 * k, column, K, i, j)
+        left = pairs(tl.load(at).to(tl.float32), tl.load(at + K).to(tl.float32))
+        right = pairs(tl.load(at + 64).to(tl.float32), tl.load(at + K + 64).to(tl.float32))
+        store_pairs_by_rows(left, right, rows, rows_scale_inv, row + 2 * k, column, M, K, epsilon, power_of_two, fp8)
+    at = within(x, row, column, K, i, tl.arange(0, 128))
+    above = pairs(tl.load(at).to(tl.float32), tl.load(at + K).to(tl.float32))
+    below = pairs(tl.load(at + 2 * K).to(tl.float32), tl.load(at + 3 * K).to(tl.float32))
+    store_pairs_by_columns(above, below, columns, columns_scale_inv, row, column, M, K, epsilon, power_of_two, fp8)
+
+
+@triton.jit
 def _scales(amax, scale, scale_inv, epsilon, power_of_two: tl.constexpr, fp8: tl.constexpr, count: tl.constexpr):
     at = tl.arange(0, count)
     value = scale_from_amax(tl.load(amax + at), epsilon, FP32_MAX, power_of_two, fp8)
@@ -134,6 +157,26 @@ def test_a_tile_is_quantized_in_blocks_as_ours_does_to_the_bit(grid: Grid, power
     alone, scale_inv = torch.zeros_like(codes[0]), torch.zeros_like(scales[0])
     _quantize_blocks[(M // 32, K // 128)](x, alone, scale_inv, None, None, *options[:-1], 32)
     assert torch.equal(alone, codes[0]) and torch.equal(scale_inv, scales[0])
+
+
+@by_grid
+@by_power_of_two
+@pytest.mark.parametrize("epsilon", [0.0, 1e-3])
+def test_pairs_of_rows_are_quantized_in_blocks_as_ours_are_to_the_bit(grid: Grid, power_of_two: bool, epsilon: float):
+    x = special_values()
+    x[:, 300:302], x[128:, 302] = torch.nan, torch.nan  # columns of nothing else, and a row
+    x[70] = torch.nan
+    M, K = x.shape
+    codes = [torch.full(shape, 99, dtype=torch.uint8, device=DEVICE) for shape in ((M, K), (K, M))]
+    scales = [torch.full(shape, 99.0, device=DEVICE) for shape in ((K // 128, M), (M // 128, K))]
+    both = (codes[0], scales[0], codes[1], scales[1])
+    _quantize_pairs[(M // 128, K // 128)](x, *both, M, K, epsilon, power_of_two, TRITON[grid.name])
+    for along, ours, scale_inv in zip((x, x.t()), codes, scales, strict=True):
+        blocks = along.float().reshape(along.shape[0], -1, 128)
+        amax = torch.where(blocks.isnan(), 0, blocks.abs()).amax(dim=2).clamp(min=epsilon)
+        scale = tensor.scale_from_amax(amax, grid.maximum, power_of_two=power_of_two, overflow=torch.finfo(torch.bfloat16).max)
+        assert same(scale_inv, tensor.decode_scale(scale).t())
+        assert same(decoded(ours, grid), round_to_grid(along.float() * scale.repeat_interleave(128, dim=1), grid))
 
 
 @by_grid

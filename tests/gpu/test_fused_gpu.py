@@ -202,7 +202,7 @@ def test_rotated_gradients_in_codes_and_kept_queries_change_no_bit(
     config = larger(name) | ({"head_dim": 128} if "head_dim" in ARCHITECTURES[name] else four_of_128)
     made = train(assemble(config, recipe, fused=True, attention="packed_fa4"), steps=3)
     keeping = assemble(config, recipe, fused=True, attention="packed_fa4")
-    keeping.fused.arithmetic.keeps_rotated = True
+    keeping.fused.arithmetic.keeps = ("rotated", "activated")
     kept = train(keeping, steps=3)
     written = Counter()
     if recipe != "bf16":

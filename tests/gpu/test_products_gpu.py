@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
 
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from pretrain.model.fused import layers
 from pretrain.precision import products
-from pretrain.precision.cublaslt import CublasLt, CublasLtError
+from pretrain.precision.cublaslt import CublasLt, CublasLtError, ScaleEach
 from pretrain.precision.products import Products
+from pretrain.verify.operands import read
 from tests.gpu.test_fused_gpu import assemble, cosines, larger, train
 from tests.pretrain.model.fused.fused_models import inputs
 
@@ -60,6 +62,29 @@ def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
     name = te.DType.kFloat8E4M3 if dtype == E4M3 else te.DType.kFloat8E5M2
     parts = {"data": codes.view(torch.uint8), "data_transpose": None, "fp8_scale_inv": scale_inv}
     return te.Float8TensorStorage(**parts, fp8_dtype=name, fake_dtype=BF16), codes.float() * scale_inv
+
+
+def in_blocks(values: Tensor, dimensions: int) -> Any:
+    """Transformer Engine's tensor of these values, with a scale for 128 (1) or 128 x 128 of them (2), in both layouts."""
+    te = pytest.importorskip("transformer_engine.pytorch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FP8 products of Hopper")
+    both = {"rowwise": True, "columnwise": True}
+    return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **both, block_scaling_dim=dimensions)(values)
+
+
+def decoded(operand: Any, layout: Literal["features", "rows"]) -> Tensor:
+    """What its codes stand for in FP64, the axis of the sum last."""
+    codes, scales = read(importlib.import_module("transformer_engine.pytorch"), operand, layout)
+    return codes.double() * scales
+
+
+def by_library(left: Any, right: Any, layout: str = "TN", **options: Any) -> Tensor:
+    """Transformer Engine's product."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    options = {"out_dtype": BF16, "use_split_accumulator": True, "grad": layout != "TN"} | options
+    return general_gemm(left, right, layout=layout, **options)[0]
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -153,6 +178,114 @@ def test_where_there_is_no_room_to_search_the_first_algorithm_adds(folder: Path,
         assert products.multiply(x, dy, layout="NT", total=total) is total
     assert relative(total - 1, dy.float().t() @ x.float()) < 1e-5 and only().searched == 0 and not folder.exists()
     assert products.multiply(x, dy, layout="NT", total=total) is total and only().searched == 0
+
+
+# ── Values, in blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SIZES = [
+    (N, M, K),
+    (256, 384, 640),
+    (4096, 2048, 2048),
+]  # the second: five blocks along the sum, whose scales are padded to eight
+
+
+def weight_and_input(n: int, m: int, k: int) -> tuple[Any, Any]:
+    """Of sizes that differ from block to block."""
+    weight, x = draw(m, k), draw(n, k, seed=1)
+    weight[:128] *= 16
+    x[:, :128] *= 1 / 32
+    x[::3] *= 8
+    return in_blocks(weight, 2), in_blocks(x, 1)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_forward_product_in_blocks_has_the_bits_of_transformer_engines(sizes: tuple[int, int, int]):
+    weight, x = weight_and_input(*sizes)
+    theirs = by_library(weight, x)
+    for _ in range(2):  # searched, and then known
+        y = products.multiply(weight, x, fast_accumulation=True)
+        assert y is not None and torch.equal(y, theirs)
+    assert relative(y, decoded(x, "features") @ decoded(weight, "features").t()) < ROUNDING
+    assert (only().searched, only().read) == (1, 0)
+
+
+def test_gradients_in_blocks_stay_transformer_engines():
+    """For an input's there is one algorithm, for a weight's the first is the fastest."""
+    n, m, k = SIZES[0]
+    weight, x = weight_and_input(n, m, k)
+    dy, total = in_blocks(1e-3 * draw(n, m, seed=2), 1), draw(m, k, seed=3).float()
+    assert products.multiply(weight, dy, layout="NN") is None
+    assert products.multiply(x, dy, layout="NT", total=total) is None
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_residual_in_blocks_is_added_before_the_one_rounding(sizes: tuple[int, int, int]):
+    """It takes away the product as BF16 has it: what is left is that rounding, where a sum that was rounded twice is zero."""
+    weight, x = weight_and_input(*sizes)
+    residual, in_fp32 = -by_library(weight, x), by_library(weight, x, out_dtype=torch.float32)
+    before = residual.clone()
+    y = products.multiply(weight, x, residual=residual)
+    assert y is not None and torch.equal(residual, before)
+    assert relative(y, in_fp32.double() + residual) < 0.5
+    exact, residual = decoded(x, "features") @ decoded(weight, "features").t(), 10 * draw(*y.shape, seed=4)
+    assert relative(products.multiply(weight, x, residual=residual), exact + residual) < ROUNDING
+
+
+@pytest.mark.parametrize("best", range(1, 8))
+def test_in_blocks_too_whichever_algorithm_is_the_fastest_the_bits_are_those_of_the_first(
+    best: int, monkeypatch: pytest.MonkeyPatch
+):
+    weight, x = weight_and_input(8192, 2048, 2048)
+    residual, theirs = draw(8192, 2048, seed=2), by_library(weight, x)
+    found = []
+    for number in (0, best):
+        monkeypatch.setattr(products, "fastest", lambda times, number=number: min(number, len(times) - 1))
+        monkeypatch.setattr(products.KeptChoices, "get", lambda *_: None)
+        products._by_device.clear()
+        found.append([products.multiply(weight, x), products.multiply(weight, x, residual=residual)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True)) and torch.equal(found[0][0], theirs)
+
+
+def test_scales_of_blocks_that_change_between_calls_are_honoured():
+    weight, x = weight_and_input(N, M, K)
+    for factor in (1.0, 4.0, 0.5):
+        weight._rowwise_scale_inv = weight._rowwise_scale_inv * factor  # another place
+        x._rowwise_scale_inv.mul_(2)  # another number in the same place
+        assert torch.equal(products.multiply(weight, x), by_library(weight, x))
+    assert only().searched == 1
+
+
+def test_a_second_start_reads_what_was_found_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    weight, x = weight_and_input(N, M, K)
+    first = products.multiply(weight, x)
+    products._by_device.clear()
+    monkeypatch.setattr(products, "_times", lambda runs: pytest.fail("it was searched again"))
+    assert torch.equal(products.multiply(weight, x), first) and (only().searched, only().read) == (0, 1)
+
+
+def test_blocks_that_cublaslt_does_not_take_are_left_to_transformer_engine(monkeypatch: pytest.MonkeyPatch):
+    weight, x = weight_and_input(N, M, K)
+    te = importlib.import_module("transformer_engine.pytorch")
+
+    def odd(tokens: int, inner: int) -> Any:
+        codes = torch.zeros(tokens, inner, dtype=torch.uint8, device="cuda")
+        scales = torch.ones(-(-inner // 128), -(-tokens // 4) * 4, device="cuda")
+        return te.Float8BlockwiseQTensorStorage(codes, scales, None, None, te.DType.kFloat8E4M3, None, False, fake_dtype=BF16)
+
+    assert products.multiply(weight, odd(N, K)) is not None
+    for operand in (odd(N - 24, K), odd(N - 1, K), weight, draw(N, K), in_codes(draw(N, K), E4M3)[0]):
+        assert products.multiply(weight, operand) is None
+    assert products.multiply(odd(M, 192), odd(N, 192)) is None  # half a block along the sum
+    assert products.multiply(odd(N, K), odd(N, K), layout="NN") is None  # no such layout is there
+    assert products.takes(x)
+    monkeypatch.setattr(only(), "_takes_blocks", False)  # a library of CUDA 12.8
+    assert products.multiply(weight, x) is None and not products.takes(x)
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_where_bits_are_to_repeat_blocks_are_left_to_transformer_engine():
+    weight, x = weight_and_input(N, M, K)
+    assert products.multiply(weight, x) is None and not products.takes(x) and products._by_device == {}
 
 
 # ── What is kept ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -259,14 +392,30 @@ def test_fused_layers_give_what_they_give_by_transformer_engines_products(
     plain = train(assemble(larger(name), recipe, fused=True), steps=3)
     assert searched[0] == pytest.approx(plain[0], rel=2e-3)
     assert min(cosines(searched[1], plain[1]).values()) > (0.995 if recipe == "bf16" else 0.97)
-    direct = name != "gpt2" and (recipe == "bf16" or (recipe != "block" and torch.cuda.get_device_capability() == (9, 0)))
+    direct = name != "gpt2" and (recipe == "bf16" or torch.cuda.get_device_capability() == (9, 0))
     assert used >= direct  # the head in BF16 is always computed so
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "current"])
+def test_fused_layers_in_blocks_search_forward_products_and_input_gradients():
+    pytest.importorskip("transformer_engine.pytorch")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("FP8 products of Hopper")
+    packed = assemble(larger("qwen3"), "block", fused=True)
+    train(packed, steps=1)
+    found = {problem: chosen for problem, chosen in only()._chosen.items() if problem.types == (E4M3, E4M3)}
+    assert {problem.scales for problem in found} == {(ScaleEach.SQUARE, ScaleEach.VECTOR)}
+    assert all(chosen is not None for chosen in found.values())
+    shapes = {(problem.m, problem.k) for problem in found if not problem.adds}
+    for product in packed.fused.products:
+        out, into = product.weights.out_features, product.weights.in_features
+        assert (into, out) in shapes and any((p.m, p.k) == (out, into) for p in found)
+    assert any(problem.adds for problem in found)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "current", "block"])
 def test_residuals_are_added_by_the_products_unless_results_are_watched(recipe: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("transformer_engine.pytorch")
-    if recipe == "current" and torch.cuda.get_device_capability() != (9, 0):
+    if recipe != "bf16" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FP8 products of Hopper")
     packed = assemble(larger("llama"), recipe, fused=True)
     residuals: list[bool] = []

@@ -30,9 +30,19 @@ REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(1
 
 
 class Problem:
-    """Rows, angles of packed documents, gradients in the strides that attention leaves them, and norms."""
+    """Rows, angles of packed documents, gradients in the strides that attention leaves them, and norms. `in_parts`: the gradients
+    of keys and values are a part a query head."""
 
-    def __init__(self, tokens: int, heads: Heads, dtype: torch.dtype, normed: bool, weights: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        tokens: int,
+        heads: Heads,
+        dtype: torch.dtype,
+        normed: bool,
+        weights: torch.dtype | None = None,
+        *,
+        in_parts: bool = False,
+    ) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
 
         def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
@@ -43,6 +53,8 @@ class Problem:
         angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
         self.cos, self.sin = ((0.9 * f(angles)).to(dtype) for f in (torch.cos, torch.sin))  # 0.9: a YaRN-like scaling
         self.gradients = [normal(count, tokens, heads.dim).transpose(0, 1) for count in (heads.query, heads.kv, heads.kv)]
+        if in_parts:
+            self.gradients[1:] = (normal(tokens, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2))
         weight = [1 + normal(heads.dim, dtype=weights or dtype) / 4 for _ in range(2)]
         self.norms = HeadNorms(*weight, 1e-6) if normed else None
 
@@ -96,6 +108,12 @@ def check(problem: Problem) -> None:
 def test_the_kernels_compute_what_the_formulas_do(heads: Heads, dtype: torch.dtype, normed: bool) -> None:
     """The last tile is not full."""
     check(Problem(37 if heads.dim < 256 else 13, heads, dtype, normed))
+
+
+@pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(3, 1, 128), False)], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(heads: Heads, normed: bool, dtype: torch.dtype) -> None:
+    check(Problem(37, heads, dtype, normed, in_parts=True))
 
 
 def test_norm_weights_may_have_a_dtype_of_their_own() -> None:
@@ -171,7 +189,7 @@ def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
 ) -> None:
     from pretrain.precision.fp8_tile import TensorScaled
 
-    problem = Problem(tokens, heads, BF16, normed)
+    problem = Problem(tokens, heads, BF16, normed, in_parts=heads.kv < heads.query)
     expected, *norm_gradients = kernel_backward(problem)
     given = None if scale is None else torch.tensor([scale], device=DEVICE)
     one, numbers = torch.zeros(1, device=DEVICE), {"power_of_two": power_of_two}
@@ -190,23 +208,23 @@ def test_codes_under_one_scale_are_those_of_the_bf16_gradient(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "dim", "angle_bytes", "kibibytes", "stages"),
+    ("blocks", "dim", "parts", "angle_bytes", "kibibytes", "stages"),
     [
-        (False, 128, 2, 99, 3),
-        (False, 256, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
-        (False, 256, 4, 227, 3),
-        (True, 128, 2, 99, 1),  # two take 104 KiB
-        (True, 128, 4, 227, 2),
-        (True, 128, 4, 16, 1),
+        (False, 128, 1, 2, 99, 3),
+        (False, 256, 1, 2, 99, 2),  # three take 105 KiB, as Triton 3.6 compiles them
+        (False, 256, 1, 4, 227, 3),
+        (True, 128, 1, 2, 99, 1),  # two take 104 KiB
+        (True, 128, 1, 4, 227, 2),
+        (True, 128, 1, 4, 16, 1),
     ],
 )
 def test_a_gpu_of_less_shared_memory_loads_fewer_tiles_at_once(
-    blocks: bool, dim: int, angle_bytes: int, kibibytes: int, stages: int
+    blocks: bool, dim: int, parts: int, angle_bytes: int, kibibytes: int, stages: int
 ) -> None:
     from pretrain.model.fused import rotary_kernel as kernel
 
-    tiling = kernel.BLOCK_SCALED if blocks else kernel.TENSOR_SCALED
-    assert kernel._stages(tiling, Heads(16, 8, dim), angle_bytes, kibibytes * 1024) == stages
+    tiling = replace(kernel.BLOCK_SCALED, stages=2) if blocks else kernel.TENSOR_SCALED
+    assert kernel._stages(tiling, Heads(16, 8, dim), parts, angle_bytes, kibibytes * 1024) == stages
 
 
 @pytest.mark.usefixtures("conversions_that_round")
@@ -215,7 +233,7 @@ def test_codes_in_blocks_are_those_of_the_bf16_gradient(normed: bool, power_of_t
     from pretrain.precision.fp8_tile import BlockScaled
 
     tokens, heads, fp32 = 256, Heads(2, 1, 128), torch.float32
-    problem = Problem(tokens, heads, BF16, normed)
+    problem = Problem(tokens, heads, BF16, normed, in_parts=True)
     rows = empty(tokens, heads.width), empty(heads.width // 128, tokens, dtype=fp32)
     columns = empty(heads.width, tokens), empty(tokens // 128, heads.width, dtype=fp32)
     written = BlockScaled(torch.float8_e4m3fn, *rows, *columns, power_of_two=power_of_two)
@@ -269,7 +287,7 @@ def test_codes_are_those_that_the_library_makes_of_the_bf16_gradient(heads: Head
 
     if recipe == "block" and (heads.dim != 128 or not te.is_fp8_block_scaling_available()):
         pytest.skip("a head is no block, or nothing is scaled in blocks here")
-    problem = Problem(8192, heads, BF16, normed)
+    problem = Problem(8192, heads, BF16, normed, in_parts=True)
     ours, theirs = quantizer_of(recipe, gradient=True), quantizer_of(recipe, gradient=True)
     for quantizer in (ours, theirs) if recipe == "delayed" else ():
         quantizer.scale.fill_(9_000.0)  # at which the largest saturate

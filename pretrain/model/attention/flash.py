@@ -1,13 +1,13 @@
 """Packed attention by FlashAttention-4, the package `flash-attn-4`: a wheel, whose kernels are compiled where they run.
 
-`flash_forward` and `flash_backward` are for autograd functions that do more than attend; `flash_attention` is both as one
-differentiable operator, which torch.compile leaves whole. What is to know about the kernels:
+`flash_forward` and `flash_backward_in_parts` are for autograd functions that do more than attend; `flash_attention` is both as
+one differentiable operator, which torch.compile leaves whole. What is to know about the kernels:
 
 * A head shape and dtype are compiled once, for some ten seconds. The numbers of tokens and of documents are not part of it. What
   was compiled is kept on disk, in `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR says another
   folder, so that a second process does not wait.
-* Blocks of keys add to dQ as they finish, and query heads that share a key head add to dK and dV: last bits may differ from run
-  to run, and did in groups of more than two heads. `deterministic: true` asks for the fixed order, which takes a tenth longer.
+* Blocks of keys add to dQ as they finish, so its last bits may differ from run to run. `deterministic: true` asks for the fixed
+  order, which takes a tenth longer.
 * Offsets may end in empty slots.
 """
 
@@ -29,6 +29,7 @@ from pretrain.precision import transformer_engine
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("flash_attn_4")))
 
+LONG = 8192  # tokens of a mean document, times the heads of a group: beyond, products take so long that memory does not count
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
 
 
@@ -62,21 +63,42 @@ def flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq [T, H, D], dk and dv [T, KV, D], contiguous, of what `flash_forward` computed and kept; arguments as there."""
-    dq, dk, dv, *_ = _kernels()._flash_attn_bwd(
-        q,
-        k,
-        v,
-        output,
-        d_output,
-        log_sums,
-        scale,
-        True,
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_k=cu_seqlens,
-        max_seqlen_q=max_seqlen,
-        max_seqlen_k=max_seqlen,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
+    dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, cu_seqlens, max_seqlen, scale)
+    return dq, *(part.sum(dim=2) if part.dim() == 4 else part for part in parts)  # in FP32, rounded once
+
+
+def flash_backward_in_parts(
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_backward`; where query heads share a key head, dk and dv may be [T, KV, H / KV, D], a part a query head, to sum up.
+
+    The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
+    afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it
+    finds. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
+    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/h200_attention_in_parts.json).
+    """
+    options = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens, "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
+    options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    backward, heads, group = _kernels()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
+    if group == 1 or group * len(q) > LONG * (len(cu_seqlens) - 1):
+        dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
+        return dq, dk, dv
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dk, dv = (each.new_empty(len(each), heads, group, each.shape[2]) for each in (k, v))
+    grouped = [each.unflatten(1, (heads, group)) for each in (q, output, d_output, dq)]
+    for member in range(group):
+        of_q, of_output, of_d_output, of_dq = (each[:, :, member] for each in grouped)
+        of_sums = log_sums.unflatten(0, (heads, group))[:, member]
+        into = {"dq": of_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
+        backward(of_q, k, v, of_output, of_d_output, of_sums, scale, True, **into, **options)
     return dq, dk, dv
 
 

@@ -22,12 +22,15 @@ from pretrain.precision.fp8_tile import BlockScaled
 Activated = Any  # a Tensor, or what a quantizer of Transformer Engine makes
 
 
-def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) -> tuple[Activated, Activated | None]:
+def swiglu(
+    hidden: Tensor, quantizer: Any | None, *, made_again: bool = True, keeps: bool = False
+) -> tuple[Activated, Activated | None]:
     """hidden [T, 2 F] BF16, gate then up, each F wide -> silu(gate) * up [T, F], and what `swiglu_backward` is to be given of it.
 
     With a quantizer for FP8, and whole tiles, the result has rowwise data alone, and what is kept is its scale, FP32 [1], or
     None: its usages are not asked. Every other quantizer makes what its usages say, and the result is kept: NVFP4's transpose is
-    not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either.
+    not one of the same numbers. Without a quantizer the result is BF16; where tiles are whole, nothing is kept of it either,
+    unless `keeps` says so.
 
     `made_again`: whether backward quantizes the gradient of `hidden` where this quantizes; else what is quantized here is kept,
     since no kernel writes a gradient in BF16 and quantized values together.
@@ -40,7 +43,8 @@ def swiglu(hidden: Tensor, quantizer: Any | None, *, made_again: bool = True) ->
         activated = tex.swiglu(hidden, quantizer)
         return activated, activated
     if quantizer is None:
-        return tex.swiglu(hidden, None), None
+        activated = kernel.forward_bf16(hidden)
+        return activated, activated if keeps else None
     shape = len(hidden), hidden.shape[1] // 2
     if scaled is BlockScaled:
         activated, written = block_scaled(quantizer, shape, hidden.device, rows=True, columns=False)
@@ -74,7 +78,7 @@ def swiglu_backward(
     if not _takes(hidden, gradient_quantizer):
         return tex.dswiglu(d_activated, hidden, gradient_quantizer), kept
     if gradient_quantizer is None:
-        return kernel.backward_bf16(d_activated, hidden)
+        return kernel.backward_bf16(d_activated, hidden, kept)
     device = hidden.device
     usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
     if scaled is BlockScaled:

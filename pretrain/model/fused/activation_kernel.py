@@ -21,12 +21,15 @@ from pretrain.precision.fp8_tile import (
     BlockScaled,
     TensorScaled,
     exponential,
+    pairs,
     record_amax,
     store_block_scaled,
+    store_pairs_by_columns,
     store_rows,
     store_tensor_scaled,
     tensor_scale,
     through_bf16,
+    within,
 )
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -44,7 +47,7 @@ class Tile(NamedTuple):
 FORWARD, BACKWARD = Tile(32, 128, 4), Tile(32, 128, 8)
 NARROW = Tile(64, 64, 4)  # for both, where F is no multiple of 128
 FORWARD_BLOCKS = Tile(32, 128, 4)  # 128 columns share a scale
-BACKWARD_BLOCKS = Tile(128, 128, 8)  # and 128 rows in the transpose
+BACKWARD_BLOCKS = Tile(32, 32, 4)  # and 128 rows in the transpose: a program takes so many of a block's rows, or columns
 
 
 @triton.jit
@@ -208,14 +211,89 @@ def _swiglu_backward_blocks(
     activated_power_of_two: tl.constexpr,
     fp8: tl.constexpr,
     activated_fp8: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
 ):
-    row, column = tl.program_id(0) * BLOCK, tl.program_id(1) * BLOCK
-    i, j = row + tl.arange(0, BLOCK), column + tl.arange(0, BLOCK)
-    d_gate, d_up, activated = _gradients(d_activated, hidden, i, j, F)
-    store_block_scaled(
+    """Programs of two kinds: `height` rows of a block, or `width` columns. Both read and compute the block, the second from the
+    cache, as those of one block follow each other. One that did both would hold so much that no other found room beside it."""
+    of_rows: tl.constexpr = BLOCK // height
+    of_a_block: tl.constexpr = of_rows + BLOCK // width
+    row, column = tl.program_id(0) // of_a_block * BLOCK, tl.program_id(1) * BLOCK
+    which = tl.program_id(0) % of_a_block
+    if which < of_rows:
+        if rows is not None:
+            row += which * height
+            _write_rows(d_activated, hidden, rows, rows_scale_inv, row, column, T, F, epsilon, power_of_two, fp8, height)
+    else:
+        _write_columns(
+            d_activated,
+            hidden,
+            columns,
+            columns_scale_inv,
+            activated_columns,
+            activated_columns_scale_inv,
+            row,
+            column + (which - of_rows) * width,
+            T,
+            F,
+            epsilon,
+            activated_epsilon,
+            power_of_two,
+            activated_power_of_two,
+            fp8,
+            activated_fp8,
+            width,
+        )
+
+
+@triton.jit
+def _write_rows(
+    d_activated,
+    hidden,
+    rows,
+    rows_scale_inv,
+    row,
+    column,
+    T,
+    F,
+    epsilon,
+    power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+):
+    i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
+    gate, up, _ = _gradients(d_activated, hidden, i, j, F)
+    store_block_scaled(gate, rows, rows_scale_inv, None, None, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+    store_block_scaled(up, rows, rows_scale_inv, None, None, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _write_columns(
+    d_activated,
+    hidden,
+    columns,
+    columns_scale_inv,
+    activated_columns,
+    activated_columns_scale_inv,
+    row,
+    column,
+    T,
+    F,
+    epsilon,
+    activated_epsilon,
+    power_of_two: tl.constexpr,
+    activated_power_of_two: tl.constexpr,
+    fp8: tl.constexpr,
+    activated_fp8: tl.constexpr,
+    width: tl.constexpr,
+):
+    i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, width)
+    d, h = within(d_activated, row, column, F, i, j), within(hidden, row, column, 2 * F, i, j)
+    gate, up, activated = _gradients_of_two_rows(d, h, F)
+    gate_below, up_below, activated_below = _gradients_of_two_rows(d + 2 * F, h + 4 * F, F)
+    store_pairs_by_columns(
         activated,
-        None,
-        None,
+        activated_below,
         activated_columns,
         activated_columns_scale_inv,
         row,
@@ -226,12 +304,22 @@ def _swiglu_backward_blocks(
         activated_power_of_two,
         activated_fp8,
     )
-    store_block_scaled(
-        d_gate, rows, rows_scale_inv, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8
-    )
-    store_block_scaled(
-        d_up, rows, rows_scale_inv, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8
-    )
+    if columns is not None:
+        store_pairs_by_columns(gate, gate_below, columns, columns_scale_inv, row, column, T, 2 * F, epsilon, power_of_two, fp8)
+        store_pairs_by_columns(up, up_below, columns, columns_scale_inv, row, column + F, T, 2 * F, epsilon, power_of_two, fp8)
+
+
+@triton.jit
+def _gradients_of_two_rows(d_activated, hidden, F):
+    """`_gradients` as `pairs`, of the rows to which `d_activated` and `hidden` point, and of those below them."""
+    gate, up, d = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32), tl.load(d_activated).to(tl.float32)
+    hidden += 2 * F
+    gate_below, up_below = tl.load(hidden).to(tl.float32), tl.load(hidden + F).to(tl.float32)
+    d_below = tl.load(d_activated + F).to(tl.float32)
+    activated = pairs(_activate(gate, up), _activate(gate_below, up_below))
+    d_gate, d_up = _differentiate(d, gate, up)
+    d_gate_below, d_up_below = _differentiate(d_below, gate_below, up_below)
+    return pairs(d_gate, d_gate_below), pairs(d_up, d_up_below), activated
 
 
 @triton.jit
@@ -250,13 +338,14 @@ def _swiglu_backward_bf16(d_activated, hidden, d_hidden, activated, F, height: t
     d_gate, d_up = _differentiate(_load(d_activated, i, j, F), gate, up)
     store_rows(d_gate.to(tl.bfloat16), d_hidden, i, j, 2 * F)
     store_rows(d_up.to(tl.bfloat16), d_hidden, i, j + F, 2 * F)
-    store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
+    if activated is not None:
+        store_rows(_activate(gate, up).to(tl.bfloat16), activated, i, j, F)
 
 
 def divides(hidden: Tensor, to: type[TensorScaled] | type[BlockScaled] | None) -> bool:
     """Whether the kernels that write as `to` says (None: BF16) take `hidden` [T, 2 F]: contiguous BF16, whole tiles."""
-    tile = BACKWARD_BLOCKS if to is BlockScaled else NARROW
-    whole = hidden.shape[0] % tile.rows == 0 and hidden.shape[1] % (2 * tile.columns) == 0
+    height, width = (BLOCK.value, BLOCK.value) if to is BlockScaled else NARROW[:2]
+    whole = hidden.shape[0] % height == 0 and hidden.shape[1] % (2 * width) == 0
     return whole and hidden.dtype == torch.bfloat16 and hidden.is_contiguous()
 
 
@@ -339,7 +428,9 @@ def backward_blocks(
     d_activated: Tensor, hidden: Tensor, d_hidden: BlockScaled, activated: BlockScaled, tile: Tile = BACKWARD_BLOCKS
 ) -> None:
     """`backward` with a scale for every 128 values, T and F multiples of 128. Of `activated` the columns are written."""
-    _swiglu_backward_blocks[_grid(hidden, tile)](
+    block, (tokens, width) = BLOCK.value, d_activated.shape
+    of_a_block = block // tile.rows + block // tile.columns
+    _swiglu_backward_blocks[tokens // block * of_a_block, width // block](
         d_activated,
         hidden,
         d_hidden.rows,
@@ -355,6 +446,8 @@ def backward_blocks(
         activated.power_of_two,
         TYPES[d_hidden.dtype],
         TYPES[activated.dtype],
+        tile.rows,
+        tile.columns,
         num_warps=tile.warps,
         enable_fp_fusion=False,
     )
@@ -368,13 +461,14 @@ def forward_bf16(hidden: Tensor) -> Tensor:
     return activated
 
 
-def backward_bf16(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
-    of `forward_bf16`."""
-    d_hidden, activated, tile = torch.empty_like(hidden), torch.empty_like(d_activated), _along_rows(hidden)
-    arguments = (d_activated, hidden, d_hidden, activated, d_activated.shape[1], tile.rows, tile.columns)
+def backward_bf16(d_activated: Tensor, hidden: Tensor, activated: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values are
+    those that are given, or made again with the bits of `forward_bf16`."""
+    d_hidden, tile = torch.empty_like(hidden), _along_rows(hidden)
+    made = torch.empty_like(d_activated) if activated is None else None
+    arguments = (d_activated, hidden, d_hidden, made, d_activated.shape[1], tile.rows, tile.columns)
     _swiglu_backward_bf16[_grid(hidden, tile)](*arguments, num_warps=tile.warps, enable_fp_fusion=False)
-    return d_hidden, activated
+    return d_hidden, made if activated is None else activated
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:

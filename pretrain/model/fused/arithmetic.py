@@ -14,7 +14,7 @@ Where they lie apart (FSDP2 gathers them so), the matrix is put together when it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
@@ -224,7 +224,9 @@ class Arithmetic:
     def __init__(self, context: PrecisionContext) -> None:
         self.context = context
         self.differentiable = True  # the forward under way will be differentiated
-        self.keeps_rotated = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
+        # For backward, which else makes it again: "rotated", where heads are normed, queries, keys and values; "activated", in
+        # BF16, what SwiGLU gives.
+        self.keeps: Collection[str] = ()
 
     def product(
         self, name: str, members: tuple[str, ...], weights: StackedWeight, *, low_precision: Sequence[Backend] = ()

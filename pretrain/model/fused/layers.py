@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from foundation.errors import InputError
 from pretrain.model.attention.cudnn import cudnn_backward, cudnn_forward
-from pretrain.model.attention.flash import flash_backward, flash_forward
+from pretrain.model.attention.flash import flash_backward_in_parts, flash_forward
 from pretrain.model.attention.heads import HeadNorms, Heads
 from pretrain.model.fused.arithmetic import Activation, Arithmetic, Norm, StackedProduct, StackedWeight
 from pretrain.model.fused.rotary import rotate, rotate_backward
@@ -36,10 +36,11 @@ from pretrain.precision.settings import ActivePrecision
 
 Setting = Literal["auto", "on", "off"]
 Gradients = tuple[Tensor | None, ...]
-# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by.
+# Attention that is one with the rotation before it: forward and backward, by the name that transformers knows it by. Backward may
+# give dk and dv in parts, which the rotation's sums.
 ROTATED_ATTENTION: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, Tensor, Tensor]]]] = {
     "packed_cudnn": (cudnn_forward, cudnn_backward),
-    "packed_fa4": (flash_forward, flash_backward),
+    "packed_fa4": (flash_forward, flash_backward_in_parts),
 }
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # as torch's CUDA builds for Linux bring it
 # The classes of layers with a fused form, by full name: the classes themselves would bring five architectures into every start.
@@ -240,7 +241,9 @@ class FusedLayers:
         """For the audit: "28 of 28 layers, without Transformer Engine"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
+        kept = (
+            f", {' and '.join(self.arithmetic.keeps)} values kept for backward" if self.arithmetic.keeps and self.layers else ""
+        )
         return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{self.arithmetic.by}{kept}{why}"
 
 
@@ -401,7 +404,7 @@ class NormAttention(torch.autograd.Function):
         q, k, v = rotate(qkv, cos, sin, heads, _head_norms(norms, eps, qkv.dtype))
         forward, differentiate = ROTATED_ATTENTION[name]
         output, *kept = forward(q, k, v, documents.ends, documents.longest, documents.scale)
-        rotated = [q, k, v] if arithmetic.keeps_rotated or not norms else [None] * 3
+        rotated = [q, k, v] if "rotated" in arithmetic.keeps or not norms else [None] * 3
         ctx.pieces = (arithmetic, norm, product, differentiate, heads, eps, documents)
         ctx.counts = (len(norms), len(kept))
         ctx.set_materialize_grads(False)

@@ -53,7 +53,8 @@ def rotate_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `qkv`, in dq's dtype, and of the norms' weights [dim], FP32 (FP64 where dq is), query's first.
 
-    `dq`, `dk`, `dv`: of the shapes and dtype that `rotate` returned, any strides. `qkv`: what `rotate` was given; without norms
+    `dq`, `dk`, `dv`: of the shapes and dtype that `rotate` returned, any strides; `dk` and `dv` may come in parts [T, kv, parts,
+    dim], which are summed in FP32. `qkv`: what `rotate` was given; without norms
     it is not read and may be None, and the weights' gradients are None. These are sums in an order that shapes alone decide, so
     that a run can be repeated bit for bit.
     """
@@ -95,6 +96,7 @@ def rotate_backward_by_formula(
     cos, sin = _angles(cos, sin, heads, dq)
     dqkv = dq.new_empty(len(dq), heads.width)
     into_q, into_k, into_v = heads.split(dqkv)
+    dk, dv = (each.sum(dim=2, dtype=cos.dtype) if each.dim() == 4 else each for each in (dk, dv))
     into_v.copy_(dv)
     dq, dk = _rotated(dq, cos, -sin), _rotated(dk, cos, -sin)
     query_norm = key_norm = None

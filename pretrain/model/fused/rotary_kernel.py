@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,19 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.attention.heads import HeadNorms, Heads
+from pretrain.model.fused.rotary_arithmetic import normal, sum_of_parts, through_norm, turned_back
+from pretrain.model.fused.rotary_block_kernel import rotate_backward_in_blocks
 from pretrain.precision.fp8_tile import (
-    BF16_MAX,
     BLOCK,
     TYPES,
     BlockScaled,
     TensorScaled,
-    fp8_codes,
-    largest_magnitude,
-    reciprocal,
     record_amax,
-    scale_from_amax,
-    store_block_scaled,
-    store_rows,
     store_tensor_scaled,
     tensor_scale,
     through_bf16,
@@ -64,7 +58,7 @@ BACKWARD = RotaryTiling(2048, 4, registers=80)  # it loads two tiles of all and 
 
 @dataclass(frozen=True)
 class CodesTiling:
-    """How a launch that writes codes is cut: of a head, so many tokens a tile. The fastest of those measured on an H200."""
+    """How a launch that writes codes is cut: of a head, so many tokens a tile."""
 
     tokens: int
     warps: int  # where a head has 128 values; for others in proportion
@@ -73,23 +67,11 @@ class CodesTiling:
     stages: int  # tiles that such a program loads at once, at most: all but the last of them go through shared memory
 
 
-TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose
-BLOCK_SCALED = CodesTiling(BLOCK.value, 8, 255, 264, 2)  # 128 of them share a scale
+TENSOR_SCALED = CodesTiling(32, 8, 112, 264, 3)  # 32 tokens are a sector of the transpose. The fastest measured on an H200
+BLOCK_SCALED = CodesTiling(BLOCK.value, 4, 255, 264, 1)  # 128 of them share a scale. Two programs find room
 MOST_HEADS = 8  # in a block: 2 KB of a token in BF16, all in one stretch
 _NO_NORMS = HeadNorms(None, None, 0.0)
 IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
-
-
-class _Codes(NamedTuple):
-    """Where a kernel writes codes, and what it has to know for it. No compile-time constants: Triton turns those of a
-    tuple into run-time values."""
-
-    rows: Any  # pointers, or None
-    rows_scale_inv: Any
-    columns: Any
-    columns_scale_inv: Any
-    tokens: Any
-    epsilon: Any
 
 
 @triton.jit
@@ -147,36 +129,18 @@ def _rotate_forward(
 
 
 @triton.jit
-def _turned_back(dy1, dy2, c, s):
-    """The gradient of both halves of heads before they were rotated."""
-    return tl.fma(dy1, c, dy2 * s), tl.fma(dy2, c, -(dy1 * s))
-
-
-@triton.jit
-def _normal(x1, x2, dim: tl.constexpr, eps):
-    """Both halves of heads over their root mean square, and the factor [rows, 1] that made them so."""
-    factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
-    return x1 * factor, x2 * factor, factor
-
-
-@triton.jit
-def _through_norm(dn1, dn2, n1, n2, factor, dim: tl.constexpr):
-    """The gradient of what `_normal` was given, from that of what it returned."""
-    along = (tl.sum(tl.fma(dn1, n1, dn2 * n2), axis=1) * (1.0 / dim))[:, None]
-    return factor * tl.fma(-n1, along, dn1), factor * tl.fma(-n2, along, dn2)
-
-
-@triton.jit
 def _rotate_backward(
     dq,  # of shapes like forward's, with strides of tokens and of heads
-    dk,
+    dk,  # may come in parts that are summed here, as dv, with a stride of parts
     dv,
     dq_token,
     dq_head,
     dk_token,
     dk_head,
+    dk_part,
     dv_token,
     dv_head,
+    dv_part,
     qkv,  # None as query_norm, key_norm and norm_sums
     cos,
     sin,
@@ -191,6 +155,7 @@ def _rotate_backward(
     dim: tl.constexpr,
     heads: tl.constexpr,
     rows: tl.constexpr,
+    parts: tl.constexpr,
     stages: tl.constexpr,
 ):
     half: tl.constexpr = dim // 2
@@ -217,18 +182,17 @@ def _rotate_backward(
             dy_at = dy + _tile(first, dy_token, dy_head, rows, heads, half)
             angle = _tile(first, dim, 0, rows, heads, half)
             at = head * dim + _tile(first, width, dim, rows, heads, half)
-            dy1 = tl.load(dy_at, mask=here, other=0).to(tl.float32)
-            dy2 = tl.load(dy_at + half, mask=here, other=0).to(tl.float32)
+            dy1, dy2 = sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
             c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
             s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
-            dx1, dx2 = _turned_back(dy1, dy2, c, s)
+            dx1, dx2 = turned_back(dy1, dy2, c, s)
             if query_norm is not None:
                 x1 = tl.load(qkv + at, mask=here, other=1).to(tl.float32)
                 x2 = tl.load(qkv + at + half, mask=here, other=1).to(tl.float32)
-                x1, x2, factor = _normal(x1, x2, dim, eps)
+                x1, x2, factor = normal(x1, x2, dim, eps)
                 sum1 = tl.fma(dx1, x1, sum1)
                 sum2 = tl.fma(dx2, x2, sum2)
-                dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+                dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
             tl.store(dqkv + at, dx1.to(dqkv.dtype.element_ty), mask=here)
             tl.store(dqkv + at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
         if query_norm is not None:
@@ -240,8 +204,9 @@ def _rotate_backward(
             here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
             dy_at = dv + (head - query - kv).to(tl.int64) * dv_head + _tile(first, dv_token, dv_head, rows, heads, half)
             dx_at = dqkv + head * dim + _tile(first, width, dim, rows, heads, half)
-            tl.store(dx_at, tl.load(dy_at, mask=here), mask=here)
-            tl.store(dx_at + half, tl.load(dy_at + half, mask=here), mask=here)
+            dx1, dx2 = sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
+            tl.store(dx_at, dx1.to(dqkv.dtype.element_ty), mask=here)
+            tl.store(dx_at + half, dx2.to(dqkv.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -253,17 +218,18 @@ def _rotate_backward_in_codes(
     dq_head,
     dk_token,
     dk_head,
+    dk_part,
     dv_token,
     dv_head,
+    dv_part,
     qkv,
     cos,
     sin,
     query_norm,
     key_norm,
     rows,  # uint8 [tokens, (query + 2 kv) x dim], or None
-    rows_scale_inv,
+    scale_inv,
     columns,  # uint8, its transpose, or None. Where there is neither, nothing is written but the amax
-    columns_scale_inv,
     scale,
     amax,
     norm_sums,  # FP32 [programs a head, query + kv, dim]
@@ -274,8 +240,8 @@ def _rotate_backward_in_codes(
     kv: tl.constexpr,
     dim: tl.constexpr,
     height: tl.constexpr,  # tokens of a tile, of which there are whole ones
+    parts: tl.constexpr,
     stages: tl.constexpr,
-    blocks: tl.constexpr,  # a scale for every 128 values; else one for all, whose reciprocal goes to `rows_scale_inv`
     power_of_two: tl.constexpr,
     fp8: tl.constexpr,
 ):
@@ -285,12 +251,12 @@ def _rotate_backward_in_codes(
     program = tl.program_id(0) // (query + 2 * kv)
     step = tl.num_programs(0) // (query + 2 * kv) * height
     finds_amax: tl.constexpr = rows is None and columns is None
-    records: tl.constexpr = not blocks and (finds_amax or scale is not None)
-    to = _Codes(rows, rows_scale_inv, columns, columns_scale_inv, tokens, epsilon)
+    records: tl.constexpr = finds_amax or scale is not None
     scale_of_all = None
-    if not blocks and not finds_amax:
-        scale_of_all = tensor_scale(scale, amax, None, rows_scale_inv, epsilon, power_of_two, fp8)
+    if not finds_amax:
+        scale_of_all = tensor_scale(scale, amax, None, scale_inv, epsilon, power_of_two, fp8)
     largest = tl.zeros([height], tl.float32)
+    here = tl.zeros([height, half], tl.int32) == 0  # tiles are whole
     if head < query + kv:
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
@@ -303,24 +269,23 @@ def _rotate_backward_in_codes(
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
             angle = _tile(first, dim, 0, height, 1, half)
-            dy1 = tl.load(dy_at).to(tl.float32)
-            dy2 = tl.load(dy_at + half).to(tl.float32)
+            dy1, dy2 = sum_of_parts(dy_at, dk_part, here, head, query, parts, half)
             c = tl.load(cos + angle).to(tl.float32)
             s = tl.load(sin + angle).to(tl.float32)
-            dx1, dx2 = _turned_back(dy1, dy2, c, s)
+            dx1, dx2 = turned_back(dy1, dy2, c, s)
             if query_norm is not None:
                 at = head * dim + _tile(first, width, 0, height, 1, half)
-                x1, x2, factor = _normal(tl.load(qkv + at).to(tl.float32), tl.load(qkv + at + half).to(tl.float32), dim, eps)
+                x1, x2, factor = normal(tl.load(qkv + at).to(tl.float32), tl.load(qkv + at + half).to(tl.float32), dim, eps)
                 sum1 = tl.fma(dx1, x1, sum1)
                 sum2 = tl.fma(dx2, x2, sum2)
                 # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
                 w1 = tl.load(weight_at).to(tl.float32)
                 w2 = tl.load(weight_at + half).to(tl.float32)
-                dx1, dx2 = _through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
+                dx1, dx2 = through_norm(dx1 * w1, dx2 * w2, x1, x2, factor, dim)
             dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
             if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
+                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
         if query_norm is not None and not finds_amax:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
@@ -328,39 +293,27 @@ def _rotate_backward_in_codes(
     else:
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             dy_at = dv + (head - query - kv) * tl.cast(dv_head, tl.int64) + _tile(first, dv_token, 0, height, 1, half)
-            dx1 = tl.load(dy_at).to(tl.float32)
-            dx2 = tl.load(dy_at + half).to(tl.float32)
+            dx1, dx2 = sum_of_parts(dy_at, dv_part, here, head, 0, parts, half)
+            if parts > 1:
+                dx1, dx2 = through_bf16(dx1), through_bf16(dx2)
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(dx1), tl.abs(dx2)), axis=1))
             if not finds_amax:
-                _write_head(dx1, dx2, scale_of_all, to, first, head * dim, width, power_of_two, fp8)
+                _write_head(dx1, dx2, scale_of_all, rows, columns, first, head * dim, tokens, width, fp8)
     if records:
         record_amax(amax, largest)
 
 
 @triton.jit
-def _write_head(d1, d2, scale, to, first, column, width: tl.constexpr, power_of_two: tl.constexpr, fp8: tl.constexpr):
-    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, `to` a `_Codes` from the token
-    `first` and the column `column` on. `scale`: of all values; None: one for every 128."""
+def _write_head(d1, d2, scale, rows, columns, first, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
+    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32 that was BF16, from the token `first` and the
+    column `column` on."""
     half: tl.constexpr = d1.shape[1]
     # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums over a
     # head would have another order than in `_rotate_backward`.
     i = tl.max_contiguous(first + tl.arange(0, d1.shape[0]), IN_A_THREAD)
     j = tl.max_contiguous(column + tl.arange(0, half), IN_A_THREAD)
-    if scale is not None:
-        store_tensor_scaled(d1, scale, to.rows, to.columns, i, j, to.tokens, width, fp8)
-        store_tensor_scaled(d2, scale, to.rows, to.columns, i, j + half, to.tokens, width, fp8)
-    else:
-        if to.rows is not None:  # a head is a block
-            tl.static_assert(2 * half == BLOCK)
-            largest = tl.maximum(largest_magnitude(d1, 1), largest_magnitude(d2, 1))
-            of_rows = scale_from_amax(largest, to.epsilon, BF16_MAX, power_of_two, fp8)
-            tl.store(to.rows_scale_inv + (column // BLOCK).to(tl.int64) * to.tokens + i, reciprocal(of_rows, power_of_two))
-            store_rows(fp8_codes(d1, of_rows[:, None], fp8), to.rows, i, j, width)
-            store_rows(fp8_codes(d2, of_rows[:, None], fp8), to.rows, i, j + half, width)
-        inverse, row = to.columns_scale_inv, tl.cast(first, tl.int32)
-        store_block_scaled(d1, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
-        column += half
-        store_block_scaled(d2, None, None, to.columns, inverse, row, column, to.tokens, width, to.epsilon, power_of_two, fp8)
+    store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
+    store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
 
 
 def rotate(
@@ -413,7 +366,7 @@ def rotate_backward(
     """pretrain.model.fused.rotary.rotate_backward, for rows that it says have a kernel."""
     tokens = len(dq)
     dqkv = dq.new_empty(tokens, heads.width)
-    dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
+    dq, dk, dv = map(_as_read, (dq, dk, dv))
     *_, block, rows = layout = _layout(heads, tiling)
     blocks = heads.count // block
     programs = triton.cdiv(tokens, rows // block)
@@ -424,28 +377,11 @@ def rotate_backward(
     norms = norms or _NO_NORMS
     if tokens:
         with torch.cuda.device_of(dq):
-            _rotate_backward[(blocks * programs,)](
-                dq,
-                dk,
-                dv,
-                *dq.stride()[:2],
-                *dk.stride()[:2],
-                *dv.stride()[:2],
-                None if norms is _NO_NORMS else qkv,
-                cos.contiguous(),
-                sin.contiguous(),
-                norms.query,
-                norms.key,
-                dqkv,
-                sums,
-                tokens,
-                norms.eps,
-                *layout,
-                tiling.stages if sums is not None else 1,
-                num_warps=tiling.warps,
-                maxnreg=tiling.registers,
-                enable_fp_fusion=False,
-            )
+            arguments = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
+            arguments += [None if norms is _NO_NORMS else qkv, cos.contiguous(), sin.contiguous(), norms.query, norms.key]
+            arguments += [dqkv, sums, tokens, norms.eps, *layout, _parts(dk), tiling.stages if sums is not None else 1]
+            options = {"num_warps": tiling.warps, "maxnreg": tiling.registers, "enable_fp_fusion": False}
+            _rotate_backward[(blocks * programs,)](*arguments, **options)
     if sums is None:
         return dqkv, None, None
     queries = heads.query // block
@@ -475,33 +411,33 @@ def rotate_backward_in_codes(
 
     Returns the gradients of the norms' weights: sums in another order than of `rotate_backward`, which shapes alone decide too.
     """
-    blocks = isinstance(written, BlockScaled)
-    tiling = tiling or (BLOCK_SCALED if blocks else TENSOR_SCALED)
+    tiling = tiling or (BLOCK_SCALED if isinstance(written, BlockScaled) else TENSOR_SCALED)
     tokens, height = len(dq), tiling.tokens
-    dq, dk, dv = (gradient if gradient.stride(2) == 1 else gradient.contiguous() for gradient in (dq, dk, dv))
+    dq, dk, dv = map(_as_read, (dq, dk, dv))
     tiles, sums = tokens // height, None
     programs = tiles if norms is None else min(tiles, max(1, tiling.programs // heads.count))
     if norms is not None:
         sums = torch.empty(programs, heads.rotated, heads.dim, dtype=torch.float32, device=dq.device)
     of_norms = norms or _NO_NORMS
-    inputs = [dq, dk, dv, *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2]]
+    inputs = [dq, dk, dv, *dq.stride()[:2], *_strides(dk), *_strides(dv)]
     inputs += [qkv if norms else None, cos.contiguous(), sin.contiguous(), of_norms.query, of_norms.key]
-    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "height": height, "blocks": blocks}
-    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, cos.element_size(), _shared_memory(dq))}
+    parts = _parts(dk)
+    shape = {"query": heads.query, "kv": heads.kv, "dim": heads.dim, "parts": parts}
+    shape |= {"stages": 1 if norms is None else _stages(tiling, heads, parts, cos.element_size(), _shared_memory(dq))}
     shape |= {"tokens": tokens, "eps": of_norms.eps, "epsilon": written.epsilon, "power_of_two": written.power_of_two}
     shape |= {"fp8": TYPES[written.dtype], "num_warps": max(1, tiling.warps * heads.dim // 128)}
     shape |= {"maxnreg": tiling.registers, "enable_fp_fusion": False}
 
-    def launch(*outputs: Tensor | None) -> None:
-        _rotate_backward_in_codes[(heads.count * programs,)](*inputs, *outputs, sums, **shape)
-
+    grid = (heads.count * programs,)
     with torch.cuda.device_of(dq):
-        if blocks:
-            launch(written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, None, None)
+        if isinstance(written, BlockScaled):
+            outputs = (written.rows, written.rows_scale_inv, written.columns, written.columns_scale_inv, sums)
+            rotate_backward_in_blocks[grid](*inputs, *outputs, **shape)
         else:
+            outputs = (written.rows, written.scale_inv, written.columns, written.scale, written.amax, sums)
             if written.scale is None:  # current scaling: the amax before anything is written
-                launch(None, None, None, None, None, written.amax)
-            launch(written.rows, written.scale_inv, written.columns, None, written.scale, written.amax)
+                _rotate_backward_in_codes[grid](*inputs, None, None, None, None, written.amax, sums, height=height, **shape)
+            _rotate_backward_in_codes[grid](*inputs, *outputs, height=height, **shape)
     return (None, None) if sums is None else (sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1)))
 
 
@@ -512,10 +448,25 @@ def _shared_memory(tensor: Tensor) -> int:
     return torch.cuda.get_device_properties(tensor.device).shared_memory_per_block_optin
 
 
-def _stages(tiling: CodesTiling, heads: Heads, angle_bytes: int, shared_memory: int) -> int:
+def _as_read(gradient: Tensor) -> Tensor:
+    """The values of a head must be neighbours."""
+    return gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+
+
+def _parts(gradient: Tensor) -> int:
+    return gradient.shape[2] if gradient.dim() == 4 else 1
+
+
+def _strides(gradient: Tensor) -> tuple[int, int, int]:
+    """Of tokens, heads and parts."""
+    token, head, *part = gradient.stride()[:-1]
+    return token, head, part[0] if part else 0
+
+
+def _stages(tiling: CodesTiling, heads: Heads, parts: int, angle_bytes: int, shared_memory: int) -> int:
     """As many of the tiling's stages as find room there, beside a tile of codes to transpose and 1 KiB for sums."""
     tile = tiling.tokens * heads.dim
-    of_a_stage = tile * (2 * 2 + angle_bytes)  # dy and x in BF16; half of cos and half of sin
+    of_a_stage = tile * (2 * (parts + 1) + angle_bytes)  # dy and x in BF16; half of cos and half of sin
     return max(1, min(tiling.stages, 1 + (shared_memory - tile - 1024) // of_a_stage))
 
 

@@ -111,7 +111,7 @@ class TEStackedProduct(StackedProduct):
         weight = self._weight(refresh=False)
         if isinstance(weight, QuantizedTensorStorage):
             weight.update_usage(columnwise_usage=True)
-        # In FP8 the first algorithm is as fast as any (docs/performance.md), and for weight gradients it nearly is.
+        # In FP8 the first algorithm is as fast as any, or the only one (docs/performance.md).
         dx = None if self.low_precision else products.multiply(weight, dy, layout="NN")
         if dx is None:
             dx = self._multiply("dgrad", weight, dy, layout="NN", grad=True)
@@ -128,6 +128,7 @@ class TEStackedProduct(StackedProduct):
         # A transposed sum, [in, out], takes the transposed product. In every format the operands may trade places: both were
         # quantized along the tokens.
         left, right = (dy, x) if self.weights.transposed else (x, dy)
+        # In FP8 the first algorithm is nearly as fast as any (docs/performance.md).
         if self.low_precision or products.multiply(left, right, layout="NT", total=main_gradient) is None:
             into = {"out": main_gradient, "out_dtype": main_gradient.dtype, "accumulate": True}
             self._multiply("wgrad", left, right, layout="NT", grad=True, **into)
@@ -221,7 +222,8 @@ class TransformerEngineArithmetic(Arithmetic):
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            return swiglu(hidden, product.input_quantizer(columnwise=True), made_again=again)
+            quantizer = product.input_quantizer(columnwise=True)
+            return swiglu(hidden, quantizer, made_again=again, keeps="activated" in self.keeps)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 

@@ -76,7 +76,8 @@ class TritonArithmetic(Arithmetic):
 
     def activate(self, hidden: Tensor, kind: Activation, product: StackedProduct) -> tuple[Operand, Operand | None]:
         if kind == "swiglu":
-            return activation_kernel.forward_bf16(hidden), None
+            activated = activation_kernel.forward_bf16(hidden)
+            return activated, activated if "activated" in self.keeps else None
         activated = F.gelu(hidden, approximate=APPROXIMATIONS[kind])
         return activated, activated
 
@@ -84,7 +85,7 @@ class TritonArithmetic(Arithmetic):
         self, d_activated: Tensor, hidden: Tensor, kind: Activation, kept: Operand, below: StackedProduct, above: StackedProduct
     ) -> tuple[Operand, Operand, list[Tensor]]:
         if kind == "swiglu":
-            d_hidden, activated = activation_kernel.backward_bf16(d_activated, hidden)
+            d_hidden, activated = activation_kernel.backward_bf16(d_activated, hidden, kept)
         else:
             d_hidden = torch.ops.aten.gelu_backward(d_activated, hidden, approximate=APPROXIMATIONS[kind])
             activated = kept

@@ -30,11 +30,15 @@ H200 = int(139.8 * GIB)
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
+    return in_precision("delayed", fp8_config={"scope": "linear+head"})
+
+
+def in_precision(name: str, **settings: Any) -> Plan:
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(AutoConfig.for_model(**QWEN3))
-    wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
-    settings = wanted.fp8_config.resolved("delayed")
-    active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+    wanted = recipe(precision=name, weights="bf16_exact", train={"steps": 10}, **settings)
+    backend = "transformer_engine" if PRECISIONS[name].quantized else "torch"
+    active = ActivePrecision(name, PRECISIONS[name], backend, wanted.fp8_config.resolved(name))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choice, "HAS_TRITON", True)
         found = layers_of(hf, wanted, active, "cuda", "packed_cudnn")
@@ -51,16 +55,27 @@ def of(plan: Plan, *, memory: int | None = H200, name: str = "NVIDIA H200", **ch
 def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(plan: Plan) -> None:
     """28 layers' queries, keys and values of 4,096 values in BF16."""
     made = of(plan)
-    assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
+    assert (made.chunk, made.loss.tokens_at_once, made.keeps) == (None, 4096, ("rotated",))
     assert made.memory.total(8) - plan.memory.total(8) == 28 * 2 * 4096 * 32_768
     assert "by the memory that is there: queries, keys and values kept" in render(made)
+
+
+def test_bf16_keeps_activated_values_where_queries_and_keys_leave_room(plan: Plan) -> None:
+    """28 layers' 6,144 values besides."""
+    bf16 = in_precision("bf16")
+    made, both = of(bf16), 28 * 2 * (4096 + 6144) * 32_768
+    assert made.keeps == ("rotated", "activated") and made.memory.total(8) - bf16.memory.total(8) == both
+    assert "there: queries, keys and values and activated values kept for backward" in " ".join(render(made).split())
+    needed = made.memory.total(8) / (1 - KEPT_FREE)
+    assert of(bf16, memory=int(needed) - 1).keeps == ("rotated",)
+    assert of(bf16, memory=int(needed) + 1).keeps == ("rotated", "activated")
 
 
 def test_chunks_shorten_only_where_nothing_else_helps(plan: Plan) -> None:
     needed = {chunk: replace(plan, chunk=chunk).memory.total(8) for chunk in (4096, 2048, 1024)}
     for size, chunk in ((needed[4096], None), (needed[4096] - 1, 2048), (needed[1024], 1024), (needed[1024] - 1, 1024)):
         made = of(plan, memory=size)
-        assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (chunk, chunk or 4096, False)
+        assert (made.chunk, made.loss.tokens_at_once, made.keeps) == (chunk, chunk or 4096, ())
     assert "by the memory that is there: loss in chunks of 1,024 tokens" in render(made)
 
 
@@ -81,20 +96,20 @@ def test_what_is_spent_leaves_the_microbatch_its_room(plan: Plan, memory: int, m
     made = of(plan, memory=memory, batch={"microbatch": microbatch})
     assert made == of(made, memory=memory)  # settings and memory alone decide
     packs = min(8, plan.with_microbatch(8).packs_per_rank) if microbatch == "auto" else microbatch
-    if made.keeps_rotated:
-        without = replace(made, chunk=None, keeps_rotated=False)
+    if made.keeps:
+        without = replace(made, chunk=None, keeps=())
         assert made.memory.total(min(packs, without.expected_microbatch)) <= (1 - KEPT_FREE) * memory
 
 
 def test_nothing_is_kept_of_layers_that_are_recomputed_or_have_nothing_to_keep(plan: Plan) -> None:
-    assert not of(plan, model={"gradient_checkpointing": "full"}).keeps_rotated
+    assert not of(plan, model={"gradient_checkpointing": "full"}).keeps
     unrotated = replace(plan, layers=[replace(layer, rotated=0) for layer in plan.layers])
-    assert not of(unrotated).keeps_rotated
+    assert not of(unrotated).keeps
 
 
 def test_cpus_and_devices_of_unknown_memory_take_what_is_usual(plan: Plan) -> None:
     for made in (of(plan, name="CPU"), of(plan, memory=None)):
-        assert (made.chunk, made.keeps_rotated, made.loss.tokens_at_once) == (None, False, 4096)
+        assert (made.chunk, made.keeps, made.loss.tokens_at_once) == (None, (), 4096)
 
 
 def test_a_chunk_that_is_set_stays(plan: Plan) -> None:

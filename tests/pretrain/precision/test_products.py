@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.precision import products
-from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES
+from pretrain.precision.cublaslt import ALIGNMENT, KEY_BYTES, ScaleEach
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.products import Factor, KeptChoices, Problem, fastest, problem_of
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+TENSOR, VECTOR, SQUARE = ScaleEach.TENSOR, ScaleEach.VECTOR, ScaleEach.SQUARE
 PROBLEM = Problem(64, 32, 16, (E4M3, E4M3), (True, False), True, False)
 KEY = bytes(range(KEY_BYTES))
 
@@ -35,6 +36,15 @@ def factor(*shape: int, dtype: torch.dtype = BF16) -> Factor:
     if dtype == BF16:
         return Factor(aligned(*shape), BF16, None)
     return Factor(aligned(*shape, dtype=torch.uint8), dtype, torch.ones(1))
+
+
+def in_blocks(rows: int, inner: int, each: ScaleEach, *, pad: int = 4, offset: int = 0) -> Factor:
+    """[rows, inner] with scales as cublasLt documents them: of vectors along `inner` [inner / 128, rows]; of squares, rows of
+    scales padded to a multiple of `pad`."""
+    across, down = -(-inner // 128), -(-rows // 128)
+    shape = (across, rows) if each is VECTOR else (down, -(-across // pad) * pad)
+    scale = aligned(*shape, dtype=torch.float32, offset=offset)
+    return Factor(aligned(rows, inner, dtype=torch.uint8), E4M3, scale, each)
 
 
 # ── What is taken ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,6 +90,52 @@ def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
 )
 def test_what_cublaslt_would_not_take_as_it_lies_is_left(left: Factor, right: Factor, residual: Tensor | None):
     assert problem_of(left, right, (True, False), residual, fast_accumulation=False) is None
+
+
+SUPPORTED = [(VECTOR, VECTOR), (VECTOR, SQUARE), (SQUARE, VECTOR)]  # cublasLt's table of scaling modes
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 20)).map(lambda each: (16 * each[0], 16 * each[1])),
+    blocks=st.integers(1, 9),
+    scales=st.sampled_from(SUPPORTED),
+    into=st.sampled_from(["output", "residual", "total"]),
+)
+def test_codes_in_blocks_are_taken_along_the_sum_and_add_up_in_full(
+    sizes: tuple[int, int], blocks: int, scales: tuple[ScaleEach, ScaleEach], into: str
+):
+    (m, n), k = sizes, 128 * blocks
+    a, b = in_blocks(m, k, scales[0]), in_blocks(n, k, scales[1])
+    residual = aligned(n, m) if into == "residual" else None
+    total = aligned(n, m, dtype=torch.float32) if into == "total" else None
+    found = problem_of(a, b, (True, False), residual, fast_accumulation=True, total=total)
+    assert found == Problem(m, n, k, (E4M3, E4M3), (True, False), False, into == "residual", into == "total", scales)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, SQUARE)),  # which cublasLt does not have
+        (in_blocks(64, 128, SQUARE), factor(32, 128, dtype=E4M3)),
+        (factor(64, 128, dtype=E4M3), in_blocks(32, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE), factor(32, 128)),
+        (in_blocks(64, 192, SQUARE), in_blocks(32, 192, VECTOR)),  # half a block
+        (in_blocks(72, 128, SQUARE), in_blocks(32, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE), in_blocks(40, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE, pad=1), in_blocks(32, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE, pad=8), in_blocks(32, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE, offset=2), in_blocks(32, 128, VECTOR)),  # 8 bytes on
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, VECTOR, offset=1)),
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, VECTOR)._replace(each=SQUARE)),
+        (in_blocks(64, 128, SQUARE)._replace(each=VECTOR), in_blocks(32, 128, VECTOR)),
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 256, VECTOR)._replace(values=aligned(32, 128, dtype=torch.uint8))),
+        (in_blocks(64, 256, SQUARE), in_blocks(32, 256, VECTOR)._replace(scale=aligned(32, 2, dtype=torch.float32).t())),
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, VECTOR)._replace(scale=aligned(1, 32))),
+        (in_blocks(64, 128, SQUARE), in_blocks(32, 128, VECTOR)._replace(scale=None)),
+    ],
+)
+def test_blocks_that_cublaslt_would_read_otherwise_are_left(left: Factor, right: Factor):
+    assert problem_of(left, right, (True, False), None, fast_accumulation=False) is None
 
 
 @pytest.mark.parametrize(
@@ -128,6 +184,7 @@ def test_products_of_torch_are_seen_by_the_audit_once():
         st.booleans(),
         st.booleans(),
         st.booleans(),
+        st.sampled_from([(TENSOR, TENSOR), *SUPPORTED]),
     ),
     field=st.sampled_from(Problem._fields),
 )
@@ -137,6 +194,8 @@ def test_products_that_differ_have_different_names(one: Problem, field: str):
         other = one._replace(types=(E5M2 if value[0] != E5M2 else BF16, value[1]))
     elif field == "transposed":
         other = one._replace(transposed=(value[0], not value[1]))
+    elif field == "scales":
+        other = one._replace(scales=(VECTOR, SQUARE) if value != (VECTOR, SQUARE) else (SQUARE, VECTOR))
     else:
         other = one._replace(**{field: not value if isinstance(value, bool) else value + 16})
     assert one.key != other.key and one.key == Problem(*one).key

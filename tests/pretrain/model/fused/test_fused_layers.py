@@ -67,7 +67,7 @@ def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> Non
     with torch.no_grad():
         assert in_one(**inputs()).item() == pytest.approx(loss, rel=1e-6)
     keeping = packed(build(ARCHITECTURES[name], backend="packed_cudnn"), fused=True)
-    keeping.fused.arithmetic.keeps_rotated = True
+    keeping.fused.arithmetic.keeps = ("rotated", "activated")
     kept_loss, kept = loss_and_gradients(keeping)
     assert kept_loss == whole_loss and all(torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items())
 
