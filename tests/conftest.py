@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import io
 import json
@@ -56,8 +57,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    gc.unfreeze()  # or Triton's library reports as leaked what it holds
+def pytest_configure(config: pytest.Config) -> None:
+    """At the end neither pytest, which looks for garbage, nor Python takes apart all that was imported: of a worker's last three
+    seconds nearly all. A worker's exit status says nothing; what is registered from here on runs before."""
+    if hasattr(config, "workerinput"):
+        atexit.register(os._exit, 0)
+    else:
+        atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,10 +257,7 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
     import train_accelerate
     from tests import blank_picture
 
-    ran = False
-
     def run(*arguments: str) -> tuple[int, str, str]:
-        nonlocal ran
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -271,9 +274,8 @@ def launcher_here(caches: str) -> Callable[..., tuple[int, str, str]]:
                 logging.getLogger().removeHandler(warnings)
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
-        if not ran:
-            gc.freeze()  # a run collects garbage at its end; what the first one has imported stays, and is looked through no more
-            ran = True
+        if status == 0:
+            gc.freeze()  # a run collects garbage at its end; what is left stays, and the next ones look through it no more
         return status, out.getvalue(), err.getvalue()
 
     return run

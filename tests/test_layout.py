@@ -169,12 +169,10 @@ def test_users_start_only_the_launcher_packing_and_pretrain():
 
 
 def test_the_name_of_a_test_says_one_fact():
-    functions = {(relative(path), node.name) for path in python_files("tests") for node in nodes_of(path) if is_test(node)}
-    assert {(path, name) for path, name in functions if len(name) >= 90} == set()
-
-
-def is_test(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    """Looked for line by line, as Python takes seconds to read all tests."""
+    names = [(relative(path), re.findall(r"^ *def (test_\w+)", path.read_text(), re.MULTILINE)) for path in python_files("tests")]
+    assert sum(len(found) for _, found in names) > 1000
+    assert {(path, name) for path, found in names for name in found if len(name) >= 90} == set()
 
 
 # What imports what

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,12 +22,18 @@ from tests.conftest import Finished
 BEGIN = "runs-{seed}/first/checkpoints/step-00000004"
 
 
-@pytest.fixture
-def first(train_here: Callable, tmp_path: Path) -> Callable:
-    """A run of twelve steps with a checkpoint after the fourth, in a folder that names its seed."""
-    finished = train_here("seed=5", f"run_dir={tmp_path}/runs-5/first")
+@pytest.fixture(scope="module")
+def first_of_all(start_here: Callable, recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("begins")
+    finished = start_here(recipe_for(folder / "first"), folder, "seed=5")
     assert finished.status == 0, finished.output
     return finished
+
+
+@pytest.fixture
+def first(first_of_all: Finished, tmp_path: Path) -> Finished:
+    """A run of twelve steps with a checkpoint after the fourth, in a folder that names its seed: a copy of the test's own."""
+    return replace(first_of_all, run_dir=shutil.copytree(first_of_all.run_dir, tmp_path / "runs-5" / "first"))
 
 
 def last_checkpoint(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -38,7 +45,7 @@ def everything_in(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_it_goes_on_as_the_other_did_in_a_folder_of_its_own(first: Callable, train_here: Callable, tmp_path: Path) -> None:
+def test_it_goes_on_as_the_other_did_in_a_folder_of_its_own(first: Finished, train_here: Callable, tmp_path: Path) -> None:
     before = everything_in(first.run_dir)
     begins = ["seed=5", f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/{BEGIN}"]
     second = train_here(*begins)
@@ -55,7 +62,7 @@ def test_it_goes_on_as_the_other_did_in_a_folder_of_its_own(first: Callable, tra
     assert again.losses() == second.losses()
 
 
-def test_another_precision_and_other_settings_take_over_from_there(first: Callable, train_here: Callable, tmp_path: Path) -> None:
+def test_another_precision_and_other_settings_take_over_from_there(first: Finished, train_here: Callable, tmp_path: Path) -> None:
     begins = ["seed=5", f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/{BEGIN}"]
     changes = ["precision=delayed", "fp8_config.on_unsupported=emulate", "weights=bf16_exact", "parity=off"]
     planned = train_here(*begins, *changes, "--plan")
@@ -110,7 +117,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_is_made(
     assert not list((tmp_path / "second").rglob("step-*"))
 
 
-def test_what_lies_in_a_run_and_is_no_checkpoint_is_refused_with_those_there_are(first: Callable, train_here: Callable) -> None:
+def test_what_lies_in_a_run_and_is_no_checkpoint_is_refused_with_those_there_are(first: Finished, train_here: Callable) -> None:
     there = f"{first.run_dir}/checkpoints holds step-00000012, step-00000008, step-00000004"
     for path in ("", "checkpoints", "final", "checkpoints/step-00000004/state.json"):
         refused = train_here(f"train.begin_with={first.run_dir / path}", "--plan").refusal
@@ -119,7 +126,7 @@ def test_what_lies_in_a_run_and_is_no_checkpoint_is_refused_with_those_there_are
 
 
 def test_a_damaged_checkpoint_another_model_and_no_step_to_come_are_each_one_message(
-    first: Callable, train_here: Callable, tmp_path: Path
+    first: Finished, train_here: Callable, tmp_path: Path
 ) -> None:
     """Before the model is built."""
     path = first.run_dir / "checkpoints" / "step-00000004"
@@ -153,7 +160,7 @@ def epochs(run: Callable) -> list[float]:
 
 @pytest.mark.parametrize(("batch", "packs"), [(512, 16), (128, 4)])
 def test_with_another_batch_the_text_goes_on_where_the_checkpoint_ended(
-    first: Callable, train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, packs: int
+    first: Finished, train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int, packs: int
 ) -> None:
     """Of 120 packs 32 were trained on. So it does when it is resumed, and sent back before its first own checkpoint."""
     begins = [
@@ -189,7 +196,7 @@ def test_with_another_batch_the_text_goes_on_where_the_checkpoint_ended(
     assert "Rollback 1 of 3" in back.output and epochs(back) == [(32 + packs * n) / 120 for n in range(3, 11)]
 
 
-def test_other_packs_or_another_order_of_them_is_said(first: Callable, train_here: Callable, tmp_path: Path) -> None:
+def test_other_packs_or_another_order_of_them_is_said(first: Finished, train_here: Callable, tmp_path: Path) -> None:
     begins = [f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/{BEGIN.format(seed=5)}", "--plan"]
     said = "the order of the packs is another than the checkpoint's (seed), and it goes on after the first 32 packs of it"
     assert said in train_here(*begins, "seed=6").output
@@ -257,7 +264,7 @@ def test_it_is_evaluated_before_its_own_first_step_once(train_here: Callable, tm
 
 @pytest.mark.parametrize(("batch", "steps"), [(512, 8), (128, 20)])
 def test_a_horizon_in_tokens_over_steps_of_two_sizes_is_refused_with_the_steps_that_it_is(
-    first: Callable, train_here: Callable, tmp_path: Path, batch: int, steps: int
+    first: Finished, train_here: Callable, tmp_path: Path, batch: int, steps: int
 ) -> None:
     """Of 3,072 tokens 1,024 are trained: it ended too soon, or too late."""
     there, ours = tmp_path / BEGIN.format(seed=5), ["seed=5", f"batch.tokens={batch}", "parity=off"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,16 +151,27 @@ def test_what_a_killed_matrix_left_running_is_found_and_waited_for(matrix):
     assert again.exit_status() is None and StartedRun.found(found, first) is None
 
 
-def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, capsys):
+def test_a_matrix_starts_nothing_in_place_of_what_still_runs(matrix, tmp_path: Path):
     found = matrix({"seed": [1, 2, 3]}, at_once=2)
     for cell in found.runs[1:]:
-        started(cell, "sleep 0.2", PRETRAIN_STATUS_FILE=str(status_file(cell)))
+        started(cell, f"until test -e {tmp_path}/end; do sleep 0.05; done", PRETRAIN_STATUS_FILE=str(status_file(cell)))
     leave_behind(found.runs[0], 2.0)
-    with StopRequest(passed_on=True) as stop:
+    said = io.StringIO()
+
+    def end_what_runs() -> None:
+        try:
+            wait_until(lambda: said.getvalue().count("is running still, started by a matrix that has ended") == 2)
+        finally:
+            (tmp_path / "end").touch()
+
+    watching = threading.Thread(target=end_what_runs)
+    watching.start()
+    with StopRequest(passed_on=True) as stop, redirect_stdout(said):
         outcomes = run_all(found, found.runs, stop, Ranking(found))
+    watching.join()
     assert [outcome.status for outcome in outcomes] == ["finished before", "failed", "failed"], "they trained nothing"
-    said = capsys.readouterr().out
-    assert said.count("is running still, started by a matrix that has ended") == 2 and "started; its output" not in said
+    assert said.getvalue().count("is running still, started by a matrix that has ended") == 2
+    assert "started; its output" not in said.getvalue()
 
 
 def test_a_cell_waits_for_the_checkpoint_of_another_with_which_it_begins(matrix):

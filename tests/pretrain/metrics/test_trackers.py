@@ -246,26 +246,28 @@ def run(name, run_dir, resumed_step, steps, loss):
 
 PartialState(cpu=True)
 if __name__ == "__main__":
-    name, run_dir = sys.argv[1], Path(sys.argv[2])
-    matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
-    run(name, run_dir, 0, (1, 2, 3), 0.5)
-    run(name, run_dir, 2, (3, 4), 1234.5)
+    for name, run_dir in zip(sys.argv[1::2], map(Path, sys.argv[2::2])):
+        matplotlib.image.imsave(run_dir.parent / "loss.png", numpy.zeros((8, 8, 3)))
+        run(name, run_dir, 0, (1, 2, 3), 0.5)
+        run(name, run_dir, 2, (3, 4), 1234.5)
     ending.exit(0)
 """
 
 
-def track_elsewhere(name: str, run_dir: Path, **environment: str) -> dict:
-    """What trackers.json says of the tracker after both starts."""
-    command = [sys.executable, "-c", PROGRAM, name, str(run_dir)]
-    subprocess.run(command, check=True, env={**os.environ, **environment}, timeout=100)
-    return json.loads((run_dir / "trackers.json").read_text())[name]
+@pytest.fixture(scope="module")
+def tracked_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run folders of both starts by tracker, which one process has told, as it imports for longer than it tells."""
+    folders = {name: tmp_path_factory.mktemp(name) / "run-1" for name in ("wandb", "trackio")}
+    environment = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "TRACKIO_DIR": str(folders["trackio"].parent)}
+    told = [str(each) for folder in folders.items() for each in folder]
+    subprocess.run([sys.executable, "-c", PROGRAM, *told], check=True, env={**os.environ, **environment}, timeout=100)
+    return folders
 
 
-def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tmp_path):
-    kept = track_elsewhere("wandb", tmp_path / "run-1", WANDB_MODE="offline", WANDB_SILENT="true")
-    first, second = sorted(
-        (tmp_path / "run-1" / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime_ns
-    )
+def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tracked_elsewhere):
+    run_dir = tracked_elsewhere["wandb"]
+    kept = json.loads((run_dir / "trackers.json").read_text())["wandb"]
+    first, second = sorted((run_dir / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_ctime_ns)
     assert first.name == second.name == f"run-{kept['id']}.wandb" and kept["seen"] == {"step": 4, "samples": 4}
     content = first.read_bytes()
     for expected in (b"optimizer.learning_rate", b"0.125", b"pretraining-tests", b"grad_norm", b"1.5", b"small", b"table-file"):
@@ -273,12 +275,11 @@ def test_wandb_runs_offline_as_one_run_that_has_each_step_once(tmp_path):
     assert b"tflops" not in content
     again = second.read_bytes()
     assert b"4938" in again and b"3703.5" not in again, "step 3 is there already"
-    assert list((tmp_path / "run-1").rglob("media/images/loss_picture*.png")), "the picture"
+    assert list(run_dir.rglob("media/images/loss_picture*.png")), "the picture"
 
 
-def test_trackio_has_config_history_and_samples_of_both_starts_in_one_run(tmp_path):
-    track_elsewhere("trackio", tmp_path / "run-1", TRACKIO_DIR=str(tmp_path))
-    with closing(sqlite3.connect(tmp_path / "pretraining-tests.db")) as database:
+def test_trackio_has_config_history_and_samples_of_both_starts_in_one_run(tracked_elsewhere):
+    with closing(sqlite3.connect(tracked_elsewhere["trackio"].parent / "pretraining-tests.db")) as database:
         history = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
         configs = database.execute("select config from configs").fetchall()
     records = [(name, step, json.loads(values)) for name, step, values in history]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import math
 import os
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention import documents as by_document
 from pretrain.model.attention.heads import Heads
 from pretrain.precision import transformer_engine
+from tests.moments import fork_context
 
 VOCABULARY, LENGTH = 97, 24
 SMALL = {
@@ -270,14 +272,23 @@ def test_auto_passes_over_cudnn_for_narrow_heads_which_may_ask_for_it_by_name(on
 
 def test_flash_attention_4_is_told_where_to_keep_its_kernels_before_anything_can_import_it() -> None:
     """Transformer Engine imports it, and is itself imported by a call, never with our modules."""
-    script = (
-        "import gc, os, sys; from foundation.ending import Ending; ending = Ending(); gc.disable(); import train_accelerate; "
-    )
-    script += "print(os.environ['FLASH_ATTENTION_CUTE_DSL_CACHE_DIR'], *sys.modules); ending.exit(0)"
-    unset = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ATTENTION")}
-    said = subprocess.run([sys.executable, "-c", script], env=unset, capture_output=True, text=True, check=True).stdout.split()
-    assert said[0].endswith("pretrain/flash_attn_4")
-    assert not {"transformer_engine", "transformer_engine.pytorch", "flash_attn"} & set(said)
+    ours, theirs = fork_context.Pipe()
+    process = fork_context.Process(target=tell_what_the_launcher_imports, args=(theirs,))
+    process.start()
+    told, modules = ours.recv()
+    process.join()
+    assert told.endswith("pretrain/flash_attn_4")
+    assert {"train_accelerate", flash.__name__} < modules
+    assert not {"transformer_engine", "transformer_engine.pytorch", "flash_attn"} & modules
+
+
+def tell_what_the_launcher_imports(connection: Connection) -> None:
+    """In a process forked from one that has imported the launcher: where the kernels are kept, and all modules that there are."""
+    modules = set(sys.modules)
+    for key in [key for key in os.environ if key.startswith("FLASH_ATTENTION")]:
+        del os.environ[key]
+    importlib.reload(flash)
+    connection.send((os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"], modules))
 
 
 def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h200: pytest.MonkeyPatch) -> None:
