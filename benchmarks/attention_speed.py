@@ -31,7 +31,7 @@ from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
 
 PACK, TOKENS = 4096, 32_768
@@ -46,6 +46,7 @@ class Variant:
     attend: Attend
     slots: Callable[[int], int] = lambda documents: documents
     deterministic: bool = False
+    parts_up_to: int = flash.LONG  # see `flash_backward_in_parts`; 0: never
 
 
 def main() -> None:
@@ -135,6 +136,18 @@ def variants() -> list[Variant]:
         Variant("cudnn, deterministic", cudnn, deterministic=True),
         Variant("varlen", partial(by_registry, attention.packed_varlen)),
         Variant("varlen, deterministic", partial(by_registry, attention.packed_varlen), deterministic=True),
+        *(of_flash_attention_4() if flash.obstacle() is None else []),
+    ]
+
+
+def of_flash_attention_4() -> list[Variant]:
+    """As training takes it; and each backward for all documents: query heads apart, or all in one call."""
+    fa4 = partial(by_registry, attention.packed_fa4)
+    return [
+        Variant("fa4", fa4),
+        Variant("fa4, deterministic", fa4, deterministic=True),
+        Variant("fa4, query heads of a group apart", fa4, parts_up_to=sys.maxsize),
+        Variant("fa4, query heads of a group in one call", fa4, parts_up_to=0),
     ]
 
 
@@ -168,7 +181,7 @@ def measure(variant: Variant, heads: Heads, lengths: list[int], times: int) -> d
         return [begun, attended, mark()]
 
     try:
-        with deterministic_algorithms(variant.deterministic):
+        with deterministic_algorithms(variant.deterministic), flash_attention_4_in_parts(variant.parts_up_to):
             forward, backward = timed(once, times)
     except RuntimeError as error:  # out of memory, or no such kernel: as much a result as a time is
         torch.cuda.empty_cache()
@@ -207,6 +220,15 @@ def mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+@contextmanager
+def flash_attention_4_in_parts(up_to: int) -> Iterator[None]:
+    before, flash.LONG = flash.LONG, up_to
+    try:
+        yield
+    finally:
+        flash.LONG = before
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from pretrain.model.fused.rotary import rotate, rotate_backward, rotate_backward
 from pretrain.model.fused.rotary_kernel import CodesTiling, RotaryTiling
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
+from pretrain.model.table_kernel import add_rows_
 
 BF16 = torch.bfloat16
 TOKENS = 32_768  # of a microbatch: 8 packs of 4,096
@@ -506,6 +507,25 @@ def bf16() -> Iterator[Case]:
 
 # ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
+# ── The table of tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def table() -> Iterator[Case]:
+    """The gradient of Qwen3-1.7B's table, in whose microbatch a twentieth of the tokens are one word. The bytes are those of the
+    rows that come in, and of the sums they are added to, read and written, were each word's added once."""
+    generator, (_, width) = torch.Generator("cuda").manual_seed(0), HIDDEN["Qwen3-1.7B"]
+    ids = torch.empty(TOKENS, device="cuda").exponential_(generator=generator).mul_(8000).long() % VOCABULARY
+    ids[::20] = 11
+    gradient = torch.randn(TOKENS, width, generator=generator, device="cuda", dtype=BF16)
+    total = torch.zeros(VOCABULARY, width, device="cuda")
+
+    def by_torch() -> object:
+        return total.add_(torch.ops.aten.embedding_dense_backward(gradient.float(), ids, VOCABULARY, -1, False))
+
+    moved = gradient.nbytes + 2 * len(ids.unique()) * width * total.element_size()
+    yield Case("gradient of a table of tokens", moved, partial(add_rows_, total, gradient, ids), by_torch)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "rotary": rotary,
     "rotary_tilings": rotary_tilings,
@@ -518,6 +538,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norm,
     "norm_tilings": norm_tilings,
     "bf16": bf16,
+    "table": table,
 }
 
 

@@ -155,6 +155,8 @@ class Head:
         module.FP8BwdTensorIdx = SimpleNamespace(GRAD_OUTPUT1=0)
         for name in ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.module"):
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        library = sys.modules["transformer_engine.pytorch"]
+        library.Float8TensorStorage = library.Float8BlockwiseQTensorStorage = type("NoneHere", (), {})
         monkeypatch.setitem(sys.modules, MODULE, module)
         monkeypatch.setattr(te_head, "quantized_softmax_gradient", quantized_softmax_gradient)
         calls.clear()
