@@ -2,7 +2,8 @@
 
 Autograd's way writes a gradient of the whole table, zeros but for the microbatch's tokens, and adds that: with 151,936 words some
 five times the bytes of what is read. Here tokens are sorted, and a program takes some neighbours of that order. Those of one word
-are summed by a product with a matrix of zeros and ones, exact in BF16 and FP32, and each sum is added where it belongs.
+are summed by a product with a matrix of zeros and ones, exact for BF16 with sums in FP32, and each sum is added where it belongs.
+A value that is not finite makes NaN of its neighbours' sums too: a step whose gradient has one is not taken in any case.
 
 A common word is some programs', which add in the order in which they finish: its last bits may differ from run to run.
 """

@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from foundation.progress import advance
 from packing.batch import IGNORE
 from pretrain.metrics.flops import Shape
 from pretrain.model.attention import backends as attention
+from pretrain.model.attention import flash
 from pretrain.model.attention.heads import HeadNorms
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.fused import rotary
@@ -211,6 +212,27 @@ def _attention(run: Situation) -> Compared:
         again = torch.autograd.grad(output, leaves, gradient)
         for name, first, second in zip(("dq", "dk", "dv"), ours[1:], again, strict=True):
             yield f"{name} a second time", second, first, SAME_BITS
+    if run.attention == "packed_fa4" and run.length * heads.query > flash.LONG * heads.kv and heads.query > heads.kv:
+        yield from _for_long_documents(states, gradient, ends, length, scale, found)
+
+
+def _for_long_documents(
+    states: Sequence[Tensor], gradient: Tensor, ends: Tensor, length: int, scale: float, expected: Sequence[Tensor]
+) -> Compared:
+    """FlashAttention-4's backward in one call, which a run takes where documents are longer than those of a case."""
+    q, k, v, d_output = (each[0].transpose(0, 1).contiguous() for each in (*states, gradient.transpose(1, 2)))
+    output, log_sums = flash.flash_forward(q, k, v, ends, length, scale)
+
+    def differentiate() -> list[Tensor]:
+        placed = (output, log_sums, ends, length, scale)
+        return [each.transpose(0, 1)[None] for each in flash.flash_backward_in_parts(d_output, q, k, v, *placed, apart=False)]
+
+    ours = differentiate()
+    for name, mine, theirs in zip(("dq", "dk", "dv"), ours, expected[1:], strict=True):
+        yield f"{name} in one call", mine, theirs, ROUNDING[q.dtype]
+    if torch.are_deterministic_algorithms_enabled():
+        for name, first, second in zip(("dq", "dk", "dv"), ours, differentiate(), strict=True):
+            yield f"{name} in one call a second time", second, first, SAME_BITS
 
 
 def _rotates_by_kernel(run: Situation) -> bool:

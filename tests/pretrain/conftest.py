@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from packing.arrow import Pack
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.settings.recipe import LossSettings, ModelSettings
@@ -133,3 +133,33 @@ def cudnn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = SimpleNamespace(fused_attn_fwd=forward, fused_attn_bwd=backward, FusedAttnBackend={"F16_arbitrary_seqlen": None})
     monkeypatch.setattr(cudnn, "_kernels", lambda: kernels)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+@pytest.fixture
+def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Formulas in place of the package's two calls, with what they return, and where it goes; to be changed by tests."""
+
+    def probabilities_of(q: Tensor, k: Tensor, ends: Tensor, scale: float, group: int) -> Tensor:
+        return probabilities(q, k.repeat_interleave(group, dim=1), ends, scale)
+
+    def forward(q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options):
+        group = q.shape[1] // k.shape[1]
+        p = probabilities_of(q, k, cu_seqlens_q, softmax_scale, group)
+        output = torch.einsum("hts,shd->thd", p, v.repeat_interleave(group, dim=1)).contiguous()
+        return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
+
+    def backward(q, k, v, out, dout, lse, scale, causal, *, cu_seqlens_q, dq=None, dk=None, dv=None, **options):
+        heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        assert out.shape == dout.shape == q.shape and lse.shape == (q.shape[1], len(q))
+        p, v = probabilities_of(q, k, cu_seqlens_q, scale, group), v.repeat_interleave(group, dim=1)
+        assert torch.equal(out, torch.einsum("hts,shd->thd", p, v))
+        d_s = scale * p * (torch.einsum("thd,shd->hts", dout, v) - (dout * out).sum(-1).T[:, :, None])
+        found = [torch.einsum("hts,shd->thd", d_s, k.repeat_interleave(group, dim=1))]
+        found += (torch.einsum("hts,thd->shd", *each).unflatten(1, (heads, group)).sum(2) for each in ((d_s, q), (p, dout)))
+        return tuple(
+            each.contiguous() if into is None else into.copy_(each) for each, into in zip(found, (dq, dk, dv), strict=True)
+        )
+
+    kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    monkeypatch.setattr(flash, "_kernels", lambda: kernels)
+    return kernels

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -309,6 +310,42 @@ def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h
     assert attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096).name == "packed_fa4"
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert named() == "packed_fa2"
+
+
+@pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 1, 16), Heads(3, 3, 16)], ids=str)
+@pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
+def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
+    flash_attention_4_on_a_cpu: SimpleNamespace, heads: Heads, kind: str
+) -> None:
+    """Also of a gradient that is a view, and with the last slots empty."""
+    tokens, generator = 40, torch.Generator().manual_seed(0)
+    ends = torch.tensor([0, 1, 17, 40, 40, 40], dtype=torch.int32)
+    q, k, v = (torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64) for n in (heads.query, heads.kv, heads.kv))
+    d_output = {
+        "contiguous": torch.randn(tokens, heads.query, 16, generator=generator, dtype=torch.float64),
+        "transposed": torch.randn(heads.query, 16, tokens, generator=generator, dtype=torch.float64).permute(2, 0, 1),
+        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(tokens, heads.query, 16),
+    }[kind]
+    output, log_sums = flash.flash_forward(q, k, v, ends, tokens, 0.25)
+    states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
+    expected, apart = (flash.flash_backward_in_parts(*states, apart=apart) for apart in (False, True))
+    group = heads.query // heads.kv
+    assert [part.shape for part in apart[1:]] == [(tokens, heads.kv, group, 16) if group > 1 else k.shape] * 2
+    for summed in (flash.flash_backward(*states), [part.sum(2) if part.dim() == 4 else part for part in apart]):
+        for one, other in zip(summed, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+            assert one.is_contiguous()
+
+
+def test_heads_are_apart_where_documents_are_short_with_empty_slots_among_them(
+    flash_attention_4_on_a_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash, "LONG", 32)
+    q, k = torch.zeros(32, 2, 8), torch.zeros(32, 1, 8)
+    for ends, apart in (([0, 32], False), ([0, 16, 32], True), ([0, 32, 32], True)):
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        _, dk, dv = flash.flash_backward_in_parts(q, q, k, k, q, torch.zeros(2, 32), offsets, 32, 1.0)
+        assert dk.dim() == dv.dim() == (4 if apart else 3)
 
 
 def test_where_bits_are_to_repeat_flash_attention_is_asked_for_its_fixed_order(monkeypatch: pytest.MonkeyPatch) -> None:

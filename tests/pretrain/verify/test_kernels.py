@@ -17,7 +17,7 @@ from torch import Tensor
 from foundation.errors import InputError
 from pretrain.model import huggingface as model
 from pretrain.model.attention import backends as attention
-from pretrain.model.attention import cudnn
+from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
 from pretrain.model.fused import rotary
 from pretrain.model.fused.layers import NormMLPAdd
@@ -294,6 +294,25 @@ def test_an_attention_whose_gradients_do_not_repeat_is_refused_where_bits_are_to
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     verdict = try_kernel(TABLE["attention"], run)
     assert verdict.agrees == repeats and (repeats or "dq a second time is " in str(verdict)), verdict
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_flash_attention_4_is_tried_in_one_call_too_where_documents_may_be_long_enough(
+    reached: bool, flash_attention_4_on_a_cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A case's own documents are short, so that its heads are apart; a run's are not, and those gradients are wrong."""
+    exact = flash_attention_4_on_a_cpu._flash_attn_bwd
+
+    def wrong_for_groups(q: Tensor, k: Tensor, *others: Any, **options: Any) -> tuple[Tensor, ...]:
+        dq, dk, dv = exact(q, k, *others, **options)
+        return dq, dk if k.shape == q.shape else 1.3 * dk, dv
+
+    flash_attention_4_on_a_cpu._flash_attn_bwd = wrong_for_groups
+    run = situation(backend="packed_fa4")
+    monkeypatch.setattr(flash, "LONG", 2 * run.length - reached)
+    verdict = try_kernel(TABLE["attention"], run)
+    assert verdict.agrees != reached
+    assert not reached or (verdict.worst == "dk in one call" and verdict.errors[verdict.worst] == pytest.approx(0.3, rel=1e-3))
 
 
 def test_where_no_attention_is_right_the_run_stops() -> None:
