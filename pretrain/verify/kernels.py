@@ -212,7 +212,8 @@ def _attention(run: Situation) -> Compared:
         again = torch.autograd.grad(output, leaves, gradient)
         for name, first, second in zip(("dq", "dk", "dv"), ours[1:], again, strict=True):
             yield f"{name} a second time", second, first, SAME_BITS
-    if run.attention == "packed_fa4" and run.length * heads.query > flash.LONG * heads.kv and heads.query > heads.kv:
+    group = heads.query // heads.kv
+    if run.attention == "packed_fa4" and 1 < group <= flash.WIDE and group * run.length > flash.LONG:
         yield from _for_long_documents(states, gradient, ends, length, scale, found)
 
 

@@ -32,6 +32,7 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder("fl
 # Tokens of a mean document, times the heads of a group: beyond, products take so long that memory does not count. Empty slots are
 # documents here, since only the device knows how many there are: 4 packs of one document each have 15 slots.
 LONG = 8192
+WIDE = 4  # query heads of a group: each is a call of its own, and wider groups have not been measured
 GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: the kernels are written for these, and measured on the first
 
 
@@ -83,7 +84,7 @@ def flash_backward_in_parts(
     apart: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`flash_backward`; where query heads share a key head, dk and dv may be [T, KV, H / KV, D], a part a query head, to sum up.
-    `apart`: whether they are; None leaves it to `LONG`.
+    `apart`: whether they are; None leaves it to `LONG` and `WIDE`.
 
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
     afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it
@@ -94,7 +95,7 @@ def flash_backward_in_parts(
     options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _kernels()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
     if apart is None:
-        apart = group * len(q) <= LONG * (len(cu_seqlens) - 1)
+        apart = group <= WIDE and group * len(q) <= LONG * (len(cu_seqlens) - 1)
     if group == 1 or not apart:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
