@@ -88,7 +88,16 @@ from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import LeftOut
 from pretrain.run.ranks import RankWatch, describe_lag
-from pretrain.run.resume import chunk_of, find_resume_point, keep_findings, planned_resume, require_a_way_on, restore
+from pretrain.run.resume import (
+    chunk_of,
+    find_resume_point,
+    keep_findings,
+    nothing_left,
+    planned_resume,
+    require_a_way_on,
+    restore,
+    said_of_the_end,
+)
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -152,9 +161,28 @@ def launch(arguments: argparse.Namespace) -> int:
         refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
+        if ended_before(job, accelerator, folder, console, waited, arguments):
+            return ended(accelerator)
         begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
         stopped_by = carry_out(job, watch, begin)
     return ended(accelerator, stopped_by)
+
+
+def ended_before(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
+) -> bool:
+    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
+    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
+    if not largest_over_ranks(accelerator, int(finished is not None)):
+        return False
+    if arguments.profile:
+        raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
+    if finished:
+        if not folder.loss_plot.exists():
+            plot_losses([finished], folder.loss_plot)
+        console.notice(said_of_the_end(job))
+        console.panel(*last_screen(finished, folder, waited.describe()))
+    return True
 
 
 def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:

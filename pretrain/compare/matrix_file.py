@@ -19,10 +19,8 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.reading import load_object
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
-from pretrain.metrics.run_folder import SUMMARY_FILE
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import read_finished, read_run
 from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import ALTERNATIVES, begin_of, filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
@@ -96,20 +94,8 @@ class MatrixRun:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def is_finished(self) -> bool:
-        """Whether the run folder holds this very training, and it has reached its end: its horizon, and the summary of that step.
-
-        By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the
-        run has come to before it was prolonged, or sent back.
-        """
-        written = self.run_dir / SUMMARY_FILE
-        if not written.is_file() or not self._is_in_its_folder():
-            return False
-        try:
-            run = read_run(self.run_dir)
-            said = load_object(written, "start the run again to write it").get("steps")
-        except InputError:  # damaged: its launcher decides whether it can go on
-            return False
-        return said == run.summary["steps"] and not run.is_unfinished
+        """Whether the run folder holds this very training, and it has reached its end."""
+        return self._is_in_its_folder() and read_finished(self.run_dir) is not None
 
     def has_halted(self) -> bool:
         """Whether the run folder holds this very training, and its health has stopped it."""

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import parse_json, read_regular, reason_of
+from foundation.reading import load_object, parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.recorded import SHAPES, check_shapes
-from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
 from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -170,6 +170,24 @@ def read_run(run_dir: Path) -> RunRecord:
     )
     check_shapes(vars(record), {name: getattr(folder, name) for name in SHAPES})
     return record
+
+
+def read_finished(run_dir: Path) -> RunRecord | None:
+    """The run in `run_dir`, where it has reached its end: its horizon, and the summary of that step. None where it has not, or
+    where a file of it is damaged: its launcher decides whether it can go on.
+
+    By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the run
+    has come to before it was prolonged, or sent back.
+    """
+    written = run_dir / SUMMARY_FILE
+    if not written.is_file():
+        return None
+    try:
+        run = read_run(run_dir)
+        said = load_object(written, "start the run again to write it").get("steps")
+    except InputError:
+        return None
+    return run if said == run.summary["steps"] and not run.is_unfinished else None
 
 
 IN_WORDS = {"halted", "frozen_most", "precision"}  # what a step's line says beside its figures
