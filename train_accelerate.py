@@ -540,7 +540,8 @@ def finish(run: Run) -> int | None:
         save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
-        figures = summary(read_metrics(run.folder.path))
+        metrics = read_metrics(run.folder.path)
+        figures = summary(metrics)
         if not figures["steps"]:
             raise InputError(
                 f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
@@ -548,7 +549,7 @@ def finish(run: Run) -> int | None:
             )
         # Anew: what an earlier end has left there is of the recipe as it was then.
         run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
-        finished = read_run(run.folder.path)
+        finished = read_run(run.folder.path, metrics)
         plot_losses([finished], run.folder.loss_plot)
         run.trackers.picture(run.folder.loss_plot, run.state.step)
     if run.job.recipe.checkpoint.at_end:

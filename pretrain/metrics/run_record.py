@@ -148,15 +148,16 @@ class NoStepYet(InputError):
         self.run_dir = run_dir
 
 
-def read_run(run_dir: Path) -> RunRecord:
-    """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
+def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunRecord:
+    """Read a whole run folder, but for its `metrics` where they are read already. All figures come from the metrics;
+    `summary.json`, written at the end, adds the run's identity.
 
     Raises InputError naming the file that is missing, empty or damaged.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
-    metrics = read_metrics(run_dir)
+    metrics = read_metrics(run_dir) if metrics is None else metrics
     if not any(map(is_step, metrics)):  # an evaluation may come before
         raise NoStepYet(run_dir)
     record = RunRecord(
