@@ -161,10 +161,10 @@ def launch(arguments: argparse.Namespace) -> int:
         refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
-        if ended_before(job, accelerator, folder, console, waited, arguments):
-            return ended(accelerator)
-        begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
-        stopped_by = carry_out(job, watch, begin)
+        stopped_by = None
+        if not ended_before(job, accelerator, folder, console, waited, arguments):
+            begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
+            stopped_by = carry_out(job, watch, begin)
     return ended(accelerator, stopped_by)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,3 +58,15 @@ def test_a_run_stopped_before_its_summary_is_not_finished(train_here: Callable) 
     (run.run_dir / "summary.json").unlink()
     again = train_here(*SHORT, "checkpoint.every=4")
     assert again.status == 0 and "at step 4" in again.out and (run.run_dir / "summary.json").exists()
+
+
+def test_several_processes_agree_that_a_run_has_finished(train_as_ranks: Callable) -> None:
+    def run(*arguments: str) -> Any:
+        return train_as_ranks(*SHORT, "checkpoint.every=4", *arguments, launch=["--config_file", "accelerate_configs/ddp.yaml"])
+
+    whole = run()
+    assert whole.status == 0, whole.output
+    before = contents(whole.run_dir)
+    again = run()
+    assert again.status == 0 and again.out.count("the run has finished after 6 steps") == 1, again.output
+    assert contents(whole.run_dir) == before
