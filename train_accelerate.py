@@ -14,6 +14,7 @@ import argparse
 import atexit
 import gc
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -448,7 +449,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest)
+    labelled = batches.valid_tokens > 0
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest, labelled=labelled)
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
@@ -471,7 +473,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
         **batches.sources,
-        "loss": loss,
+        **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
         **({"penalty": penalty[0]} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,

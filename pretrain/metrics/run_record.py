@@ -93,8 +93,9 @@ class RunRecord:
 
     @property
     def diverged(self) -> bool:
-        """Whether its last step's loss is no finite number."""
-        return not np.isfinite(self.curve("loss")[1][-1:]).all()
+        """Whether the loss of its last step is no finite number; a step without labels has none, and says nothing of it."""
+        last = [record for record in self.metrics if is_step(record) and not is_unlabelled(record)][-1:]
+        return not np.isfinite(_curve(last, "loss")[1]).all()
 
     @property
     def broken_off(self) -> bool:
@@ -114,6 +115,11 @@ class RunRecord:
 
 def is_step(record: Record) -> bool:
     return "event" not in record
+
+
+def is_unlabelled(step: Record) -> bool:
+    """Whether no token of a step had a label, which is why its loss is null: one that was not a number is null, too."""
+    return bool(step.get("unlabelled"))
 
 
 def is_evaluation(record: Record) -> bool:
