@@ -14,6 +14,7 @@ import argparse
 import atexit
 import gc
 import logging
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -88,7 +89,16 @@ from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
 from pretrain.run.parity import LeftOut
 from pretrain.run.ranks import RankWatch, describe_lag
-from pretrain.run.resume import chunk_of, find_resume_point, keep_findings, planned_resume, require_a_way_on, restore
+from pretrain.run.resume import (
+    chunk_of,
+    find_resume_point,
+    keep_findings,
+    nothing_left,
+    planned_resume,
+    require_a_way_on,
+    restore,
+    said_of_the_end,
+)
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
@@ -152,9 +162,28 @@ def launch(arguments: argparse.Namespace) -> int:
         refused_together(accelerator, lambda: RunFolder(job.run_dir, owner=main_process)) as folder,
         RankWatch(accelerator, job.recipe.train.rank_timeout, folder.checkpoints) as watch,
     ):
-        begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
-        stopped_by = carry_out(job, watch, begin)
+        stopped_by = None
+        if not ended_before(job, accelerator, folder, console, waited, arguments):
+            begin = partial(build, job, accelerator, folder, console, watch, waited, arguments)
+            stopped_by = carry_out(job, watch, begin)
     return ended(accelerator, stopped_by)
+
+
+def ended_before(
+    job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, waited: Waited, arguments: argparse.Namespace
+) -> bool:
+    """Whether the run has nothing left to do, and needs no model to say so: then it says where everything is. Collective."""
+    finished = nothing_left(job, arguments.resume) if accelerator.is_main_process else None
+    if not largest_over_ranks(accelerator, int(finished is not None)):
+        return False
+    if arguments.profile:
+        raise InputError(f"`--profile` records a step to come. {said_of_the_end(job)}")
+    if finished:
+        if not folder.loss_plot.exists():
+            plot_losses([finished], folder.loss_plot)
+        console.notice(said_of_the_end(job))
+        console.panel(*last_screen(finished, folder, waited.describe()))
+    return True
 
 
 def ended(accelerator: Accelerator, stopped_by: int | None = None) -> int:
@@ -420,7 +449,8 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     precision_figures, precision_warning = run.precision_watch.report(state.step + 1) if run.precision_watch else ({}, None)
 
     # Update, unless the figures say that it would do harm.
-    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest)
+    labelled = batches.valid_tokens > 0
+    decision = run.health.check(state.step + 1, loss, gradient_norm, last_checkpoint=run.checkpoints.latest, labelled=labelled)
     if decision.proceed:
         optimizer.step(update, clip_coefficient=clip_coefficient)
     elif decision.action == "skip":
@@ -443,7 +473,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
         **batches.sources,
-        "loss": loss,
+        **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
         **({"penalty": penalty[0]} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
@@ -512,7 +542,8 @@ def finish(run: Run) -> int | None:
         save(run)  # where `at_end` has not
     finished = None
     if run.accelerator.is_main_process:
-        figures = summary(read_metrics(run.folder.path))
+        metrics = read_metrics(run.folder.path)
+        figures = summary(metrics)
         if not figures["steps"]:
             raise InputError(
                 f"{run.folder.metrics}: holds no step of this run any more, of which a summary could be written; the model of "
@@ -520,7 +551,7 @@ def finish(run: Run) -> int | None:
             )
         # Anew: what an earlier end has left there is of the recipe as it was then.
         run.folder.write_json(run.folder.summary, run.job.plan.fairness(run.job.data.train.fingerprint) | figures)
-        finished = read_run(run.folder.path)
+        finished = read_run(run.folder.path, metrics)
         plot_losses([finished], run.folder.loss_plot)
         run.trackers.picture(run.folder.loss_plot, run.state.step)
     if run.job.recipe.checkpoint.at_end:

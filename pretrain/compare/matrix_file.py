@@ -19,10 +19,9 @@ import yaml
 from pydantic import Field
 
 from foundation.errors import InputError
-from foundation.reading import load_object
 from foundation.settings import PathText, PositiveCount, Settings, load_yaml, parse, shown, value_from_text
-from pretrain.metrics.run_folder import SUMMARY_FILE
-from pretrain.metrics.run_record import read_run
+from pretrain.metrics.run_record import read_finished, read_run
+from pretrain.plan.checks import check_launch
 from pretrain.precision.schedule import in_a_path, is_quantized
 from pretrain.settings.config import ALTERNATIVES, begin_of, filled_in, flatten, identity_of, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
@@ -96,20 +95,8 @@ class MatrixRun:
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     def is_finished(self) -> bool:
-        """Whether the run folder holds this very training, and it has reached its end: its horizon, and the summary of that step.
-
-        By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the
-        run has come to before it was prolonged, or sent back.
-        """
-        written = self.run_dir / SUMMARY_FILE
-        if not written.is_file() or not self._is_in_its_folder():
-            return False
-        try:
-            run = read_run(self.run_dir)
-            said = load_object(written, "start the run again to write it").get("steps")
-        except InputError:  # damaged: its launcher decides whether it can go on
-            return False
-        return said == run.summary["steps"] and not run.is_unfinished
+        """Whether the run folder holds this very training, and it has reached its end."""
+        return self._is_in_its_folder() and read_finished(self.run_dir) is not None
 
     def has_halted(self) -> bool:
         """Whether the run folder holds this very training, and its health has stopped it."""
@@ -142,6 +129,7 @@ class LaunchFile:
     environment: Mapping[str, str]  # through which `accelerate launch` passes the file's precision on
     processes: int  # of each run, the matrix's own number before the file's
     on_cpu: bool
+    knows_processes: bool  # false where accelerate will count the GPUs, and `processes` is 1
 
 
 @dataclass(frozen=True)
@@ -200,7 +188,7 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
     launch = _launch_file(path, settings)
     common = [*_as_overrides(flatten(settings.overrides)), *overrides]
     _check_common(path, settings, common)
-    runs = [_make_run(path, settings, *found, common, launch.environment) for found in _combinations(path, settings)]
+    runs = [_make_run(path, settings, *found, common, launch) for found in _combinations(path, settings)]
     if not runs:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     _check_distinct(path, runs)
@@ -264,7 +252,7 @@ def _make_run(
     values: Values,
     own: Values,
     common: Sequence[str],
-    environment: Mapping[str, str],
+    launch: LaunchFile,
 ) -> MatrixRun:
     name = _name_of(values)
     if "run_dir" in own:
@@ -280,8 +268,9 @@ def _make_run(
         raise InputError(f"{path}: {error}") from None
     overrides = (*common, *_as_overrides(own), f"run_dir={run_dir}")
     try:
-        recipe = with_precision(load_recipe(settings.recipe, overrides), dict(environment))
+        recipe = with_precision(load_recipe(settings.recipe, overrides), dict(launch.environment))
         begin_of(recipe)
+        check_launch(recipe, launch.processes if launch.knows_processes else None)
     except InputError as error:
         lines = (  # what the recipe itself says wrongly stands under its own name
             line.removeprefix(f"command line, over {settings.recipe}: ").removeprefix("command line: ")
@@ -301,12 +290,13 @@ def _launch_file(path: str | Path, settings: MatrixSettings) -> LaunchFile:
     environment |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()}
     several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")  # a bare NO is false in YAML
     named = file.get("num_processes")
-    processes = settings.processes or (named if several and isinstance(named, int) else 1)
+    counted = several and not isinstance(named, int) and settings.processes is None
+    processes = settings.processes or (named if several and not counted else 1)
     if processes > 1 and not several:
         raise InputError(f"{path}: `processes: {processes}`, but {accelerate} starts one; name a file for several, as ddp.yaml")
     if gpus is not None and gpus < processes:
         raise InputError(f"{path}: `gpus: {gpus}` are fewer than the {processes} processes of a run; lower `processes`")
-    return LaunchFile(environment, processes, on_cpu=bool(file.get("use_cpu")))
+    return LaunchFile(environment, processes, on_cpu=bool(file.get("use_cpu")), knows_processes=not counted)
 
 
 def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[str]) -> None:

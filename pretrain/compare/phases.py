@@ -37,7 +37,7 @@ from pretrain.compare.matrix_cell import TIME_IS_UP_STATUS, command_of
 from pretrain.compare.matrix_file import Matrix, MatrixRun, Values, load_matrix
 from pretrain.compare.ranking import Ranking
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_step, read_run
+from pretrain.metrics.run_record import WARM_UP_STEPS, RunRecord, is_rollback, is_step, is_unlabelled, read_run
 from pretrain.settings.config import flatten
 
 LEAST_STEPS = 3  # after those that warm up, for a median that means something
@@ -103,7 +103,8 @@ def _unstable(record: RunRecord) -> str | None:
         return f"of {plural(len(steps), 'step')} no speed can be told; set `train.steps` to {least} or more"
     if record.side_by_side:
         return "it shared its devices with another run"
-    if strange := [each["step"] for each in steps if each["loss"] is None or not math.isfinite(each["loss"])]:
+    told = [each for each in steps if not is_unlabelled(each)]
+    if strange := [each["step"] for each in told if each["loss"] is None or not math.isfinite(each["loss"])]:
         return f"unstable: the loss of step {strange[0]} is not finite"
     if skipped := [each["step"] for each in steps if each.get("skipped")]:
         return f"unstable: step {skipped[0]} was left out"

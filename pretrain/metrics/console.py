@@ -130,7 +130,7 @@ class Console:
     def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
         """(rank, text) of every figure on a step's line, in order and of constant width. The highest rank is dropped first."""
         left = self.time_left.seconds(record["step"])
-        loss = self._shade(BOLD, f"{record['loss']:.4f}".rjust(7))
+        loss = self._shade(BOLD, ("–" if record["loss"] is None else f"{record['loss']:.4f}").rjust(7))
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
             (0, f"{self._shade(DIM, 'loss')} {loss}"),
@@ -189,15 +189,17 @@ class Console:
                 os.dup2(nowhere.fileno(), self.stream.fileno())
 
 
-def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """What a line says of several steps: of their losses that are numbers the mean; speeds by all tokens over all their time."""
+def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """What a line says of several steps: of their losses that are numbers the mean, None where no step has a label; speeds by all
+    tokens over all their time."""
     times = [record["step_ms"] for record in records]
-    losses = [record["loss"] for record in records if math.isfinite(record["loss"])]
+    told = [record["loss"] for record in records if record["loss"] is not None]
+    losses = [loss for loss in told if math.isfinite(loss)]
     rates = [key for key in ("tokens_per_second", "mfu_bf16_peak", "tflops") if all(key in record for record in records)]
     means = {key: math.fsum(r[key] * ms for r, ms in zip(records, times, strict=True)) / math.fsum(times) for key in rates}
     averaged = [key for key in ("step_ms", "data_wait_ms", "penalty") if all(key in record for record in records)]
     means |= {key: statistics.fmean(record[key] for record in records) for key in averaged}
-    return means | {"loss": statistics.fmean(losses) if losses else math.nan}
+    return means | {"loss": statistics.fmean(losses) if losses else math.nan if told else None}
 
 
 def _gradient(norm: float) -> str:

@@ -83,8 +83,11 @@ class Health:
         """Whether a step may be left out, so that what it changes before it is judged must be kept."""
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
-    def check(self, step: int, loss: float, gradient_norm: float, *, last_checkpoint: str | None = None) -> StepDecision:
-        """Check a step's mean `loss` (nats per token) and the norm of its whole gradient.
+    def check(
+        self, step: int, loss: float, gradient_norm: float, *, last_checkpoint: str | None = None, labelled: bool = True
+    ) -> StepDecision:
+        """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
+        loss of 0 tells nothing of what is usual.
 
         It stops where the settings say so, after CONSECUTIVE_SKIPS skipped steps in a row, and where it should go back but has
         done so `max_rollbacks` times or has no `last_checkpoint` (None) to go to.
@@ -93,11 +96,12 @@ class Health:
         broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
         if broken:
             return self._decide(step, "on_nan", " and ".join(broken), last_checkpoint)
-        reason = None if self.settings.on_spike == "ignore" else self._spike(loss)
+        reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
         if reason and self.settings.on_spike != "warn":
             return self._decide(step, "on_spike", reason, last_checkpoint)
         self._consecutive_skips = 0
-        self._losses.append(loss)
+        if labelled:
+            self._losses.append(loss)
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
     def judge_overflow(self, names: Sequence[str], *, last_checkpoint: str | None) -> StepDecision:
@@ -140,13 +144,13 @@ class Health:
         )
 
     def unlabelled_warning(self, step: int, valid_tokens: int) -> str | None:
-        """The first time that no token of a step has a label: its loss of 0 stands for none, also in means over steps."""
+        """The first time that no token of a step has a label: it has no loss, and means pass over it."""
         if self._unlabelled_said or valid_tokens:
             return None
         self._unlabelled_said = True
         return (
-            f"step {step}: no token of its packs has a label, so its loss of 0 says nothing, and means over such steps are too "
-            "low; take more packs a step (`batch.tokens`)"
+            f"step {step}: no token of its packs has a label, so it has no loss, and neither means nor curves count it; take "
+            "more packs a step (`batch.tokens`)"
         )
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, last_checkpoint: str | None) -> StepDecision:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import parse_json, read_regular, reason_of
+from foundation.reading import load_object, parse_json, read_regular, reason_of
 from foundation.settings import load_yaml
 from foundation.units import count, duration, memory, percent, plural, three_digits
 from pretrain.checkpoint.state import Past
 from pretrain.metrics.recorded import SHAPES, check_shapes
-from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, RunFolder
+from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
 from pretrain.precision import schedule
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
@@ -93,8 +93,9 @@ class RunRecord:
 
     @property
     def diverged(self) -> bool:
-        """Whether its last step's loss is no finite number."""
-        return not np.isfinite(self.curve("loss")[1][-1:]).all()
+        """Whether the loss of its last step is no finite number; a step without labels has none, and says nothing of it."""
+        last = [record for record in self.metrics if is_step(record) and not is_unlabelled(record)][-1:]
+        return not np.isfinite(_curve(last, "loss")[1]).all()
 
     @property
     def broken_off(self) -> bool:
@@ -114,6 +115,11 @@ class RunRecord:
 
 def is_step(record: Record) -> bool:
     return "event" not in record
+
+
+def is_unlabelled(step: Record) -> bool:
+    """Whether no token of a step had a label, which is why its loss is null: one that was not a number is null, too."""
+    return bool(step.get("unlabelled"))
 
 
 def is_evaluation(record: Record) -> bool:
@@ -148,15 +154,16 @@ class NoStepYet(InputError):
         self.run_dir = run_dir
 
 
-def read_run(run_dir: Path) -> RunRecord:
-    """Read a whole run folder. All figures come from the metrics; `summary.json`, written at the end, adds the run's identity.
+def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunRecord:
+    """Read a whole run folder, but for its `metrics` where they are read already. All figures come from the metrics;
+    `summary.json`, written at the end, adds the run's identity.
 
     Raises InputError naming the file that is missing, empty or damaged.
     """
     if not run_dir.is_dir():
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
-    metrics = read_metrics(run_dir)
+    metrics = read_metrics(run_dir) if metrics is None else metrics
     if not any(map(is_step, metrics)):  # an evaluation may come before
         raise NoStepYet(run_dir)
     record = RunRecord(
@@ -170,6 +177,24 @@ def read_run(run_dir: Path) -> RunRecord:
     )
     check_shapes(vars(record), {name: getattr(folder, name) for name in SHAPES})
     return record
+
+
+def read_finished(run_dir: Path) -> RunRecord | None:
+    """The run in `run_dir`, where it has reached its end: its horizon, and the summary of that step. None where it has not, or
+    where a file of it is damaged: its launcher decides whether it can go on.
+
+    By what the files say, so that copies answer alike. A summary of another step than the metrics' last is of an end that the run
+    has come to before it was prolonged, or sent back.
+    """
+    written = run_dir / SUMMARY_FILE
+    if not written.is_file():
+        return None
+    try:
+        run = read_run(run_dir)
+        said = load_object(written, "start the run again to write it").get("steps")
+    except InputError:
+        return None
+    return run if said == run.summary["steps"] and not run.is_unfinished else None
 
 
 IN_WORDS = {"halted", "frozen_most", "precision"}  # what a step's line says beside its figures

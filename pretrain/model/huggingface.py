@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree
+from foundation.files import fsync, fsync_tree, remove_own_folder
 from foundation.progress import advance
 from foundation.reading import load_object
 from packing.settings import HUB_NAME
@@ -46,6 +46,7 @@ _OF_WRONG_VALUES = (
 EXPORTED_BYTES = 5 * 10**9  # of one file of weights, unless one tensor is larger; the hub's own custom
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
+_UNFINISHED = ".unfinished-export"  # marks a folder as ours, which is written or deleted; an export that is complete has none
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 
@@ -262,11 +263,16 @@ def export(
     `read` gives the tensors of `named_tensors(hf)` by name, whole and in the dtype that they have there, on any device; `hf` may
     be on the meta device. They are read as they are written, at most EXPORTED_BYTES at a time. `beside`: further files by name.
     What was exported to `folder` before is replaced; where more lies in it, or with `keep_previous`, it is kept whole as
-    `<name>.replaced-<n>`.
+    `<name>.replaced-<n>`. InputError, before anything is written, where the hidden folders beside it that this needs are somebody
+    else's.
     """
-    writing = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(writing, ignore_errors=True)
+    writing, previous = (folder.with_name(f".{folder.name}.{part}") for part in ("writing", "previous"))
+    for leftover in (writing, previous):
+        _remove_unfinished(leftover)
+    kept = False
     try:
+        writing.mkdir(parents=True)
+        (writing / _UNFINISHED).touch()
         with _without_bars():
             hf.save_pretrained(writing, state_dict={})  # all but the weights
         _write_weights(hf, read, writing)
@@ -283,20 +289,37 @@ def export(
         raise InputError(
             f"{folder}: the trained model cannot be written: {error}. The checkpoints hold it; mend this and run again"
         ) from None
-    previous, kept = folder.with_name(f".{folder.name}.previous"), False
-    shutil.rmtree(previous, ignore_errors=True)
     exported = {file.name for file in writing.iterdir()}
     if folder.exists() or folder.is_symlink():
         lying_there = set(os.listdir(folder)) if folder.is_dir() else {folder.name}
-        if keep_previous or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there):
+        if (
+            keep_previous
+            or folder.is_symlink()
+            or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there)
+        ):
             taken = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
             previous = next(path for path in taken if not path.exists() and not path.is_symlink())
             kept = True
+        else:
+            (folder / _UNFINISHED).touch()
         os.replace(folder, previous)
     os.replace(writing, folder)
+    (folder / _UNFINISHED).unlink()
     fsync(folder.parent)
     if not kept:
         shutil.rmtree(previous, ignore_errors=True)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Delete what an export that was killed has left at `folder`: its mark is its first file, and goes last. InputError where
+    something else is there."""
+    if not folder.is_symlink() and (folder / _UNFINISHED).is_file():
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != _UNFINISHED:
+                path.unlink()
+    remove_own_folder(folder, re.compile(re.escape(_UNFINISHED)))
 
 
 def _write_weights(hf: PreTrainedModel, read: Callable[[str], Tensor], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Every check that needs two sections of a recipe, the number of devices, the model's sizes or the number of packs.
 
 Each raises InputError, which names the keys that contradict each other and says what would go together. `preflight` calls each of
-them once, in the order of what it costs to find out.
+them once, in the order of what it costs to find out, and a matrix calls `check_launch` for each cell. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from foundation.errors import InputError
 from foundation.settings import MOST
 from pretrain.optimizer import schedule
-from pretrain.plan.memory import microbatch_sizes
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.schedule import last_steps, phases_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe, TrainSettings
+
+if TYPE_CHECKING:  # slow to import
+    from transformers import PretrainedConfig
 
 TOKEN_BYTES = 4  # of a token in packs
 # What FLOPs, memory and attention go by, once for a whole model.
@@ -40,8 +41,37 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     return steps
 
 
-def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
-    """What needs nothing but the recipe, the effective `precision` and the number of devices."""
+def microbatch_sizes(packs: int, devices: int) -> list[int]:
+    """Microbatches, in packs, that suit a step of so many packs on so many devices; ascending, from 1.
+
+    They divide what a device takes. Where not all devices can take equally many, some places stay empty whatever the size; then
+    it is the least size of every number of microbatches.
+    """
+    most = -(-packs // devices)
+    if packs % devices == 0:
+        return divisors_of(most)
+    return sorted({-(-most // count) for count in range(1, most + 1)})
+
+
+def divisors_of(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def check_launch(recipe: Recipe, world_size: int | None) -> None:
+    """Of all checks of a launch those that need neither its device nor its model nor its data; `recipe`: with its precision
+    decided. `world_size`: None where only the launch itself will find it out."""
+    uses = [use for _, use in phases_of(recipe.precision)]
+    check_settings(recipe, uses[0], world_size)
+    for use in uses:
+        settings = recipe.fp8_config.resolved(use)
+        if settings.on_unsupported != "fallback":  # to what the device has
+            check_fit(ActivePrecision(use, PRECISIONS[use], "emulation", settings), recipe)
+
+
+def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> None:
+    """What needs nothing but the recipe, the effective `precision` and the number of devices, as far as that is known."""
     if recipe.weights != "fp32" and PRECISIONS[precision].compute_dtype == "float32":
         raise InputError(
             f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; "
@@ -54,6 +84,23 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
             f"`batch.tokens: {tokens}` is not a multiple of `data.length: {length}`; the nearest "
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
+    if world_size is not None:
+        _check_shares(recipe, world_size)
+    if recipe.deterministic:
+        check_deterministic(recipe, microbatch_sizes(tokens // length, world_size or 1))
+    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
+        steps = steps_of(recipe.train, tokens, 0, length)
+        schedule.check(recipe.schedule, steps, tokens)
+        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
+    if recipe.data.stream:
+        check_stream(recipe)
+    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
+        check_held_out(recipe, 0)
+
+
+def _check_shares(recipe: Recipe, world_size: int) -> None:
+    """Whether a step's packs can be shared out over the devices, and a device's over its microbatches."""
+    tokens, length = recipe.batch.tokens, recipe.data.length
     packs = tokens // length
     if packs < world_size:
         raise InputError(
@@ -69,16 +116,6 @@ def check_settings(recipe: Recipe, precision: str, world_size: int) -> None:
             f"(`batch.tokens: {tokens}` / `data.length: {length}`{f' / {world_size} devices' if world_size > 1 else ''}); "
             f"set it to one of {fitting}, or to `auto`"
         )
-    if recipe.deterministic:
-        check_deterministic(recipe, microbatch_sizes(packs, world_size))
-    if recipe.train.epochs is None:  # otherwise the number of packs decides how many steps there are
-        steps = steps_of(recipe.train, tokens, 0, length)
-        schedule.check(recipe.schedule, steps, tokens)
-        last_steps([until for until, _ in phases_of(recipe.precision)], steps)
-    if recipe.data.stream:
-        check_stream(recipe)
-    if recipe.data.prepares and not recipe.data.held_out and recipe.data.validation is None:
-        check_held_out(recipe, 0)
 
 
 def check_deterministic(recipe: Recipe, sizes: Sequence[int]) -> None:
@@ -164,9 +201,9 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         )
 
 
-def check_fit(active: ActivePrecision, recipe: Recipe, layers: int) -> None:
-    """Whether a quantized precision can take the recipe's packs, loss, and a model of so many decoder `layers`. A single linear
-    that does not fit stays in BF16; what is refused here would leave none."""
+def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None) -> None:
+    """Whether a quantized precision can take the recipe's packs, loss, and a model of so many decoder `layers`, where they are
+    known. A single linear that does not fit stays in BF16; what is refused here would leave none."""
     if not active.precision.quantized:
         return
     name, multiple, length = active.precision.name, active.precision.multiple_of, recipe.data.length
@@ -177,7 +214,7 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int) -> None:
             f"{f'are {lower} and {upper}' if lower else f'is {upper}'}"
         )
     kept = active.settings.keep_bf16_layers
-    if kept.first + kept.last >= layers:
+    if layers is not None and kept.first + kept.last >= layers:
         raise InputError(
             f"`fp8_config.keep_bf16_layers`: the first {kept.first} and the last {kept.last} of {layers} layers are all of them; "
             f"keep fewer for `precision: {name}`, or set `precision: bf16`"

@@ -177,24 +177,6 @@ def microbatch_candidates(
     return [size for size in sizes[::-1] if size == 1 or share * estimate.total(size) <= limit]
 
 
-def microbatch_sizes(packs: int, devices: int) -> list[int]:
-    """Microbatches, in packs, that suit a step of so many packs on so many devices; ascending, from 1.
-
-    They divide what a device takes. Where not all devices can take equally many, some places stay empty whatever the size; then
-    it is the least size of every number of microbatches.
-    """
-    most = -(-packs // devices)
-    if packs % devices == 0:
-        return divisors_of(most)
-    return sorted({-(-most // count) for count in range(1, most + 1)})
-
-
-def divisors_of(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    return sorted({*small, *(number // d for d in small)})
-
-
 def _head_is_quantized(recipe: Recipe, products: Precision) -> bool:
     return products.quantized and recipe.fp8_config.scope != "linear"
 

@@ -20,8 +20,8 @@ from pretrain.metrics.flop_formulas import FORMULAS
 from pretrain.metrics.flops import ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates, microbatch_sizes
+from pretrain.plan.checks import microbatch_sizes, steps_of
+from pretrain.plan.memory import Devices, LayerMemory, MemoryEstimate, microbatch_candidates
 from pretrain.precision.schedule import label, last_steps
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import LossSettings, Recipe

@@ -154,18 +154,15 @@ def rate_has_moved(record: Mapping[str, Any], job: Job) -> str | None:
 def precisions_around(record: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Of the schedule that a checkpoint was saved under: what its last step computed in, whose histories can be gone on with, and
     what was to come after it; None for both where there was no schedule."""
-    phases, progress = phases_of(record["identity"].get("precision")), record["progress"]
-    if len(phases) < 2:
+    setting, progress = record["identity"].get("precision"), record["progress"]
+    if len(phases_of(setting)) < 2:
         return None, None
     try:
-        ends = last_steps([until for until, _ in phases], progress["steps"])
+        steps = (max(progress["step"], 1), progress["step"] + 1)
+        before, after = (_until_step(setting, progress["steps"], step) for step in steps)
     except (InputError, TypeError):  # of a version with other rules
         return None, None
-
-    def of_step(number: int) -> str:
-        return next((name for end, (_, name) in zip(ends, phases, strict=True) if number <= end), phases[-1][1])
-
-    return of_step(progress["step"]), of_step(progress["step"] + 1)
+    return before[-1][1], after[-1][1]
 
 
 def precision_has_moved(record: Mapping[str, Any], job: Job) -> str | None:

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import load_json
+from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints, step_folders
+from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
 from pretrain.checkpoint.disks import look_at_disks
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
-from pretrain.checkpoint.state import Past, TrainState, check_record, check_same_training, differences
+from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
-from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE
-from pretrain.metrics.run_record import is_step, read_metrics
+from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
+from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -42,8 +43,8 @@ from pretrain.run.changes import (
     rate_has_moved,
     shift_of,
 )
-from pretrain.settings.config import begin_of
-from pretrain.settings.recipe import USUAL_CHUNK
+from pretrain.settings.config import begin_of, identity_of
+from pretrain.settings.recipe import USUAL_CHUNK, Recipe
 
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
 
@@ -134,11 +135,10 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
     with; it is from another folder and at the horizon already, so that the run would have no step of its own to tell of; or its
     steps were of other sizes, and the horizon counts tokens; or the run folder has a curve of its own that is not the
     checkpoint's. And where a run would begin over one that is finished, whose checkpoints somebody has removed."""
-    final = job.run_dir / "final"
-    if (source is None or source.begins) and final.exists():
+    if (source is None or source.begins) and (end := _end_of_a_run(job)):
         raise InputError(
-            f"{final}: is the model of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training "
-            f"anew would write over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
+            f"{end} of a finished run, of which {checkpoints.folder} has no checkpoint to go on from; training anew would write "
+            f"over it and {METRICS_FILE}; set another `run_dir`, or move {job.run_dir} away"
         )
     if source is None:
         return
@@ -169,6 +169,43 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         raise InputError(f"{named}{source.path}: is from step {step:,}, and {horizon}: nothing is left; set a longer one")
 
 
+def _end_of_a_run(job: Job) -> str | None:
+    """What the run folder has of the end of a run, as the beginning of a message: a model, or the summary of this training."""
+    final = job.run_dir / "final"
+    if final.exists():
+        return f"{final}: is the model"
+    return f"{job.run_dir / SUMMARY_FILE}: is the summary" if finished_before(job) else None
+
+
+def finished_before(job: Job) -> RunRecord | None:
+    """What the run folder holds, where it is this very training and that has reached its end already; else None."""
+    run = read_finished(job.run_dir)
+    if run is None or run.summary["steps"] != job.plan.steps:
+        return None
+    try:
+        recipe = parse(Recipe, run.config, str(job.run_dir / "config.yaml"))
+    except InputError:  # of another version
+        return None
+    trained = identity_of(recipe, run.data_fingerprint or "")
+    return None if changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)) else run
+
+
+def nothing_left(job: Job, wanted: str) -> RunRecord | None:
+    """The run as it ended, where starting it again has nothing left to do: it has ended without a checkpoint of its last step, as
+    `checkpoint.at_end: false` has it, and without one there is nothing to evaluate or to export. None where a checkpoint is
+    `wanted` by its name: its steps are to be trained again."""
+    saved = step_folder(job.run_dir / "checkpoints", job.plan.steps).exists()
+    return None if job.recipe.checkpoint.at_end or saved or wanted != "auto" else finished_before(job)
+
+
+def said_of_the_end(job: Job) -> str:
+    """What to tell of a run that has `nothing_left`."""
+    return (
+        f"{job.run_dir}: the run has finished after {plural(job.plan.steps, 'step')}, and is not trained again: "
+        "`checkpoint.at_end: false` wants no model of it. To train it once more set another `run_dir`, or move this one away"
+    )
+
+
 def _goes_on_here(source: ResumePoint, run_dir: Path) -> bool:
     """Whether the metrics in `run_dir` tell of no step up to the checkpoint's, or of those that it has seen: its last loss."""
     try:
@@ -190,6 +227,8 @@ def planned_resume(job: Job, wanted: str, accept_changes: bool) -> str | None:
     """What a run would go on from, for --plan; None where it would begin. InputError where the run would refuse."""
     if job.data is None:  # packs that are not prepared belong to no checkpoint yet
         return None
+    if nothing_left(job, wanted):
+        return said_of_the_end(job)
     checkpoints, source = look_for_resume_point(wanted, job, accept_changes)
     require_a_way_on(source, checkpoints, job)
     return "\n".join([f"would resume from {source.path}", *source.notes]) if source else None

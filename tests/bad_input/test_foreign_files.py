@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,40 @@ def test_an_export_keeps_what_somebody_has_put_beside_the_model(tiny_model, tmp_
         assert not (final / "thesis.tex").exists()
         assert (tmp_path / f"final.replaced-{number}" / "thesis.tex").read_text() == f"year {number}"
         assert (tmp_path / f"final.replaced-{number}" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", [".final.writing", ".final.previous"])
+def test_an_export_deletes_no_folder_of_somebody_else_that_stands_where_it_writes(name, tiny_model, tmp_path):
+    hidden = tmp_path / name
+    hidden.mkdir()
+    (hidden / "config.json").write_text("years of work")
+    with pytest.raises(InputError, match=rf"{re.escape(str(hidden))}: .*config\.json is not ours; move it away"):
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, tmp_path / "final")
+    assert os.listdir(tmp_path) == [name] and contents(hidden) == {"config.json": b"years of work"}
+    shutil.rmtree(hidden)
+    hidden.symlink_to(tmp_path)
+    with pytest.raises(InputError, match="move it away"):
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, tmp_path / "final")
+
+
+@pytest.mark.parametrize("moment", ["save_file", "fsync_tree", "os.replace", "fsync", "shutil.rmtree"])
+def test_what_a_killed_export_leaves_does_not_hinder_the_next(moment, tiny_model, tmp_path, monkeypatch):
+    final = tmp_path / "final"
+
+    def write():
+        export(tiny_model, tiny_model.state_dict().__getitem__, None, final)
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt  # which nothing in an export catches
+
+    write()
+    whole = contents(final)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(f"pretrain.model.huggingface.{moment}", killed)
+        write()
+    assert len(os.listdir(tmp_path)) == 2, "one of them is unfinished"
+    write()
+    assert os.listdir(tmp_path) == ["final"] and contents(final) == whole
 
 
 @pytest.mark.parametrize("mask, mode", [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])

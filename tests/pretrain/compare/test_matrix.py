@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"precision": "bf16"}))
 
     def load(axes: dict[str, list[Any]], **keys: Any) -> Matrix:
         values = {

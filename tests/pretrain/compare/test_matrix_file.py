@@ -89,11 +89,12 @@ def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_chec
     )
 )
 def test_every_combination_is_there_once(tmp_path_factory, sizes: dict[str, int]):
-    values = {"precision": ["fp32", "bf16", "delayed", "nvfp4"], "weights": ["fp32", "bf16", "bf16_exact"], "seed": [1, 2, 3, 4]}
+    values = {"precision": ["bf16", "delayed", "mxfp8", "nvfp4"], "weights": ["fp32", "bf16", "bf16_exact"], "seed": [1, 2, 3, 4]}
     values |= {"optimizer.clip": [None, 0.5, 1, 2.0]}
     axes = {key: values[key][:size] for key, size in sizes.items()}
     folder = tmp_path_factory.mktemp("matrix")
-    recipe = {"name": "r", "model": {"config": {"model_type": "qwen3"}}, "data": {"packs": "p"}, "train": {"steps": 1}}
+    recipe = {"name": "r", "model": {"config": {"model_type": "qwen3"}}, "data": {"packs": "p"}, "train": {"steps": 200}}
+    recipe["precision"] = "bf16"
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
     content = {"name": "m", "recipe": str(folder / "r.yaml"), "accelerate": CPU, "axes": axes}
     (folder / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -171,7 +172,7 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
             r"cell x is \{weights: fp32\} in one group and \{weights: bf16\} in another; give them two names",
         ),
         (
-            {"groups": [{"cells": {"a b": {"weights": "fp32"}, "a_b": {"weights": "bf16"}}}]},
+            {"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]},
             r"cells a_b and a_b would share a run folder; give one of them another name",
         ),
         ({"groups": [{"axes": {"seed": [1]}}]}, r"m\.yaml: `groups\.0\.cells` is required and missing"),
@@ -205,7 +206,7 @@ def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: di
 
 
 def test_an_override_that_every_cell_sets_itself_is_refused_as_it_would_change_nothing(matrix):
-    cells = {"a": {"weights": "fp32"}, "b": {"weights": "bf16"}}
+    cells = {"a": {"weights": "fp32"}, "b": {"weights": "bf16", "precision": "bf16"}}
     groups = [{"axes": {"seed": [1]}, "cells": cells}]
     with pytest.raises(InputError, match=r"command line: `weights` is set by every cell of .*m\.yaml itself"):
         matrix("weights=bf16_exact", axes=None, groups=groups)
@@ -244,6 +245,32 @@ def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: 
     assert runs[0] == set(itertools.product(("bf16", "delayed", "mxfp8", "nvfp4"), ("fp32", "bf16"), scopes[:1]))
     assert runs[1] - runs[0] == set(itertools.product(("delayed", "mxfp8", "nvfp4"), ("fp32", "bf16"), scopes[1:]))
     assert {cell.run_dir for cell in eight} < {cell.run_dir for cell in twenty}, "no run is trained twice"
+
+
+@pytest.mark.parametrize(
+    ("keys", "cell", "named"),
+    [
+        ({"axes": {"weights": ["fp32", "bf16"]}}, "bf16", "`weights: bf16` and `precision: fp32` contradict each other"),
+        ({"axes": {"batch.microbatch": [2, 3]}}, "microbatch=3", "`batch.microbatch: 3` does not divide the 8 packs"),
+        ({"axes": {"precision": ["bf16", "mxfp8"]}, "overrides": {"data.length": 16}}, "mxfp8", "is not a multiple of 32"),
+        ({"axes": {"train.steps": [1, 12]}}, "steps=1", "`schedule.warmup: 2`"),
+    ],
+    ids=["weights", "microbatch", "length", "schedule"],
+)
+def test_a_cell_whose_launch_would_be_refused_is_refused_with_its_name(matrix, keys: dict[str, Any], cell: str, named: str):
+    with pytest.raises(InputError) as refused:
+        matrix(**keys)
+    assert f"m.yaml, cell {cell}: " in str(refused.value) and named in str(refused.value)
+
+
+def test_what_hangs_on_a_number_of_processes_that_accelerate_counts_is_left_to_it(matrix, tmp_path: Path):
+    several = {"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}
+    uneven = {"axes": {"weights": ["fp32", "bf16"]}, "overrides": {"batch.tokens": 9 * 32, "batch.microbatch": 4}}
+    (tmp_path / "counted.yaml").write_text(yaml.safe_dump(several))
+    assert len(matrix(accelerate=str(tmp_path / "counted.yaml"), **uneven).runs) == 2
+    (tmp_path / "one.yaml").write_text(yaml.safe_dump(several | {"num_processes": 1}))
+    with pytest.raises(InputError, match=r"`batch.microbatch: 4` does not divide the 9 packs"):
+        matrix(accelerate=str(tmp_path / "one.yaml"), **uneven)
 
 
 # ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -104,6 +104,14 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
     assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
 
 
+def test_a_step_without_labels_makes_no_cell_unstable(phases_file, finish, capsys):
+    path = phases_file(BATCH)
+    finish(1, "microbatch=1", 100.0)
+    finish(1, "microbatch=8", 900.0, loss=None, unlabelled=True)
+    assert main(["phases", str(path)]) == 0
+    assert lines_of(capsys.readouterr().out)["microbatch=8"][-1] == "**best**"
+
+
 def test_where_nothing_is_stable_there_is_no_answer_and_the_status_says_so(phases_file, finish, capsys):
     path = phases_file({"name": "batch", "axes": {"batch.microbatch": [1]}}, LOSS)
     finish(1, "microbatch=1", 100.0, loss=None)

@@ -240,7 +240,7 @@ def test_what_else_differs_is_refused_all_the_same(folders: list[Path], tmp_path
 
 
 def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(small_recipe: dict[str, Any], tmp_path: Path, capsys):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"precision": "bf16"}))
     content = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "run_dir": f"{tmp_path}/runs/{{cell}}"}
     content |= {"accelerate": str(ROOT / "accelerate_configs/cpu.yaml"), "baseline": {"weights": "fp32"}}
     content |= {"axes": {"weights": ["bf16", "fp32"], "seed": [1, 2, 3]}}
@@ -263,7 +263,7 @@ def test_a_matrix_with_seeds_as_an_axis_ends_with_their_comparison(small_recipe:
 
 
 def test_a_baseline_that_fits_cells_of_other_settings_is_refused(small_recipe: dict[str, Any], tmp_path: Path):
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"precision": "bf16"}))
     content = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": str(ROOT / "accelerate_configs/cpu.yaml")}
     content |= {"axes": {"weights": ["bf16", "fp32"], "seed": [1, 2]}, "baseline": {"seed": 1}}
     (tmp_path / "m.yaml").write_text(yaml.safe_dump(content, sort_keys=False))

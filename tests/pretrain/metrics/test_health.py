@@ -166,5 +166,15 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
 def test_a_step_without_labels_is_told_once():
     watched = health()
     assert watched.unlabelled_warning(1, 5) is None
-    assert "step 2: no token of its packs has a label, so its loss of 0 says nothing" in str(watched.unlabelled_warning(2, 0))
+    assert "step 2: no token of its packs has a label, so it has no loss" in str(watched.unlabelled_warning(2, 0))
     assert watched.unlabelled_warning(3, 0) is None
+
+
+def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():
+    watched, other = health(on_spike="warn"), health(on_spike="warn")
+    for step in range(1, 41):
+        watched.check(step, 3.0 + step % 2 / 10, 1.0)
+        other.check(step, 3.0 + step % 2 / 10, 1.0)
+        assert other.check(step, 0.0, 0.0, labelled=False).reason is None
+    assert other.state_dict() == watched.state_dict()
+    assert other.check(41, 0.0, float("nan"), labelled=False) == watched.check(41, 0.0, float("nan")), "a gradient may break"

@@ -10,7 +10,7 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import last_screen, read_run
+from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
@@ -71,3 +71,22 @@ def test_what_is_not_known_has_no_row(loss: float | None, tmp_path: Path) -> Non
 def test_a_step_without_its_time_is_one_message_with_the_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics\.jsonl, line 2: `step_ms` is no number"):
         screen(tmp_path / "run", [step(1), step(2, step_ms=None)])
+
+
+def test_a_run_whose_metrics_are_read_already_is_read_without_their_file(tmp_path: Path) -> None:
+    screen(tmp_path / "run", [step(1), evaluation(1)])
+    metrics, whole = read_metrics(tmp_path / "run"), read_run(tmp_path / "run")
+    (tmp_path / "run" / "metrics.jsonl").unlink()
+    assert read_run(tmp_path / "run", metrics) == whole
+
+
+def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path: Path) -> None:
+    blank = {"loss": None, "unlabelled": True}
+    screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
+    run = read_run(tmp_path / "run")
+    assert run.summary["loss_last_50"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
+    assert not run.diverged
+    screen(tmp_path / "lost", [step(1), step(2, loss=None), step(3, **blank)])
+    assert read_run(tmp_path / "lost").diverged, "a null without its reason was no number"
+    older = [step(1, loss=2.0), step(2, loss=0.0)]
+    assert summary(older)["loss_last_50"] == 1.0 and summary(older)["loss"] == 0.0, "as its file says"

@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from foundation.units import GIB
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused import layers as choice
-from pretrain.plan.memory import Devices, MemoryEstimate, divisors_of, layers_of, microbatch_candidates, microbatch_sizes
+from pretrain.plan.checks import divisors_of, microbatch_sizes
+from pretrain.plan.memory import Devices, MemoryEstimate, layers_of, microbatch_candidates
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe

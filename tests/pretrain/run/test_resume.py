@@ -1,4 +1,4 @@
-"""What a user is told who prolongs a run whose learning rate has fallen already."""
+"""What a resumed run tells of a checkpoint: of a rate that has fallen already, and of the precisions around it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.run.changes import extending_a_decayed_run
+from pretrain.run.changes import extending_a_decayed_run, precisions_around
 from pretrain.settings.config import identity_of
 from pretrain.settings.recipe import Recipe
 
@@ -62,3 +62,27 @@ def test_a_schedule_that_falls_all_the_way_has_no_better_place(tmp_path: Path) -
 )
 def test_nothing_is_said_where_no_decay_is_undone(tmp_path: Path, step: int, to: int, schedule: dict) -> None:
     assert told(tmp_path, step, to, [40, step], **schedule) is None
+
+
+@pytest.mark.parametrize(
+    ("step", "around"),
+    [
+        (0, ("nvfp4", "nvfp4")),
+        (1, ("nvfp4", "nvfp4")),
+        (7, ("nvfp4", "nvfp4")),
+        (8, ("nvfp4", "mxfp8")),
+        (15, ("mxfp8", "bf16")),
+        (20, ("bf16", "bf16")),
+        (25, ("bf16", "bf16")),
+    ],
+)
+def test_the_precisions_around_a_checkpoint_are_those_of_its_own_schedule(step: int, around: tuple[str, str]) -> None:
+    phases = [{"until": 0.4, "use": "nvfp4"}, {"until": 15, "use": "mxfp8"}, {"use": "bf16"}]
+    record = {"identity": {"precision": phases}, "progress": {"step": step, "steps": 20}}
+    assert precisions_around(record) == around
+
+
+@pytest.mark.parametrize("precision", [None, "nvfp4", [{"until": 30, "use": "nvfp4"}, {"use": "bf16"}]], ids=str)
+def test_without_a_schedule_that_fits_its_horizon_no_precision_is_said_to_be_around(precision: Any) -> None:
+    record = {"identity": {"precision": precision}, "progress": {"step": 5, "steps": 20}}
+    assert precisions_around(record) == (None, None)

@@ -1,0 +1,72 @@
+"""What a run that has finished without a checkpoint of its end does when the same command starts it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHORT = ("train.steps=6", "checkpoint.at_end=false", "evaluate.every=null", "parity=off")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("every", ["null", "4"])
+def test_a_finished_run_without_a_last_checkpoint_says_so_and_keeps_its_files(every: str, train_here: Callable) -> None:
+    asked = (*SHORT, f"checkpoint.every={every}")
+    run = train_here(*asked)
+    assert run.status == 0, run.output
+    before = contents(run.run_dir)
+    assert ("checkpoints/step-00000004/state.json" in before) == (every == "4")
+    planned = train_here(*asked, "--plan")
+    assert planned.status == 0 and "the run has finished after 6 steps" in planned.out and "would resume" not in planned.out
+    refused = train_here(*asked, "--profile")
+    assert refused.status == 2 and "`--profile` records a step to come" in refused.err
+    (run.run_dir / "loss.png").unlink()
+    again = train_here(*asked)
+    assert again.status == 0 and again.err == "", again.output
+    assert "the run has finished after 6 steps" in again.out
+    assert "run: done" in again.out and str(run.run_dir / "metrics.jsonl") in again.out
+    assert contents(run.run_dir) == before, "all there, loss.png drawn again, and nothing written over"
+
+
+def test_a_model_wanted_of_a_finished_run_needs_a_checkpoint_to_go_on_from(train_here: Callable) -> None:
+    run = train_here(*SHORT, "checkpoint.every=null")
+    before = contents(run.run_dir)
+    wanted = train_here(*SHORT, "checkpoint.every=null", "checkpoint.at_end=true")
+    assert wanted.status == 2 and f"{run.run_dir / 'summary.json'}: is the summary of a finished run" in wanted.err
+    assert contents(run.run_dir) == before
+    longer = train_here(*SHORT, "checkpoint.every=4", "train.steps=7")
+    assert longer.status == 0 and len(longer.losses()) == 7, "another training, which its user asks for"
+    exported = train_here(*SHORT, "train.steps=7", "checkpoint.at_end=true")
+    assert exported.status == 0 and "at step 4" in exported.out, exported.output
+    assert (run.run_dir / "final").is_dir() and exported.losses() == longer.losses()
+
+
+def test_a_checkpoint_that_is_named_sends_a_finished_run_back(train_here: Callable) -> None:
+    run = train_here(*SHORT, "checkpoint.every=4")
+    back = train_here(*SHORT, "checkpoint.every=4", "--resume", str(run.run_dir / "checkpoints" / "step-00000004"))
+    assert back.status == 0 and "at step 4" in back.out and len(back.losses()) == 6
+
+
+def test_a_run_stopped_before_its_summary_is_not_finished(train_here: Callable) -> None:
+    run = train_here(*SHORT, "checkpoint.every=4")
+    (run.run_dir / "summary.json").unlink()
+    again = train_here(*SHORT, "checkpoint.every=4")
+    assert again.status == 0 and "at step 4" in again.out and (run.run_dir / "summary.json").exists()
+
+
+def test_several_processes_agree_that_a_run_has_finished(train_as_ranks: Callable) -> None:
+    def run(*arguments: str) -> Any:
+        return train_as_ranks(*SHORT, "checkpoint.every=4", *arguments, launch=["--config_file", "accelerate_configs/ddp.yaml"])
+
+    whole = run()
+    assert whole.status == 0, whole.output
+    before = contents(whole.run_dir)
+    again = run()
+    assert again.status == 0 and again.out.count("the run has finished after 6 steps") == 1, again.output
+    assert contents(whole.run_dir) == before
