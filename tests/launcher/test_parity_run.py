@@ -172,6 +172,7 @@ def test_a_run_that_goes_on_keeps_what_its_fresh_start_found_and_says_so(
     fresh = json.loads((run_dir / "audit.json").read_text())
     for step in (2, 1):  # once more, from what the first resume wrote
         shutil.rmtree(run_dir / "checkpoints" / f"step-{step + 1:08}", ignore_errors=True)
+        (run_dir / "summary.json").unlink()  # as before its end
         said, _ = launch("run", *arguments)
         assert f"at step {step}" in said and "parity with plain transformers" not in said
         found = json.loads((run_dir / "audit.json").read_text())
@@ -193,6 +194,7 @@ def test_a_run_that_goes_on_without_a_record_of_its_parity_says_so(audit: str | 
     _, run_dir = launch("run", *arguments)
     (run_dir / "audit.json").write_text(audit) if audit else (run_dir / "audit.json").unlink()
     shutil.rmtree(run_dir / "checkpoints" / "step-00000002", ignore_errors=True)
+    (run_dir / "summary.json").unlink()  # as before its end
     launch("run", *arguments[:2], "parity=on")
     why = f"it is checked before a run's first step only, and {run_dir}/audit.json has no record of that for fp32"
     assert parity_of(run_dir) == {"source": "this run", "left_out": why}
