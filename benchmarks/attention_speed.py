@@ -33,6 +33,7 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
+from pretrain.precision.linear import holding
 
 PACK, TOKENS = 4096, 32_768
 CHARACTERS_A_TOKEN = 4  # of Python code, in the vocabularies of today's models
@@ -46,7 +47,7 @@ class Variant:
     attend: Attend
     slots: Callable[[int], int] = lambda documents: documents
     deterministic: bool = False
-    parts_up_to: int = flash.LONG  # see `flash_backward_in_parts`; 0: never
+    parts_up_to: int = flash.LONG  # of FlashAttention-4's backward; 0: never
 
 
 def main() -> None:
@@ -181,7 +182,7 @@ def measure(variant: Variant, heads: Heads, lengths: list[int], times: int) -> d
         return [begun, attended, mark()]
 
     try:
-        with deterministic_algorithms(variant.deterministic), flash_attention_4_in_parts(variant.parts_up_to):
+        with deterministic_algorithms(variant.deterministic), holding(flash, LONG=variant.parts_up_to):
             forward, backward = timed(once, times)
     except RuntimeError as error:  # out of memory, or no such kernel: as much a result as a time is
         torch.cuda.empty_cache()
@@ -220,15 +221,6 @@ def mark() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-@contextmanager
-def flash_attention_4_in_parts(up_to: int) -> Iterator[None]:
-    before, flash.LONG = flash.LONG, up_to
-    try:
-        yield
-    finally:
-        flash.LONG = before
 
 
 @contextmanager

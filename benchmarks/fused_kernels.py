@@ -505,8 +505,6 @@ def bf16() -> Iterator[Case]:
     yield Case("SwiGLU bf16, forward", 6 * s.values, partial(activation_kernel.forward_bf16, s.hidden), theirs)
 
 
-# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 # ── The table of tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -525,6 +523,8 @@ def table() -> Iterator[Case]:
     moved = gradient.nbytes + 2 * len(ids.unique()) * width * total.element_size()
     yield Case("gradient of a table of tokens", moved, partial(add_rows_, total, gradient, ids), by_torch)
 
+
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "rotary": rotary,

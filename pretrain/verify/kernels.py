@@ -213,7 +213,8 @@ def _attention(run: Situation) -> Compared:
         for name, first, second in zip(("dq", "dk", "dv"), ours[1:], again, strict=True):
             yield f"{name} a second time", second, first, SAME_BITS
     group = heads.query // heads.kv
-    if run.attention == "packed_fa4" and 1 < group <= flash.WIDE and group * run.length > flash.LONG:
+    here, there = (flash.heads_apart(group, *of) for of in ((states[0].shape[2], len(ends) - 1), (run.length, 1)))
+    if run.attention == "packed_fa4" and group > 1 and here and not there:
         yield from _for_long_documents(states, gradient, ends, length, scale, found)
 
 
@@ -304,8 +305,8 @@ def _searched_products(run: Situation, x: Tensor, weight: Tensor, sizes: str) ->
         return operand, codes.double() * scale_inv
 
     def in_blocks(values: Tensor, dimensions: int) -> Any:
-        both = {"rowwise": True, "columnwise": False}
-        return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **both, block_scaling_dim=dimensions)(values.bfloat16())
+        options = {"rowwise": True, "columnwise": False, "block_scaling_dim": dimensions}
+        return te.Float8BlockQuantizer(te.DType.kFloat8E4M3, **options)(values.bfloat16())
 
     def exact(operand: Any) -> Tensor:
         codes, scales = read(te, operand, "features")

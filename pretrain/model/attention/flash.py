@@ -83,8 +83,8 @@ def flash_backward_in_parts(
     *,
     apart: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`flash_backward`; where query heads share a key head, dk and dv may be [T, KV, H / KV, D], a part a query head, to sum up.
-    `apart`: whether they are; None leaves it to `LONG` and `WIDE`.
+    """As `flash_backward`, but dk and dv may come as [T, KV, H / KV, D]: one part for each query head, which the caller adds up.
+    `apart` says whether they do; None leaves that to `heads_apart`.
 
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
     afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes once what it
@@ -95,7 +95,7 @@ def flash_backward_in_parts(
     options |= {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _kernels()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
     if apart is None:
-        apart = group <= WIDE and group * len(q) <= LONG * (len(cu_seqlens) - 1)
+        apart = heads_apart(group, len(q), len(cu_seqlens) - 1)
     if group == 1 or not apart:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
@@ -108,6 +108,11 @@ def flash_backward_in_parts(
         into = {"dq": of_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
         backward(of_q, k, v, of_output, of_d_output, of_sums, scale, True, **into, **options)
     return dq, dk, dv
+
+
+def heads_apart(group: int, tokens: int, documents: int) -> bool:
+    """Whether the query heads of a group are differentiated one by one, where so many tokens are in so many documents."""
+    return group <= WIDE and group * tokens <= LONG * documents
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int, scale: float) -> Tensor:

@@ -261,6 +261,7 @@ def _write_rows(
     fp8: tl.constexpr,
     height: tl.constexpr,
 ):
+    """Some rows of a block. Apart from `_write_columns`, as names in two branches of one kernel must be of one shape."""
     i, j = row + tl.arange(0, height), column + tl.arange(0, BLOCK)
     gate, up, _ = _gradients(d_activated, hidden, i, j, F)
     store_block_scaled(gate, rows, rows_scale_inv, None, None, row, column, T, 2 * F, epsilon, power_of_two, fp8)
@@ -287,6 +288,7 @@ def _write_columns(
     activated_fp8: tl.constexpr,
     width: tl.constexpr,
 ):
+    """Some columns of a block, and the activated values'."""
     i, j = 4 * tl.arange(0, BLOCK // 4), tl.arange(0, width)
     d, h = within(d_activated, row, column, F, i, j), within(hidden, row, column, 2 * F, i, j)
     gate, up, activated = _gradients_of_two_rows(d, h, F)
