@@ -400,7 +400,7 @@ def _same_as_first(runs: Sequence[_Run], d: Tensor, added: Tensor | None) -> tup
     if not ran:
         return [], False
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
-    finite = d.sum(dtype=torch.float64).isfinite().long()  # of the last one, as of all: the operands decide it
+    finite = d.sum().isfinite().long()  # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
     *found, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
     told = bool(finite) and found[0] not in (0, unchanged)
     return [each for each, bits in zip(ran, found, strict=True) if bits == found[0]], told

@@ -167,6 +167,19 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing():
         assert relative(total.double(), 2 * expected) < 1e-5
 
 
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_search_takes_the_memory_of_one_more_result_and_no_more(adds: bool):
+    a, b = draw(*SHAPES["NT"][0]), draw(*SHAPES["NT"][1], seed=1)
+    total = torch.ones(N, M, device="cuda") if adds else None
+    products.multiply(draw(256, 256), draw(256, 256))  # the workspace is there
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    products.multiply(a, b, layout="NT", total=total)
+    assert only().searched == 2
+    assert torch.cuda.max_memory_allocated() - before <= N * M * (4 if adds else 2) + 2**20  # and what sums are made in
+
+
 def test_where_there_is_no_room_to_search_the_first_algorithm_adds(folder: Path, monkeypatch: pytest.MonkeyPatch):
     (x, dy), total = (draw(*shape, seed=seed) for seed, shape in enumerate(SHAPES["NT"])), torch.ones(N, M, device="cuda")
 
