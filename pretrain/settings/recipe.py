@@ -262,5 +262,5 @@ class Recipe(Settings):
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up on each process, and stay when ranks have been summed.
-        Shards add up in FP32 in any case, and their sum is kept in this."""
+        Where shards are gathered once a step, microbatches add up in FP32 in any case, and the sum over ranks is kept in this."""
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
