@@ -81,9 +81,9 @@ from pretrain.run.faults import (
     SAVE_FAILED,
     TIME_IS_UP,
     explaining_memory,
+    fault_of,
     prepare_rescue,
     time_is_up,
-    vanished,
 )
 from pretrain.run.introduction import introduce
 from pretrain.run.microbatch import choose_microbatch
@@ -382,7 +382,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int |
         if evaluates:
             held_out(run)
         tell_saved(run)
-        if asked := largest_over_ranks(accelerator, vanished(run) or time_is_up(run) or stop.requested or 0):
+        if asked := largest_over_ranks(accelerator, fault_of(run) or time_is_up(run) or stop.requested or 0):
             return leave(run, asked)
         is_best = recipe.checkpoint.best and run.best is not None and run.best.step == state.step
         if (due(state.step, recipe.checkpoint.every) or is_best) and not state.finished:

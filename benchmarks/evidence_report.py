@@ -1,6 +1,8 @@
 """Result files of `benchmarks.evidence` as the tables of docs/evidence.md, between its markers, and as a picture.
 
-python -m benchmarks.evidence_report benchmarks/results/h200_evidence_14m.json benchmarks/results/h200_evidence_14m_controls.json
+    python -m benchmarks.evidence_report FILE...
+
+docs/evidence.md ends its tables with the command that made them.
 """
 
 from __future__ import annotations
@@ -297,7 +299,7 @@ def rate_of(scale: Scale, cell: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `benchmarks.evidence --out`, one a scale")
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="of `benchmarks.evidence --out`, one or more a scale")
     parser.add_argument("--page", type=Path, default=Path("docs/evidence.md"), help="what stands between its markers is replaced")
     parser.add_argument("--picture", type=Path, default=Path("docs/evidence.png"))
     parser.add_argument(

@@ -5,8 +5,8 @@
 Documents have log-normal lengths like those of an encyclopaedia: median 110 tokens, mean 200, a long tail, cut at a pack's end,
 so that 32,768 tokens hold some 165 to 190 of them and Σlen²/T is about 500. Attention's share of a step depends on just that, and
 so figures are comparable only between packs of like documents. `--whole` makes each pack one document, which is what others
-publish figures of. Tokens follow Zipf's law: as in text, a few are frequent, which
-the embedding's gradient and the loss both notice, and a model has something to learn in a dozen steps.
+publish figures of. Tokens follow Zipf's law: as in text, a few are frequent, which the embedding's gradient and the loss both
+notice, and a model has something to learn in a dozen steps.
 """
 
 from __future__ import annotations

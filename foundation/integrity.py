@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -52,6 +52,11 @@ class FileRecord:
     name: str  # relative to the folder that holds all recorded files
     size: int  # bytes
     hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
+
+
+def hash_of(content: Mapping[str, Any]) -> str:
+    """SHA-256 of what a manifest says, in hexadecimal digits; the order of its keys does not count."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_files(folder: Path, names: list[str], algorithms: list[str]) -> Digests:

@@ -20,9 +20,9 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree, is_disk_full, remove_own_folder
-from foundation.integrity import FileRecord, check_files, hash_file, stamp_as_verified
+from foundation.integrity import FileRecord, check_files, hash_file, hash_of, stamp_as_verified
 from foundation.reading import reason_of
-from packing.manifest import MANIFEST, MASKED_VERSION, REMEDY, VERSION, Split, checksum_of, read_manifest
+from packing.manifest import MANIFEST, MASKED_VERSION, REMEDY, VERSION, Split, read_manifest
 
 _BATCH_BYTES = 16 * 2**20  # one record batch: large enough that opening costs nothing, small enough to hold in memory
 _OWN = re.compile(
@@ -181,7 +181,7 @@ class PackWriter:
         }
         manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum fits
         _write_json(self.folder / "dataset_dict.json", {"splits": list(splits)})
-        _write_json(self.folder / MANIFEST, manifest | {"checksum": checksum_of(manifest)})
+        _write_json(self.folder / MANIFEST, manifest | {"checksum": hash_of(manifest)})
         fsync_tree(self.folder)
         shards = [record for name, part in splits.items() for record in _records(part["files"], f"{name}/")]
         stamp_as_verified(self.folder, shards)
@@ -233,7 +233,7 @@ class _SplitWriter:
             files.append({"packs": count} | _entry(path))
         packs = sum(self.shard_packs)
         content = {"length": self.length, "packs": packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
-        fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        fingerprint = hash_of(content)
         _write_json(self.folder / "dataset_info.json", {"features": _features(self.length, self.masked)})
         state = {
             "_data_files": [{"filename": file["name"]} for file in files],

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
 from foundation.errors import InputError
-from foundation.integrity import InnerName, Size
+from foundation.integrity import InnerName, Size, hash_of
 from foundation.reading import load_object
 from foundation.settings import first_mistake
 
@@ -86,7 +84,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     manifest = load_object(file, REMEDY)
     if not {"version", "length", "tokenizer", "splits", "files"} <= manifest.keys():
         raise InputError(f"{file}: not a manifest of packs; {REMEDY}")
-    if manifest.pop("checksum", None) != checksum_of(manifest):
+    if manifest.pop("checksum", None) != hash_of(manifest):
         raise InputError(f"{file}: damaged or edited: its checksum does not fit its content; {REMEDY}")
     if manifest["version"] not in (VERSION, MASKED_VERSION):
         known = f"{VERSION} and {MASKED_VERSION}"
@@ -96,8 +94,3 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except ValidationError as error:
         raise InputError(f"{file}: not a manifest of packs: {first_mistake(error)}; {REMEDY}") from None
     return manifest
-
-
-def checksum_of(manifest: dict[str, Any]) -> str:
-    """SHA-256 of the content without its `checksum`, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

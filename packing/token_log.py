@@ -1,8 +1,8 @@
 """Tokens on their way from text to packs: files that only grow, and a note of how much of them is complete.
 
 Every few seconds `tokens.bin` (uint32), `lengths.bin` (int64, one a document) and, where some tokens are not to be learnt,
-`trained.bin` (a byte a token) are flushed and `progress.json` is replaced.
-Bytes beyond the sizes it names are cut off when the log is opened again, so a kill or a power cut loses seconds.
+`trained.bin` (a byte a token) are flushed and `progress.json` is replaced. Bytes beyond the sizes it names are cut off when the
+log is opened again, so a kill or a power cut loses seconds.
 """
 
 from __future__ import annotations

@@ -17,18 +17,16 @@ one folder, whose manifests are read as one.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from foundation.errors import InputError
-from foundation.integrity import FileRecord, InnerName, Size
+from foundation.integrity import FileRecord, InnerName, Size, hash_of
 from foundation.reading import load_json, reason_of
 from foundation.settings import first_mistake
 
@@ -91,15 +89,11 @@ class Manifest:
         content = {"format": FORMAT, **asdict(self), "files": files}
         if not self.disks:
             del content["disks"]
-        return json.dumps({**content, "sha256": _digest(content)}, indent=1).encode()
+        return json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
 
 
 _FILES = TypeAdapter(dict[InnerName, HashedFile])
 _MANIFEST = TypeAdapter(Manifest)
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -151,7 +145,7 @@ def _read(folder: Path, name: str) -> Manifest:
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read: {reason_of(error)}") from None
     claimed = content.pop("sha256", None) if isinstance(content, dict) else None
-    if claimed is None or claimed != _digest(content):
+    if claimed is None or claimed != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
     if content.pop("format", None) != FORMAT:
         raise InputError(

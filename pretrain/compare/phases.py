@@ -2,8 +2,8 @@
 
 A phase is a small matrix over a few settings. Each is measured on top of the fastest cell of the phases before it, so that three
 phases of four cells take twelve runs and not 64. It ends at the first phase that gains nothing, or that has no stable cell; the
-fastest cell so far is the answer, as the command that trains with it. A cell is stable that has finished with every loss finite
-and no step left out. What is finished is left alone: the same command goes on.
+fastest cell so far is the answer, as the command that trains with it. A cell is stable that has finished with every loss finite,
+no step left out and none taken back. What is finished is left alone: the same command goes on.
 
 Exit status: 0 found, 1 no cell of the first phase is stable, 2 something given cannot be used (one message says what), 130 or 143
 stopped, 138 the hours are over.

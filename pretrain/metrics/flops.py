@@ -4,7 +4,7 @@ Only matrix products count, two operations a multiply-add. Products that gradien
 model FLOPs utilisation (MFU), not hardware utilisation.
 
 Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
-lengths. For Wikipedia-sized documents in packs of 4,096 tokens that is a fifth of what the usual `12 L H Q T` gives.
+lengths. With documents of 745 tokens, by squared length, in packs of 4,096 that is a tenth of what the usual `12 L H Q T` gives.
 
 What others count stands in `pretrain.metrics.flop_formulas`, and how all of them come about in docs/flops.md.
 """

@@ -44,13 +44,13 @@ _KINDS = (
     ("quantization", re.compile(r"quantiz|cast_transpose|amax|fp8|mxfp8|nvfp4|hadamard", re.I)),
     ("copies", re.compile(r"memcpy|memset|aten::copy_$", re.I)),
 )
-# Our own Triton kernels, by the names that they have in their modules.
+# Our own Triton kernels, by the names that they have in their modules, and those that they stand in for.
 _OURS = (
     ("optimizer", re.compile(r"^_adamw")),
     ("loss", re.compile(r"^_softmax")),
     ("activations", re.compile(r"^_swiglu|gated_act|gelu", re.I)),
-    ("rotation", re.compile(r"^_rotate")),
-    ("norms", re.compile(r"rmsnorm|layer_?norm|ln_(fwd|bwd)", re.I)),
+    ("rotation", re.compile(r"^_?rotate_")),
+    ("norms", re.compile(r"rms_?norm|layer_?norm|ln_(fwd|bwd)", re.I)),
 )
 _REST = "everything else"
 # Categories of events in a chrome trace: calls that launch, and what runs on the GPU.

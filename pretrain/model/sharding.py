@@ -8,7 +8,7 @@ FP32. There are two ways to go through the microbatches of a step:
   its gradients up whole, in FP32, and in the last microbatch's backward each group is reduced as soon as it is done, while the
   next one computes. One gather and one reduction a step; it takes the memory of all weights and of all FP32 gradients.
 * For each use (ZeRO-3; `true`): a group is gathered before its forward and again before its backward, and reduced after each
-  microbatch's backward. Microbatches add up in the shards, in FP32. The memory is that of a few groups.
+  microbatch's backward. Microbatches add up in the shards, in `kept`. The memory is that of a few groups.
 
 In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie, as
 pretrain.model.gradients lays sums out: the gathered parameters have a `main_grad`, which products add to by themselves. For each

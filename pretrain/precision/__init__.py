@@ -1,1 +1,1 @@
-"""In which precision a model trains: the registry, what the launch environment asks for, how modules compute in it, and proof."""
+"""In which precision a model trains: the formats, their quantizers, what multiplies in them, and what is seen of that."""

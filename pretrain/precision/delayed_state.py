@@ -1,4 +1,4 @@
-"""Delayed scaling's memory: the amaxes of recent steps and the scales made of them, for every quantized tensor of a model.
+"""Delayed scaling's memory: the amaxes of recent microbatches and the scales made of them, for every quantized tensor of a model.
 
 The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py); docs/precision.md tells it.
 Quantizing a tensor notes its amax in row 0 of its history. The histories of a model's hundreds of tensors are columns of one

@@ -32,7 +32,7 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
         raise InputError(out_of_memory(job.plan, error, when)) from None
 
 
-def vanished(run: Run) -> int:
+def fault_of(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
     written cannot be, PACKS_FAILED where no more packs come of a stream, else 0. Ranks know it of what they write."""
     if not run.folder.in_place:
@@ -54,7 +54,7 @@ def time_is_up(run: Run) -> int:
 
 
 def prepare_rescue(run: Run, what: int) -> InputError:
-    """What to tell the user of what has `vanished`, once the step in memory is saved.
+    """What to tell the user of `what`, a `fault_of` the run, once the step in memory is saved.
 
     All ranks call it, and then save: where the folder is gone, `run.checkpoints` is set to a new one beside it, since a folder of
     the same name may be somebody else's.

@@ -2,9 +2,10 @@
 
 A thread on every rank writes down, every two seconds, that it lives and where its main thread is. It writes into the store that
 the process group was joined through, over a connection of its own, so that nothing waits for a collective. Rank 0 reads what all
-have written; the others watch rank 0 and read what it has found. Processes of one machine see each other's death at once.
+have written; the others watch rank 0 and read what it has found.
 
-    rank 1 is gone      its process is not there any more, or has written nothing for `train.rank_timeout` seconds
+    rank 1 is gone      its process is not there any more, which rank 0 sees on its own machine
+    rank 1 is silent    it has written nothing for `train.rank_timeout` seconds
     rank 1 hangs        it has written, but its main thread has not moved, and all others wait further on in the step
 
 Who is ahead is what tells: no time by itself ends a run. A main thread that compiles, saves, evaluates or begins is not compared,
@@ -348,7 +349,7 @@ class RankWatch:
         self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
 
     def _judge(self, now: float) -> dict[str, Any] | None:
-        """What ends the run, if something does; None."""
+        """What ends the run; None where nothing does."""
         gone = [rank for rank, (beat, _) in self._heard.items() if not beat.left and rank != self.rank and self._is_gone(rank)]
         if gone:
             return self._verdict("gone", gone, self._heard, 0.0)

@@ -23,6 +23,11 @@ USUAL_CHUNK = 4096  # tokens of the loss at once
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
+def as_a_word(value: Any) -> Any:
+    """YAML reads a bare `on` as true and a bare `off` as false; of `parity` older recipes have these."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
 class EveryNthLayer(Settings):
     """Recompute every n-th layer in backward instead of keeping its activations."""
 
@@ -44,10 +49,7 @@ class ModelSettings(Settings):
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
     fused: Literal["auto", "on", "off"] = "auto"  # layers of known architectures as a few large products; auto: where faster
 
-    @field_validator("fused", mode="before")
-    @classmethod
-    def _on_and_off_are_words(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value  # YAML reads a bare `off` as false
+    _fused_is_a_word = field_validator("fused", mode="before")(as_a_word)
 
     @field_validator("config")
     @classmethod
@@ -255,13 +257,10 @@ class Recipe(Settings):
     health: HealthSettings = HealthSettings()
     run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
 
-    @field_validator("parity", mode="before")
-    @classmethod
-    def _true_and_false_are_on_and_off(cls, value: Any) -> Any:
-        return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    _parity_is_a_word = field_validator("parity", mode="before")(as_a_word)
 
     @property
     def gradients_kept_in(self) -> Literal["fp32", "bf16"]:
         """The dtype in which the gradients of a step's microbatches add up on each process, and stay when ranks have been summed.
-        Shards add up in FP32 in any case, and their sum is kept in this."""
+        Where shards are gathered once a step, microbatches add up in FP32 in any case, and the sum over ranks is kept in this."""
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")

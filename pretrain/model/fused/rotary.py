@@ -54,9 +54,8 @@ def rotate_backward(
     """Gradients of `qkv`, in dq's dtype, and of the norms' weights [dim], FP32 (FP64 where dq is), query's first.
 
     `dq`, `dk`, `dv`: of the shapes and dtype that `rotate` returned, any strides; `dk` and `dv` may come in parts [T, kv, parts,
-    dim], which are summed in FP32. `qkv`: what `rotate` was given; without norms
-    it is not read and may be None, and the weights' gradients are None. These are sums in an order that shapes alone decide, so
-    that a run can be repeated bit for bit.
+    dim], which are summed in FP32. `qkv`: what `rotate` was given. Without norms it is not read and may be None, and the weights'
+    gradients are None. These are sums in an order that shapes alone decide, so that a run can be repeated bit for bit.
     """
     if has_kernel(dq, heads):
         from pretrain.model.fused import rotary_kernel

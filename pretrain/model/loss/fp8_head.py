@@ -1,8 +1,9 @@
 """The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk: a `ChunkLoss`.
 
 Here the softmax writes the logits' gradient as FP8 operands, which te.Linear would quantize and transpose from BF16, and the
-product of the weight's gradient adds up in FP32 by itself. The rest is te.Linear's: its quantizers with their scales and
-histories, its copy of the quantized weight, its GEMM, called where the audit looks on.
+product of the weight's gradient adds up in FP32 by itself. The gradient's rows have a scale a token, by which what the hidden
+states get is multiplied afterwards. The rest is te.Linear's: its quantizers with their scales and histories, its copy of the
+quantized weight, its GEMM, called where the audit looks on.
 
 For one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8 products read both operands along the inner
 dimension.

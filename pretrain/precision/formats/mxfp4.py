@@ -1,7 +1,8 @@
 """MXFP4: FP4 with a power of two as the scale of every 32 values (OCP Microscaling Formats v1.0), in emulation alone.
 
 A power of two brings a block's largest value to between 3 and 6, the maximum of E2M1 (`rceil`). OCP's own rule (`floor`) brings
-it to between 4 and 8, and cuts what is above 6, in two blocks of five. MXFP4 needs the two means of NVFP4 even more:
+it to between 4 and 8, and cuts what is above 6: in three of ten Gaussian blocks, elsewhere in two of five. MXFP4 needs the two
+means of NVFP4 even more:
 
 * Gradients are rounded stochastically. That is right on average only where nothing is cut, so `rceil` is the default.
 * Both operands of the weight gradient are spread by a random Hadamard transform. One of 16 values multiplies by 1/4, which BF16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import re
@@ -36,10 +37,22 @@ from pretrain.settings.recipe import ModelSettings
         ("void transformer_engine::cast_transpose_optimized_kernel<...>", "quantization"),
         ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("void transformer_engine::normalization::rmsnorm_bwd_tuned_kernel<...>", "norms"),
+        ("_rms_norm", "norms"),
+        ("_rotate_backward_in_codes", "rotation"),
+        ("rotate_backward_in_blocks", "rotation"),
     ],
 )
 def test_a_kernel_is_known_by_its_name(name: str, part: str) -> None:
     assert part_of(name, set()) == part
+
+
+def test_every_kernel_of_ours_but_the_tables_has_a_part() -> None:
+    files = Path(model.__file__).parents[1].rglob("*_kernel.py")
+    calls = [node.func for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    launched = {call.value.id for call in calls if isinstance(call, ast.Subscript) and isinstance(call.value, ast.Name)}
+    assert {"_rms_norm", "rotate_backward_in_blocks", "_adamw"} < launched
+    assert {name for name in launched if part_of(name, set()) == "everything else"} <= {"_add_rows"}
 
 
 def test_what_the_loss_and_the_optimizer_start_is_theirs() -> None:
