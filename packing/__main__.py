@@ -29,33 +29,34 @@ class _Recipe(Settings):
     data: DataSettings
 
 
+_IN_WORDS = {False: "no", True: "yes"}
 # The settings of the data section that have a flag: what the help calls its value (None: a switch), and what it means.
 _FLAGS = {
     "source": ("SOURCE", "file, folder or Hugging Face dataset"),
-    "format": ("KIND", "auto, jsonl, parquet, text or dataset (auto)"),
+    "format": ("KIND", "auto, jsonl, parquet, text or dataset"),
     "subset": ("NAME", "Hugging Face datasets: the config's name"),
-    "split": ("NAME", "Hugging Face datasets (train)"),
+    "split": ("NAME", "Hugging Face datasets"),
     "revision": ("REVISION", "Hugging Face datasets: branch, tag or commit (the newest)"),
     "streaming": (None, "Hugging Face datasets: read without a download first"),
-    "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}" (text)'),
+    "text": ("COLUMN", 'column, or a template such as "{title}\\n\\n{body}"'),
     "messages": ("COLUMN", "a chat instead of text: the column with its list of messages"),
     "prompt": ("COLUMN", "a chat of two messages: the column, or template, of what is asked"),
     "response": ("COLUMN", "the column, or template, of the answer"),
-    "train_on": ("WHAT", "of a chat: response or all (response)"),
+    "train_on": ("WHAT", "of a chat: response or all"),
     "chat_template": ("JINJA", "file or text of a chat template (the tokenizer's own)"),
     "input_ids": ("COLUMN", "tokens instead of text: the column with the ids of a source that is tokenized"),
     "labels": ("COLUMN", "of tokens: the column with the same ids, and -100 where there is no loss"),
     "document_lengths": ("COLUMN", "of tokens: the column with the lengths of a record's documents"),
     "tokenizer": ("TOKENIZER", "tokenizer.json, folder or hub name"),
-    "length": ("N", "tokens of a pack (4096)"),
-    "packing": ("HOW", "truncate or best_fit (truncate)"),
-    "positions": ("HOW", "restart or continue, for the rest of a cut document (restart)"),
-    "add_bos": (None, "a BOS token before each document (no)"),
-    "add_eos": (None, "an EOS token after each document (yes)"),
-    "shuffle": (None, "pack the documents in an order drawn from the seed (yes)"),
-    "seed": ("N", "of the documents' order and of the held-out choice (42)"),
-    "held_out": ("SHARE", "documents set apart for evaluation (0.0)"),
-    "on_bad_line": ("HOW", "error or skip, for malformed records (error)"),
+    "length": ("N", "tokens of a pack"),
+    "packing": ("HOW", "truncate or best_fit"),
+    "positions": ("HOW", "restart or continue, for the rest of a cut document"),
+    "add_bos": (None, "a BOS token before each document"),
+    "add_eos": (None, "an EOS token after each document"),
+    "shuffle": (None, "pack the documents in an order drawn from the seed"),
+    "seed": ("N", "of the documents' order and of the held-out choice"),
+    "held_out": ("SHARE", "documents set apart for evaluation"),
+    "on_bad_line": ("HOW", "error or skip, for malformed records"),
     "processes": ("N", "default: one a core"),
 }
 
@@ -138,7 +139,9 @@ def _add_flags(command: argparse.ArgumentParser, names: Iterable[str]) -> None:
     for name in names:
         metavar, text = _FLAGS[name]
         shape = {"metavar": metavar} if metavar else {"action": argparse.BooleanOptionalAction}
-        command.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text, **shape)
+        default = DataSettings.model_fields[name].default
+        shown = "" if default is None else f" ({_IN_WORDS[default] if isinstance(default, bool) else default})"
+        command.add_argument(f"--{name.replace('_', '-')}", dest=f"data.{name}", help=text + shown, **shape)
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
