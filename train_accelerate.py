@@ -98,6 +98,7 @@ from pretrain.run.resume import (
     require_a_way_on,
     restore,
     said_of_the_end,
+    set_aside_another,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
@@ -240,6 +241,8 @@ def build(
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
+    if main_process and source is None:
+        set_aside_another(job)
     run = Run(
         job=job,
         assembly=assembly,
