@@ -477,7 +477,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
         **batches.sources,
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
-        **({"penalty": penalty[0]} if penalty else {}),
+        **({"penalty": penalty[0] if labelled else None} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
         "frozen_updates": frozen_updates,
