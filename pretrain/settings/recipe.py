@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -21,6 +22,19 @@ MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last num
 LEAST_FP32 = 1e-37  # and 1.2e-38 the last before numbers lose digits, and then become zero
 USUAL_CHUNK = 4096  # tokens of the loss at once
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+_NO_DOT = re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+")
+
+
+def _with_numbers(value: Any) -> Any:
+    """`value` with the numbers that `1e6` and `1e-5` are, which YAML without a dot in them reads as text. Other sections know by
+    their keys what is a number; of a model's config transformers alone does, and it takes no text."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and _NO_DOT.fullmatch(value) else value
 
 
 class EveryNthLayer(Settings):
@@ -56,7 +70,7 @@ class ModelSettings(Settings):
             json.dumps(config, allow_nan=False)
         except (ValueError, TypeError):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
-        return config
+        return _with_numbers(config)
 
     @property
     def weights_source(self) -> str | None:
