@@ -241,7 +241,7 @@ def build(
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
-    if main_process and source is None:
+    if main_process and (source is None or source.begins):
         set_aside_another(job)
     run = Run(
         job=job,

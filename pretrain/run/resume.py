@@ -192,8 +192,8 @@ def _is_of(run: RunRecord, job: Job) -> bool:
 
 
 def set_aside_another(job: Job) -> None:
-    """For a run that begins with its first step: rename to `<name>.replaced-<n>` what another training, which came to no
-    checkpoint, has left in the run folder, so that neither the file nor a tracker takes its steps for this one's."""
+    """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
+    either, has left in the run folder, so that neither the file nor a tracker takes its steps for this one's."""
     try:
         if _is_of(read_run(job.run_dir), job):  # its steps are trained again
             return
