@@ -98,6 +98,7 @@ from pretrain.run.resume import (
     require_a_way_on,
     restore,
     said_of_the_end,
+    set_aside_another,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
@@ -240,6 +241,8 @@ def build(
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
+    if main_process and (source is None or source.begins):
+        set_aside_another(job)
     run = Run(
         job=job,
         assembly=assembly,
@@ -474,7 +477,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
         **batches.sources,
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
-        **({"penalty": penalty[0]} if penalty else {}),
+        **({"penalty": penalty[0] if labelled else None} if penalty else {}),
         "learning_rate": learning_rate,
         "gradient_norm": gradient_norm,
         "frozen_updates": frozen_updates,

@@ -66,9 +66,13 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
-def is_disk_full(error: BaseException | None) -> bool:
-    """Whether `error` says that the disk, or the user's quota on it, is full."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+def no_room(error: BaseException | None) -> str | None:
+    """What is wrong and what to do, where `error` says that the disk, the user's quota on it, or a file may hold no more."""
+    if not isinstance(error, OSError):
+        return None
+    if error.errno == errno.EFBIG:
+        return "a file may not become so large here; raise `ulimit -f`, or take another disk,"
+    return "the disk is full; free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else None
 
 
 _HOLDER = re.compile(r"(process \d+ on \S*\n?)?")  # what a lock file holds

@@ -5,6 +5,7 @@ Both sides use pyarrow alone: `datasets` takes seconds to import, and a memory-m
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -19,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, is_disk_full, remove_own_folder
+from foundation.files import fsync, fsync_tree, no_room, remove_own_folder
 from foundation.integrity import FileRecord, check_files, hash_file, hash_of, stamp_as_verified
 from foundation.reading import reason_of
 from packing.manifest import MANIFEST, MASKED_VERSION, REMEDY, VERSION, Split, read_manifest
@@ -119,8 +120,9 @@ class PackWriter:
             if split.stream is not None:
                 split.file.close()  # NFS keeps the name of a file that is removed while it is open
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
-        if is_disk_full(error):
-            raise DiskFull(f"{self.path}: the disk is full; free some space and run this again") from None
+        if full := no_room(error):
+            kind = InputError if error.errno == errno.EFBIG else DiskFull  # less on the disk makes a larger file no more possible
+            raise kind(f"{self.path}: {full} and run this again") from None
 
     def add(self, split: Split, pack: Pack) -> None:
         """Append one pack; `write` is the faster way to append many."""

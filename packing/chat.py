@@ -110,9 +110,17 @@ class ChatColumns:
     def _render(self, chat: list[dict[str, Any]], *, ask: bool = False) -> str:
         try:
             known = {"tools": None, "documents": None, **dict(self.tokens)}
-            return _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **known)
+            text = _compiled(self.template).render(messages=chat, add_generation_prompt=ask, **known)
         except _REFUSALS as error:
             raise BadRecord(f"the chat template does not take this chat: {str(error) or type(error).__name__}") from None
+        for number, message in enumerate(chat, 1):
+            content = message.get("content")
+            if isinstance(content, (list, dict)) and str(content) in text:
+                raise BadRecord(
+                    f"message {number} has a {type(content).__name__} as its content, which the chat template writes as Python "
+                    "does; make it text, or set a data.chat_template that takes it"
+                )
+        return text
 
     def _masked(self, chat: list[dict[str, Any]], answers: list[int]) -> Rendered:
         """With the answers' places: those that the template marks, else whatever follows the prompt of each answer."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import PROOF, FileLock, is_disk_full, replace_file
+from foundation.files import PROOF, FileLock, no_room, replace_file
 from foundation.progress import Progress, say
 from packing.arrow import DiskFull
 from packing.manifest import MANIFEST, read_manifest
@@ -429,6 +429,6 @@ def serve() -> None:
     except InputError as error:
         _leave_failure(settings.packs, str(error))
     except OSError as error:
-        if not is_disk_full(error):
+        if not (full := no_room(error)):
             raise
-        _leave_failure(settings.packs, f"{settings.packs}: the disk is full; free some space, or lower data.streaming.disk_gb")
+        _leave_failure(settings.packs, f"{settings.packs}: {full} or lower data.streaming.disk_gb")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError
-from foundation.files import FileLock, is_disk_full, remove_own_folder
+from foundation.files import FileLock, no_room, remove_own_folder
 from foundation.progress import Progress, say
 from foundation.units import plural
 from packing.arrow import PackWriter
@@ -111,10 +111,10 @@ def _prepare_anew(settings: DataSettings, partial: Path, progress: bool) -> dict
         log = _tokenize(settings, tokenizer, partial, progress)
         manifest = _write_packs(settings, tokenizer, log, progress)
     except OSError as error:
-        if not is_disk_full(error):
+        if not (full := no_room(error)):
             raise
-        kept = f"what is tokenised is kept in {partial}. Free" if partial.exists() else "free"  # nothing, where it was the first
-        raise InputError(f"{settings.packs}: the disk is full; {kept} some space and run this again") from None
+        kept = f"; what is tokenised is kept in {partial}" if partial.exists() else ""  # nothing, where it was the first
+        raise InputError(f"{settings.packs}: {full} and run this again{kept}") from None
     with suppress(InputError):
         remove_own_folder(partial, OWN)
     return manifest

@@ -71,13 +71,13 @@ def looks_complete(folder: Path) -> bool:
         return False
 
 
-def set_aside(folder: Path) -> Path:
-    """Free the name `step-*` without losing the data."""
+def set_aside(path: Path) -> Path:
+    """Free the name of a checkpoint, or of a file, without losing the data."""
     number = 1
-    while (aside := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
         number += 1
-    os.rename(folder, aside)
-    _log.warning("%s was set aside as %s; remove it when you do not need it", folder, aside.name)
+    os.rename(path, aside)
+    _log.warning("%s was set aside as %s; remove it when you do not need it", path, aside.name)
     return aside
 
 

@@ -44,9 +44,13 @@ def new_figure(width: float, height: float) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write the PNG at `path`; as `save_file`."""
+    save_file(path, _png(figure))
+
+
+def _png(figure: Figure) -> bytes:
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
-    save_file(path, picture.getvalue())
+    return picture.getvalue()
 
 
 def save_file(path: Path, data: bytes) -> None:
@@ -91,7 +95,12 @@ def scale_after_the_fall(panel: Axes, curves: list[np.ndarray], others: list[np.
 
 def plot_losses(runs: Sequence[RunRecord], path: Path) -> None:
     """Draw a run, or the comparison of several comparable ones with the first, into a PNG at `path`. InputError as `save`."""
-    save(_figure_of_one(runs[0]) if len(runs) == 1 else _figure_of_several(runs), path)
+    save_file(path, picture_of_losses(runs))
+
+
+def picture_of_losses(runs: Sequence[RunRecord]) -> bytes:
+    """The same PNG, for who writes it together with other files."""
+    return _png(_figure_of_one(runs[0]) if len(runs) == 1 else _figure_of_several(runs))
 
 
 def _figure_of_one(run: RunRecord) -> Figure:

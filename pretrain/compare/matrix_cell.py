@@ -22,6 +22,7 @@ import psutil
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.reading import load_object
+from foundation.tables import or_dash
 from foundation.units import duration
 from pretrain.compare.matrix_file import Matrix, MatrixRun
 from pretrain.metrics.run_record import MATRIX_FILE, is_step, read_metrics
@@ -99,7 +100,7 @@ class StartedRun:
             steps = [record for record in read_metrics(self.run.run_dir) if is_step(record)]
         except InputError:  # not there yet
             steps = []
-        at = f"step {steps[-1]['step']}, loss {steps[-1]['loss'] or float('nan'):.4f}" if steps else "starting"
+        at = f"step {steps[-1]['step']}, loss {or_dash(steps[-1]['loss'], '{:.4f}'.format)}" if steps else "starting"
         return f"{self.run.name}: {at}, {duration(round(time.monotonic() - self.started))}"
 
 

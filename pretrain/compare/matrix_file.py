@@ -96,16 +96,17 @@ class MatrixRun:
 
     def is_finished(self) -> bool:
         """Whether the run folder holds this very training, and it has reached its end."""
-        return self._is_in_its_folder() and read_finished(self.run_dir) is not None
+        return self.is_in_its_folder() and read_finished(self.run_dir) is not None
 
     def has_halted(self) -> bool:
         """Whether the run folder holds this very training, and its health has stopped it."""
         try:
-            return "halted" in read_run(self.run_dir).summary and self._is_in_its_folder()
+            return "halted" in read_run(self.run_dir).summary and self.is_in_its_folder()
         except InputError:  # not begun, or damaged
             return False
 
-    def _is_in_its_folder(self) -> bool:
+    def is_in_its_folder(self) -> bool:
+        """Whether what the run folder holds is of this very training."""
         config = self.run_dir / "config.yaml"
         try:
             return not self.unlike(parse(Recipe, load_yaml(config), str(config)))

@@ -30,10 +30,15 @@ class Ranking:
 
     def table(self, best: int | None = None) -> str:
         """Markdown: finished cells from the lowest held-out loss to the highest, then those without one by the mean of their last
-        training losses, then those that are not finished; the `best` first ones only, or all."""
-        found = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
+        training losses, then those that are not finished; the `best` first ones only, or all. A folder that holds another
+        training, of other settings, is named in its place."""
+        written = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
+        found = [(run, record) for run, record in written if run.name in self._finished or run.is_in_its_folder()]
+        strange = [run for run, _ in written if all(run is not own for own, _ in found)]
+        names = ", ".join(run.name for run in strange)
+        others = f"not shown, as what is in their run folders is of other settings: {names}" if strange else ""
         if not found:
-            return "No cell has trained a step yet."
+            return others or "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))
         varied = self._matrix.varied
         averaged = sorted({averaged_steps(record.summary) for _, record in found})
@@ -42,10 +47,11 @@ class Ranking:
             [str(number), *(run.value(key) for key in varied), *self._figures(run, record)]
             for number, (run, record) in enumerate(found[:best], start=1)
         ]
-        left = len(self._matrix.runs) - len(found)
+        left = len(self._matrix.runs) - len(written)
         notes = [
             f"{len(found) - len(rows)} more" if len(rows) < len(found) else "",
             f"{left} of {len(self._matrix.runs)} cells have not begun" if left and best is None else "",
+            others,
             "" if of_one_text([record for _, record in found if "held_out_loss" in record.summary]) else OTHER_TEXT,
         ]
         return "\n\n".join(filter(None, [markdown(header, rows, names=1 + len(varied)), *notes]))

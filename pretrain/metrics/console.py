@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from foundation.progress import above_bars
+from foundation.tables import or_dash
 from foundation.units import count, duration, memory, percent, three_digits
 
 INDENT = "  "
@@ -130,11 +131,11 @@ class Console:
     def _figures(self, record: Mapping[str, Any]) -> list[tuple[int, str]]:
         """(rank, text) of every figure on a step's line, in order and of constant width. The highest rank is dropped first."""
         left = self.time_left.seconds(record["step"])
-        loss = self._shade(BOLD, ("–" if record["loss"] is None else f"{record['loss']:.4f}").rjust(7))
+        loss, penalty = (or_dash(record.get(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
         figures = [
             (0, f"{self._shade(DIM, 'step')} {self._position(record['step'])}"),
-            (0, f"{self._shade(DIM, 'loss')} {loss}"),
-            *([(3, f"{self._shade(DIM, 'penalty')} {record['penalty']:7.4f}")] if "penalty" in record else []),
+            (0, f"{self._shade(DIM, 'loss')} {self._shade(BOLD, loss)}"),
+            *([(3, f"{self._shade(DIM, 'penalty')} {penalty}")] if "penalty" in record else []),
             (1, f"{self._shade(DIM, 'lr')} {record['learning_rate']:.2e}"),
             (2, f"{self._shade(DIM, 'grad')} {_gradient(record['gradient_norm']):>6}"),
             (3, f"{count(record['tokens_per_second']):>6} {self._shade(DIM, 'tok/s')}"),
@@ -190,16 +191,18 @@ class Console:
 
 
 def _means(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
-    """What a line says of several steps: of their losses that are numbers the mean, None where no step has a label; speeds by all
-    tokens over all their time."""
+    """What a line says of several steps: of their losses and penalties that are numbers the means, None where no step has a
+    label; speeds by all tokens over all their time."""
     times = [record["step_ms"] for record in records]
-    told = [record["loss"] for record in records if record["loss"] is not None]
-    losses = [loss for loss in told if math.isfinite(loss)]
     rates = [key for key in ("tokens_per_second", "mfu_bf16_peak", "tflops") if all(key in record for record in records)]
     means = {key: math.fsum(r[key] * ms for r, ms in zip(records, times, strict=True)) / math.fsum(times) for key in rates}
-    averaged = [key for key in ("step_ms", "data_wait_ms", "penalty") if all(key in record for record in records)]
-    means |= {key: statistics.fmean(record[key] for record in records) for key in averaged}
-    return means | {"loss": statistics.fmean(losses) if losses else math.nan if told else None}
+    means |= {key: statistics.fmean(record[key] for record in records) for key in ("step_ms", "data_wait_ms")}
+    for key in ("loss", "penalty"):
+        told = [record[key] for record in records if record.get(key) is not None]
+        finite = [value for value in told if math.isfinite(value)]
+        if all(key in record for record in records):
+            means[key] = statistics.fmean(finite) if finite else math.nan if told else None
+    return means
 
 
 def _gradient(norm: float) -> str:

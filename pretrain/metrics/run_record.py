@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -326,4 +327,5 @@ def last_screen(run: RunRecord, folder: RunFolder, waited: str | None = None) ->
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"
     rows |= {"curves": str(folder.loss_plot), "every step": str(folder.metrics), "settings": str(folder.config)}
-    return f"{run.name}: done", rows, {"compare it with other runs": f"python -m pretrain report {folder.path} OTHER_RUN"}
+    compare = f"python -m pretrain report {shlex.quote(str(folder.path))} OTHER_RUN"
+    return f"{run.name}: done", rows, {"compare it with other runs": compare}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
@@ -130,11 +131,31 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
     """
     check_model(data.train, vocab_size, fingerprint)
     for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
-        if "vocab_size" in (packs.tokenizer or {}):
-            continue
-        stride = -(-len(packs) // _SCANNED_PACKS)
-        for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)}):
-            read_pack(packs, index, vocab_size)
+        if "vocab_size" not in (packs.tokenizer or {}):
+            for index in _scanned(packs):
+                read_pack(packs, index, vocab_size)
+
+
+def check_positions(data: Data, config: PretrainedConfig) -> None:
+    """InputError where a document that goes on from another pack has positions that the model has no embedding for, in the packs
+    that `check_tokens` would read. Where positions are rotations there is one for each."""
+    text = config.get_text_config()
+    most = getattr(text, "max_position_embeddings", None)
+    if most is None or getattr(text, "rope_parameters", None):
+        return
+    for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
+        for pack in (packs[index] for index in _scanned(packs)):
+            if len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > most:
+                raise InputError(
+                    f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and the model has {most:,} "
+                    "positions; prepare the packs with `data.positions: restart`, or take a model with rotary positions"
+                )
+
+
+def _scanned(packs: Packs) -> list[int]:
+    """Indices of all packs, or of the first and of so many, evenly chosen, that reading them takes no time to speak of."""
+    stride = -(-len(packs) // _SCANNED_PACKS)
+    return sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)})
 
 
 def check_labels(data: Data, settings: DataSettings) -> None:

@@ -29,7 +29,7 @@ from pretrain.model.attention.heads import Heads
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_pack_counts, check_settings, check_sizes, steps_of
-from pretrain.plan.data import Data, check_labels, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import ActivePhase, Plan
 from pretrain.plan.spare import KEPT_FREE, spend_spare_memory
@@ -167,7 +167,7 @@ def prepare_job(
     tokenizer = _usable_tokenizer(recipe, data, laid_out.config)
     if data is None and not to_come:
         data = _prepare_packs(recipe, accelerator, waited or Waited(shown=False))
-    _check_packs(recipe, data, laid_out.config.vocab_size)
+    _check_packs(recipe, data, laid_out.config)
 
     speed = tokens_per_second or measured_speed(run_dir)
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
@@ -287,10 +287,11 @@ def _prepare_packs(recipe: Recipe, accelerator: Accelerator, waited: Waited) -> 
     return data
 
 
-def _check_packs(recipe: Recipe, data: Data | None, vocab_size: int) -> None:
+def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) -> None:
     """InputError where packs do not suit the model or are too few, and where `train.epochs` counts packs that nobody has yet."""
     if data is not None:
-        check_tokens(data, vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
+        check_tokens(data, config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
+        check_positions(data, config)
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
         check_labels(data, recipe.data)
     elif recipe.train.epochs is not None:

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from foundation.reading import reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
 from pretrain.checkpoint.weights import SavedWeights
-from pretrain.compare.figures import plot_losses
+from pretrain.compare.figures import picture_of_losses
 from pretrain.metrics.run_record import RunRecord, is_step, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import full_state_dict
@@ -186,9 +185,7 @@ def _card_of(saved: SavedModel, tokenizer: bool) -> dict[str, bytes]:
         return {}
     if not any(is_step(record) for record in run.metrics):
         return {}
-    with TemporaryDirectory() as folder:
-        plot_losses([run], Path(folder) / PICTURE)
-        return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: (Path(folder) / PICTURE).read_bytes()}
+    return {CARD: model_card(run, saved.hf, tokenizer=tokenizer).encode(), PICTURE: picture_of_losses([run])}
 
 
 def export_trained(run: Run, record: RunRecord | None) -> None:

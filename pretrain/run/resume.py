@@ -19,12 +19,13 @@ from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
 from pretrain.checkpoint.disks import look_at_disks
+from pretrain.checkpoint.folders import set_aside
 from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
-from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, SUMMARY_FILE
-from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
+from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE
+from pretrain.metrics.run_record import NoStepYet, RunRecord, is_step, read_finished, read_metrics, read_run
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -170,24 +171,39 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
 
 
 def _end_of_a_run(job: Job) -> str | None:
-    """What the run folder has of the end of a run, as the beginning of a message: a model, or the summary of this training."""
-    final = job.run_dir / "final"
-    if final.exists():
-        return f"{final}: is the model"
-    return f"{job.run_dir / SUMMARY_FILE}: is the summary" if finished_before(job) else None
+    """What the run folder has of the end of a run, whatever its recipe was, as the beginning of a message."""
+    ends = {"final": "is the model", SUMMARY_FILE: "is the summary"}
+    return next((f"{job.run_dir / name}: {what}" for name, what in ends.items() if (job.run_dir / name).exists()), None)
 
 
 def finished_before(job: Job) -> RunRecord | None:
     """What the run folder holds, where it is this very training and that has reached its end already; else None."""
     run = read_finished(job.run_dir)
-    if run is None or run.summary["steps"] != job.plan.steps:
-        return None
+    return run if run is not None and run.summary["steps"] == job.plan.steps and _is_of(run, job) else None
+
+
+def _is_of(run: RunRecord, job: Job) -> bool:
+    """Whether what `run` has written is of this very training."""
     try:
-        recipe = parse(Recipe, run.config, str(job.run_dir / "config.yaml"))
+        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
     except InputError:  # of another version
-        return None
-    trained = identity_of(recipe, run.data_fingerprint or "")
-    return None if changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)) else run
+        return False
+    return not changed_keys(identity_of(recipe, run.data_fingerprint or ""), identity_of(job.recipe, job.data.train.fingerprint))
+
+
+def set_aside_another(job: Job) -> None:
+    """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
+    either, has left in the run folder, so that neither the file nor a tracker takes its steps for this one's."""
+    try:
+        if _is_of(read_run(job.run_dir), job):  # its steps are trained again
+            return
+    except NoStepYet:
+        return
+    except InputError:  # there is none, or it is damaged
+        pass
+    for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
+        if path.exists():
+            set_aside(path)
 
 
 def nothing_left(job: Job, wanted: str) -> RunRecord | None:

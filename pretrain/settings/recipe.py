@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -26,6 +27,19 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 def as_a_word(value: Any) -> Any:
     """YAML reads a bare `on` as true and a bare `off` as false; of `parity` older recipes have these."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+_NO_DOT = re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+")
+
+
+def _with_numbers(value: Any) -> Any:
+    """`value` with the numbers that `1e6` and `1e-5` are, which YAML without a dot in them reads as text. Other sections know by
+    their keys what is a number; of a model's config transformers alone does, and it takes no text."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    return float(value) if isinstance(value, str) and _NO_DOT.fullmatch(value) else value
 
 
 class EveryNthLayer(Settings):
@@ -58,7 +72,7 @@ class ModelSettings(Settings):
             json.dumps(config, allow_nan=False)
         except (ValueError, TypeError):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
-        return config
+        return _with_numbers(config)
 
     @property
     def weights_source(self) -> str | None:

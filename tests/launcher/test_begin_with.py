@@ -73,6 +73,20 @@ def test_another_precision_and_other_settings_take_over_from_there(first: Finish
     assert second.losses()[0] == pytest.approx(first.losses()[4], rel=0.02) and second.losses()[0] != first.losses()[4]
 
 
+def test_what_a_branch_left_that_came_to_no_checkpoint_is_set_aside_by_another(
+    first: Finished, train_here: Callable, tmp_path: Path
+) -> None:
+    begins = ["seed=5", f"run_dir={tmp_path}/second", f"train.begin_with={tmp_path}/{BEGIN}", "parity=off"]
+    begins.append("checkpoint={every: null, at_end: false}")
+    second = train_here(*begins)
+    assert second.status == 0, second.output
+    written = (second.run_dir / "metrics.jsonl").read_bytes()
+    (second.run_dir / "summary.json").unlink()  # as if it had been killed
+    other = train_here(*begins, "optimizer.weight_decay=0.5")
+    assert other.status == 0 and (second.run_dir / "metrics.jsonl.replaced-1").read_bytes() == written
+    assert len(other.losses()) == 8, "steps 5 to 12"
+
+
 @pytest.mark.parametrize(
     "before", ["precision=fp32", "precision=delayed", "precision=delayed fp8_config.keep_bf16_layers.last=1"]
 )

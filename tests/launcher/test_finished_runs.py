@@ -34,17 +34,31 @@ def test_a_finished_run_without_a_last_checkpoint_says_so_and_keeps_its_files(ev
     assert contents(run.run_dir) == before, "all there, loss.png drawn again, and nothing written over"
 
 
-def test_a_model_wanted_of_a_finished_run_needs_a_checkpoint_to_go_on_from(train_here: Callable) -> None:
+def test_a_finished_run_without_a_checkpoint_is_not_trained_over_by_any_recipe(train_here: Callable) -> None:
     run = train_here(*SHORT, "checkpoint.every=null")
     before = contents(run.run_dir)
-    wanted = train_here(*SHORT, "checkpoint.every=null", "checkpoint.at_end=true")
-    assert wanted.status == 2 and f"{run.run_dir / 'summary.json'}: is the summary of a finished run" in wanted.err
-    assert contents(run.run_dir) == before
-    longer = train_here(*SHORT, "checkpoint.every=4", "train.steps=7")
-    assert longer.status == 0 and len(longer.losses()) == 7, "another training, which its user asks for"
-    exported = train_here(*SHORT, "train.steps=7", "checkpoint.at_end=true")
+    for change in ("checkpoint.at_end=true", "train.steps=7", "optimizer.learning_rate=0.02"):
+        refused = train_here(*SHORT, "checkpoint.every=null", change).refusal
+        assert f"{run.run_dir / 'summary.json'}: is the summary of a finished run" in refused
+        assert contents(run.run_dir) == before
+    assert "is the summary of a finished run" in train_here(*SHORT, "train.steps=7", "--plan").refusal
+
+
+def test_what_another_training_left_that_came_to_no_checkpoint_is_set_aside(train_here: Callable) -> None:
+    run = train_here(*SHORT, "checkpoint.every=null")
+    (run.run_dir / "summary.json").unlink()  # as if it had been killed
+    metrics, records = run.run_dir / "metrics.jsonl", run.records()
+    again = train_here(*SHORT, "checkpoint.every=null")
+    assert again.status == 0 and not list(run.run_dir.glob("*.replaced-*")), "the same training, whose steps are the same again"
+    (run.run_dir / "summary.json").unlink()
+    written = metrics.read_bytes()
+    other = train_here(*SHORT, "checkpoint.every=4", "train.steps=7", "schedule.warmup=0")
+    assert other.status == 0 and f"{metrics} was set aside as metrics.jsonl.replaced-1" in other.err
+    assert metrics.with_name("metrics.jsonl.replaced-1").read_bytes() == written
+    assert len(other.losses()) == 7 and other.losses() != [line["loss"] for line in records if "loss" in line]
+    exported = train_here(*SHORT, "train.steps=7", "schedule.warmup=0", "checkpoint.at_end=true")
     assert exported.status == 0 and "at step 4" in exported.out, exported.output
-    assert (run.run_dir / "final").is_dir() and exported.losses() == longer.losses()
+    assert (run.run_dir / "final").is_dir() and exported.losses() == other.losses()
 
 
 def test_a_checkpoint_that_is_named_sends_a_finished_run_back(train_here: Callable) -> None:

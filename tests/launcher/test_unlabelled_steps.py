@@ -29,6 +29,7 @@ def test_a_step_without_labels_has_no_loss_and_a_resumed_run_goes_on_over_it(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = small_recipe | {"batch": {"tokens": PACK_LENGTH, "microbatch": 1}, "evaluate": {}, "parity": "off"}
+    recipe |= {"loss": {"penalty": "non_max_sum", "penalty_weight": 0.1}}
     recipe |= {"data": {"packs": str(write_half_blank(tmp_path / "packs")), "length": PACK_LENGTH}, "log": {"every": 1}}
     run = train_here(recipe=recipe)
     assert run.status == 0, run.output
@@ -41,6 +42,8 @@ def test_a_step_without_labels_has_no_loss_and_a_resumed_run_goes_on_over_it(
     said = [line for line in run.out.splitlines() if line.split()[:1] == ["step"]]
     assert sum("loss       –" in line for line in said) == len(blank) and " nan " not in run.out
     assert run.output.count("has a label, so it has no loss") == 1
+    assert all(record["penalty"] is None for record in blank) and all(0 < record["penalty"] < 1 for record in labelled)
+    assert sum("penalty       –" in line for line in said) == len(blank)
 
     step = blank[1]["step"]  # saved just after a step without labels, and gone on from in a folder that has its curve
     whole = {"run_dir": str(tmp_path / "other"), "checkpoint": {"every": step, "keep": 99}}

@@ -45,6 +45,11 @@ MARKED = (
 )
 MARKS_NOTHING = "{{ messages[0].content }}{% generation %}{% endgeneration %}"
 ENDLESS = "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}"
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "x"}]}, {"role": "assistant", "content": "y"}]
+TAKES_PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}{{ part.text }}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
 FORGETFUL = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 
 CHATS = [
@@ -232,6 +237,11 @@ def test_a_marked_block_may_hold_others() -> None:
     assert rendered.text == "aXYbc" and rendered.answers == ((0, 1), (1, 3), (3, 4))
 
 
+def test_a_template_that_takes_content_in_parts_writes_their_text() -> None:
+    rendered = ChatColumns("m", None, None).written_by(TAKES_PARTS, {}).fill({"m": PARTS})
+    assert rendered.text == "xy" and rendered.answers == ((1, 2),)
+
+
 @pytest.mark.parametrize(
     ("record", "values", "message"),
     [
@@ -248,6 +258,7 @@ def test_a_marked_block_may_hold_others() -> None:
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ strftime_now('%Y') }}"}, "'strftime_now' is undefined"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "nowhere.jinja"}, "data.chat_template: nowhere.jinja: no chat"),
         ({"m": CHATS[0]}, {"messages": "m", "tokenizer": "bare"}, "has no chat template to write chats with"),
+        ({"m": PARTS}, {"messages": "m", "chat_template": "{{ messages[0].content }}"}, "message 1 has a list as its content"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": ENDLESS}, "does not take this chat: maximum recursion depth"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": MARKS_NOTHING}, "the chat template writes nothing for the answers"),
         ({"m": CHATS[0]}, {"messages": "m", "chat_template": "{{ 'x' * 10**18 }}"}, "does not take this chat: MemoryError"),

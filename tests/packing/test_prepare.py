@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def test_a_full_disk_is_told_and_what_was_tokenised_is_kept(settings: DataSettin
 
     with monkeypatch.context() as patch:
         patch.setattr(token_log, "_write_all", until_full)
-        with pytest.raises(InputError, match=r"the disk is full; what is tokenised is kept in .*packs\.partial"):
+        with pytest.raises(InputError, match=r"the disk is full; free some space .* kept in .*packs\.partial"):
             prepare(settings, progress=False)
     kept = json.loads((settings.packs.with_name("packs.partial") / "progress.json").read_text())["counts"]
     assert kept["tokens"] > 0 and not kept["complete"] and not settings.packs.exists()
@@ -151,6 +152,17 @@ def test_a_full_disk_is_told_and_what_was_tokenised_is_kept(settings: DataSettin
     unbroken = settings.model_copy(update={"packs": settings.packs.with_name("unbroken")})
     prepare(unbroken, progress=False)
     assert contents(settings.packs) == contents(unbroken.packs)
+
+
+def test_a_file_that_may_not_become_so_large_is_one_message(settings: DataSettings) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+    try:
+        with pytest.raises(InputError, match=r"packs: a file may not become so large here; raise `ulimit -f`"):
+            prepare(settings, progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not settings.packs.exists()
 
 
 @pytest.fixture

@@ -260,6 +260,18 @@ def test_cells_are_best_first_by_held_out_loss_with_every_key_that_was_varied(ma
     assert len(rows(ranking.table(best=2))) == 2 and "3 more" in ranking.table(best=2)
 
 
+def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cells(matrix, tmp_path, capsys):
+    found = matrix({"seed": [1, 2]})
+    for cell in found.runs:
+        leave_behind(cell, 2.0, held_out=2.0)
+    assert main(["matrix", str(tmp_path / "m.yaml"), "--table", "optimizer.weight_decay=0.5"]) == 0
+    out = capsys.readouterr().out
+    assert "2.0000" not in out and "of other settings: seed=1, seed=2" in out
+    leave_behind(matrix({"seed": [3]}).runs[0], 3.0)
+    table = Ranking(matrix({"seed": [1, 3]}, overrides={"train.steps": 12})).table()
+    assert [row[1] for row in rows(table)] == ["1", "3"], "what is the same training is shown"
+
+
 def test_a_cell_that_sets_no_value_for_a_varied_key_shows_its_recipes(matrix):
     found = matrix({"seed": [1, 2]}, cells=[{"optimizer.learning_rate": 0.5}])
     for cell in found.runs:

@@ -91,6 +91,16 @@ def test_a_loss_that_is_no_number_is_left_out_of_the_mean():
     assert "loss  3.0000" in written(act)
 
 
+def test_a_step_without_labels_is_left_out_of_the_means_of_loss_and_penalty():
+    def act(console):
+        console.step(record(1, loss=None, penalty=None), show=False)
+        console.step(record(2, loss=3.0, penalty=0.5), show=False)
+        console.step(record(3, loss=5.0, penalty=1.0))
+        console.step(record(4, loss=None, penalty=None))
+
+    assert "loss  4.0000   penalty  0.7500" in written(act) and "loss       –   penalty       –" in written(act)
+
+
 @given(value=st.floats(min_value=0) | st.just(math.nan))
 def test_any_figure_makes_a_line(value):
     assert "nan" in written(lambda console: console.step(record(loss=math.nan)))

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.batch import IGNORE, evaluation_batches
 from packing.settings import DataSettings
-from pretrain.plan.data import Data, check_labels, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data
 from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
 from pretrain.settings.recipe import ModelSettings
 
@@ -127,6 +127,20 @@ def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> 
     check_tokens(data, 61, None)
     with pytest.raises(InputError, match=r"token id 60, but the model's vocabulary has 60 tokens"):
         check_tokens(data, 60, None)
+
+
+@pytest.mark.parametrize("split", ["train", "held_out"])
+def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(split: str, tmp_path: Path) -> None:
+    """On a device the table would be read beyond its end, which ends the process."""
+    with PackWriter(tmp_path / "packs", 16) as writer:
+        for which in ("train", "held_out"):
+            writer.add(which, Pack(np.zeros(16, np.uint32), np.array([10, 6], np.int32), 54 if which == split else 16))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    data = open_data(DataSettings(packs=tmp_path / "packs", length=16), is_main_process=True)
+    check_positions(data, GPT2Config(n_positions=64))
+    check_positions(data, LlamaConfig(max_position_embeddings=16))
+    with pytest.raises(InputError, match=r"packs: a document goes on .* to position 63, and the model has 63 positions; prepare"):
+        check_positions(data, GPT2Config(n_positions=63))
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,15 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
 
 
+def test_a_models_config_takes_numbers_with_an_exponent_and_no_dot(tmp_path: Path) -> None:
+    shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, list: [1E+2, 2], hidden_act: silu, name: e5, hex: 0x1e5}"
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: x\nmodel: {{config: {shape}}}\ndata: {{packs: p}}\ntrain: {{steps: 1}}\n")
+    config = load_recipe(path, ["model.config.rms_norm_eps=-1e-6"]).model.config
+    assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == -1e-6
+    assert config["list"] == [100.0, 2] and (config["name"], config["hidden_act"], config["hex"]) == ("e5", "silu", 0x1E5)
+
+
 def test_a_mistake_names_the_file_of_the_chain_that_it_stands_in(tmp_path: Path) -> None:
     (tmp_path / "root.yaml").write_text(yaml.safe_dump({**SMALLEST, "seed": -1}))
     path = write(tmp_path, {"base": "root.yaml", "optimizer": {"clip": "none"}})
