@@ -85,7 +85,10 @@ def test_the_losses_of_the_comparison_are_those_of_the_result_file():
 def test_what_a_precision_costs_is_what_the_experiment_found():
     """The README's table of hardware, and the answer in docs/evidence.md, from the experiment's files."""
     scale = Scale.read(
-        *(ROOT / f"benchmarks/results/h200_evidence_{name}.json" for name in ("14m", "14m_controls", "14m_delayed", "14m_head"))
+        *(
+            ROOT / f"benchmarks/results/h200_evidence_{name}.json"
+            for name in ("14m", "14m_controls", "14m_delayed", "14m_head", "14m_head_2", "14m_emulated")
+        )
     )
     speeds = Speeds(ROOT / "benchmarks/results/h200_throughput.json")
     readme = README.partition("## Which precision")[2].partition("## ")[0]
