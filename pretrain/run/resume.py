@@ -24,8 +24,8 @@ from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
-from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE
-from pretrain.metrics.run_record import NoStepYet, RunRecord, is_step, read_finished, read_metrics, read_run
+from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, PROFILE_FILE, STATISTICS_FILE, SUMMARY_FILE, TENSORBOARD
+from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics, read_run
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -193,16 +193,15 @@ def _is_of(run: RunRecord, job: Job) -> bool:
 
 def set_aside_another(job: Job) -> None:
     """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
-    either, has left in the run folder, so that neither the file nor a tracker takes its steps for this one's."""
-    try:
-        if _is_of(read_run(job.run_dir), job):  # its steps are trained again
+    either, has left in the run folder, so that neither a file nor a tracker takes its steps for this one's."""
+    with suppress(InputError):  # there is none, or it is damaged
+        if _is_of(read_run(job.run_dir, needs_step=False), job):  # its steps are trained again
             return
-    except NoStepYet:
-        return
-    except InputError:  # there is none, or it is damaged
-        pass
-    for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
-        if path.exists():
+    for name in (METRICS_FILE, STATISTICS_FILE, PROFILE_FILE, TENSORBOARD):
+        path = job.run_dir / name
+        if path.is_file() and path.stat().st_size == 0:
+            path.unlink()
+        elif path.exists():
             set_aside(path)
 
 
