@@ -61,7 +61,7 @@ def test_what_another_training_left_that_came_to_no_checkpoint_is_set_aside(trai
     assert (run.run_dir / "final").is_dir() and exported.losses() == other.losses()
 
 
-def test_another_trainings_evaluation_before_its_first_step_is_set_aside_as_tensorboards_events_are(train_here: Callable) -> None:
+def test_another_trainings_evaluation_before_its_first_step_is_set_aside(train_here: Callable) -> None:
     quick = (*SHORT, "checkpoint.every=null", "evaluate.at_start=true", "log.trackers=[tensorboard]")
     run = train_here(*quick)
     (run.run_dir / "summary.json").unlink()
