@@ -155,9 +155,9 @@ class NoStepYet(InputError):
         self.run_dir = run_dir
 
 
-def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None, *, needs_step: bool = True) -> RunRecord:
+def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None) -> RunRecord:
     """Read a whole run folder, but for its `metrics` where they are read already. All figures come from the metrics;
-    `summary.json`, written at the end, adds the run's identity. A run without a step is NoStepYet, unless none is needed.
+    `summary.json`, written at the end, adds the run's identity.
 
     Raises InputError naming the file that is missing, empty or damaged.
     """
@@ -165,7 +165,7 @@ def read_run(run_dir: Path, metrics: list[dict[str, Any]] | None = None, *, need
         raise InputError(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = read_metrics(run_dir) if metrics is None else metrics
-    if needs_step and not any(map(is_step, metrics)):  # an evaluation may come before
+    if not any(map(is_step, metrics)):  # an evaluation may come before
         raise NoStepYet(run_dir)
     record = RunRecord(
         path=run_dir,

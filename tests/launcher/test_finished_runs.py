@@ -67,6 +67,9 @@ def test_another_trainings_evaluation_before_its_first_step_is_set_aside(train_h
     (run.run_dir / "summary.json").unlink()
     metrics, own = run.run_dir / "metrics.jsonl", run.records()[0]
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])  # as if it had been killed before its first step
+    same = train_here(*quick)
+    assert same.records()[0] == own and not list(run.run_dir.glob("*.replaced-*")), "the same training has evaluated it already"
+    (run.run_dir / "summary.json").unlink()
     other = train_here(*quick, "seed=5")
     first = other.records()[0]
     assert other.status == 0 and first["step"] == own["step"] == 0 and first["held_out_loss"] != own["held_out_loss"]
