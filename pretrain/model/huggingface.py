@@ -110,9 +110,8 @@ def _config_of(settings: ModelSettings) -> PretrainedConfig:
 def _check_rotary(config: Mapping[str, Any]) -> None:
     """Their base and its factor, of which transformers takes any: text where the model is built, and 0 until the loss is NaN."""
     for key, value in flatten(config).items():
-        if not key.startswith("rope_") or key.rpartition(".")[2] not in ("rope_theta", "factor") or value is None:
-            continue
-        if not isinstance(value, (int, float)) or value <= 0:
+        wanted = key.startswith("rope_") and key.rpartition(".")[2] in ("rope_theta", "factor")
+        if wanted and (isinstance(value, str) or (isinstance(value, (int, float)) and value <= 0)):
             raise InputError(f"`model.config.{key}: {shown(value)}`: rotary positions need a number above 0")
 
 
