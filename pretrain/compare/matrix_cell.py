@@ -25,6 +25,7 @@ from foundation.reading import load_object
 from foundation.tables import or_dash
 from foundation.units import duration
 from pretrain.compare.matrix_file import Matrix, MatrixRun
+from pretrain.metrics.run_folder import check_ours
 from pretrain.metrics.run_record import MATRIX_FILE, is_step, read_metrics
 
 SHOWN_LOG_LINES = 12
@@ -47,7 +48,9 @@ class StartedRun:
 
     @classmethod
     def start(cls, matrix: Matrix, run: MatrixRun, slot: int | None, *, side_by_side: bool) -> StartedRun:
-        """Mark the run's folder and start its launcher, which sees the GPUs of `slot`; InputError where that cannot be done."""
+        """Mark the run's folder and start its launcher, which sees the GPUs of `slot`; InputError where that cannot be done, and
+        where the folder is somebody else's, in which nothing is written."""
+        check_ours(run.run_dir)
         try:
             mark(matrix, run, side_by_side=side_by_side)
             with run.log.open("ab") as log:

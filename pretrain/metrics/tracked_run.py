@@ -19,6 +19,7 @@ from typing import Any
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from foundation.errors import InputError
+from pretrain.metrics.run_folder import TENSORBOARD
 from pretrain.metrics.services import errors_of
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
@@ -58,7 +59,7 @@ class TrackedRun:
         tracker, project, title = LOGGER_TYPE_TO_CLASS[self.name], self._log.project, self._run_dir.name
         if self.name == "tensorboard":
             # purge_step: TensorBoard's own way of taking back what a killed run logged beyond its checkpoint.
-            last, begun = self._resumed_step, bool(self.seen) or (self._run_dir / "tensorboard").exists()
+            last, begun = self._resumed_step, bool(self.seen) or (self._run_dir / TENSORBOARD).exists()
             seen = self.seen or dict.fromkeys(("step", "evaluation", "samples") if begun else (), last)
             self.seen = {kind: min(step, last) for kind, step in seen.items()}
             if not isinstance(threading.excepthook, partial):

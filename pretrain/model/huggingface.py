@@ -30,9 +30,11 @@ from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree, remove_own_folder
 from foundation.progress import advance
 from foundation.reading import load_object
+from foundation.settings import shown
 from packing.settings import HUB_NAME
 from pretrain.model.attention import backends as attention
 from pretrain.model.loss.head import check as check_loss
+from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 MOST_LAYERS = 1024  # a plan takes milliseconds for each: 100,000 of them, a mistyped number, would keep it busy for minutes
@@ -90,6 +92,7 @@ def _listed(values: Mapping[str, float]) -> str:
 def _config_of(settings: ModelSettings) -> PretrainedConfig:
     changes = dict(settings.config or {})
     _check_layers(changes, "`model.config`")
+    _check_rotary(changes)
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
     for key in changes:
@@ -102,6 +105,14 @@ def _config_of(settings: ModelSettings) -> PretrainedConfig:
         return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
     except _OF_WRONG_VALUES as error:
         raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {_reason(error)}") from None
+
+
+def _check_rotary(config: Mapping[str, Any]) -> None:
+    """Their base and its factor, of which transformers takes any: text where the model is built, and 0 until the loss is NaN."""
+    for key, value in flatten(config).items():
+        wanted = key.startswith("rope_") and key.rpartition(".")[2] in ("rope_theta", "factor")
+        if wanted and (isinstance(value, str) or (isinstance(value, (int, float)) and value <= 0)):
+            raise InputError(f"`model.config.{key}: {shown(value)}`: rotary positions need a number above 0")
 
 
 def _check_layers(config: Mapping[str, Any], where: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
+from foundation.files import FileLock
 from foundation.reading import reason_of
 from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder, step_folders, step_of
@@ -82,19 +83,30 @@ def best_checkpoint(run_dir: Path) -> Path:
 def export_checkpoint(source: Path, out: Path, dtype: Weights | None) -> str:
     """Write the model at `source`, a run folder or a checkpoint in one, to the new folder `out`; returns what was done.
 
-    InputError, before anything is written, where `out` exists, and where the checkpoint is damaged or not all there.
+    InputError, before anything is written, where `out` exists or is being exported to, and where the checkpoint is damaged or not
+    all there.
     """
-    if out.exists() or out.is_symlink():
-        raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
+    _require_new(out)
     saved = SavedModel.open(source, dtype)
     tokenizer, without = tokenizer_of(saved.recipe)
+
+    def refuse(holder: str) -> None:
+        raise InputError(f"{out}: is being exported to by {holder}; name another folder")
+
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out.with_name(f".{out.name}.lock"), refuse)
     except OSError as error:
-        raise InputError(f"{out}: {out.parent} cannot be made: {reason_of(error)}; name another folder") from None
-    model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
+        raise InputError(f"{out}: {out.parent} cannot be made or written to: {reason_of(error)}; name another folder") from None
+    with lock:
+        _require_new(out)
+        model.export(saved.hf, saved.read, tokenizer, out, _card_of(saved, tokenizer is not None))
     joined = ", each joined with its remainder" if saved.weights.remainders and saved.to == "fp32" else ""
     return f"{saved.weights.folder} is exported to {out}: weights in {saved.to}{joined}{without}"
+
+
+def _require_new(out: Path) -> None:
+    if out.exists() or out.is_symlink():
+        raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.reading import load_json
-from foundation.settings import parse
+from foundation.reading import load_json, load_object
+from foundation.settings import load_yaml, parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
 from pretrain.checkpoint.disks import look_at_disks
@@ -24,8 +24,16 @@ from pretrain.checkpoint.manifest import NOT_HERE, TensorEntry, read_manifest
 from pretrain.checkpoint.state import Past, TrainState, changed_keys, check_record, check_same_training, differences
 from pretrain.metrics.health import Health
 from pretrain.metrics.recorded import RecordedAudit
-from pretrain.metrics.run_folder import AUDIT_FILE, METRICS_FILE, STATISTICS_FILE, SUMMARY_FILE
-from pretrain.metrics.run_record import NoStepYet, RunRecord, is_step, read_finished, read_metrics, read_run
+from pretrain.metrics.run_folder import (
+    AUDIT_FILE,
+    METRICS_FILE,
+    PROFILE_FILE,
+    STATISTICS_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD,
+    RunFolder,
+)
+from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -179,30 +187,33 @@ def _end_of_a_run(job: Job) -> str | None:
 def finished_before(job: Job) -> RunRecord | None:
     """What the run folder holds, where it is this very training and that has reached its end already; else None."""
     run = read_finished(job.run_dir)
-    return run if run is not None and run.summary["steps"] == job.plan.steps and _is_of(run, job) else None
+    ended = run is not None and run.summary["steps"] == job.plan.steps
+    return run if ended and _is_this(run.config, run.data_fingerprint, job) else None
 
 
-def _is_of(run: RunRecord, job: Job) -> bool:
-    """Whether what `run` has written is of this very training."""
+def _is_this(config: dict[str, Any], fingerprint: str | None, job: Job) -> bool:
+    """Whether a run of `config`, on data of this `fingerprint`, is this very training."""
     try:
-        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
+        recipe = parse(Recipe, config, str(job.run_dir / "config.yaml"))
     except InputError:  # of another version
         return False
-    return not changed_keys(identity_of(recipe, run.data_fingerprint or ""), identity_of(job.recipe, job.data.train.fingerprint))
+    return not changed_keys(identity_of(recipe, fingerprint or ""), identity_of(job.recipe, job.data.train.fingerprint))
 
 
 def set_aside_another(job: Job) -> None:
     """For a run that has no checkpoint of its own yet: rename to `<name>.replaced-<n>` what another training, which came to none
-    either, has left in the run folder, so that neither the file nor a tracker takes its steps for this one's."""
-    try:
-        if _is_of(read_run(job.run_dir), job):  # its steps are trained again
+    either, has left in the run folder, so that neither a file nor a tracker takes its steps for this one's."""
+    folder = RunFolder(job.run_dir, owner=False)
+    with suppress(InputError):  # there is none, or it is damaged
+        read_metrics(job.run_dir)
+        environment = load_object(folder.environment, "start the run again to write it")
+        if _is_this(load_yaml(folder.config), environment.get("data_fingerprint"), job):  # its steps are trained again
             return
-    except NoStepYet:
-        return
-    except InputError:  # there is none, or it is damaged
-        pass
-    for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
-        if path.exists():
+    for name in (METRICS_FILE, STATISTICS_FILE, PROFILE_FILE, TENSORBOARD):
+        path = job.run_dir / name
+        if path.is_file() and path.stat().st_size == 0:
+            path.unlink()
+        elif path.exists():
             set_aside(path)
 
 

@@ -29,17 +29,17 @@ def as_a_word(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-_NO_DOT = re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+")
+_WITH_EXPONENT = re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+")
 
 
 def _with_numbers(value: Any) -> Any:
-    """`value` with the numbers that `1e6` and `1e-5` are, which YAML without a dot in them reads as text. Other sections know by
-    their keys what is a number; of a model's config transformers alone does, and it takes no text."""
+    """`value` with the numbers that `1e6`, `1e-5` and `1.0e6` are: without a dot, or a sign after the e, YAML reads them as text.
+    Other sections know by their keys what is a number; of a model's config transformers alone does, and it takes no text."""
     if isinstance(value, dict):
         return {key: _with_numbers(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_with_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and _NO_DOT.fullmatch(value) else value
+    return float(value.replace("_", "")) if isinstance(value, str) and _WITH_EXPONENT.fullmatch(value) else value
 
 
 class EveryNthLayer(Settings):
@@ -68,11 +68,12 @@ class ModelSettings(Settings):
     @field_validator("config")
     @classmethod
     def _can_be_written_as_json(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        config = _with_numbers(config)
         try:
             json.dumps(config, allow_nan=False)
         except (ValueError, TypeError):
             raise ValueError("infinity, not-a-number and dates cannot stand in a config.json") from None
-        return _with_numbers(config)
+        return config
 
     @property
     def weights_source(self) -> str | None:

@@ -15,6 +15,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from foundation.files import FileLock
 from packing.arrow import Pack, PackWriter
 from pretrain.__main__ import main
 from pretrain.checkpoint.folders import step_folder
@@ -135,6 +136,14 @@ def test_what_exists_is_not_written_over_and_damage_is_named_with_its_file(exact
     shutil.copytree(exact / "checkpoints" / "step-00000004", run / "checkpoints" / "step-00000002")
     status, said = export(capsys, run, tmp_path / "other")
     assert status == 0 and "the one before it is" in said and "step-00000002 is exported" in said
+
+
+def test_two_exports_to_one_folder_do_not_write_over_each_other(exact: Path, tmp_path: Path, capsys: Any):
+    with FileLock(tmp_path / ".out.lock", pytest.fail):  # as the first of them holds it
+        status, said = export(capsys, exact, tmp_path / "out")
+    assert status == 2 and f"{tmp_path / 'out'}: is being exported to by process " in said and not (tmp_path / "out").exists()
+    status, said = export(capsys, exact, tmp_path / "out")
+    assert status == 0 and [path.name for path in tmp_path.iterdir()] == ["out"], said
 
 
 def test_a_checkpoint_of_other_shapes_than_its_runs_settings_is_no_model(exact: Path, tmp_path: Path, capsys: Any):

@@ -61,6 +61,22 @@ def test_what_another_training_left_that_came_to_no_checkpoint_is_set_aside(trai
     assert (run.run_dir / "final").is_dir() and exported.losses() == other.losses()
 
 
+def test_another_trainings_evaluation_before_its_first_step_is_set_aside(train_here: Callable) -> None:
+    quick = (*SHORT, "checkpoint.every=null", "evaluate.at_start=true", "log.trackers=[tensorboard]")
+    run = train_here(*quick)
+    (run.run_dir / "summary.json").unlink()
+    metrics, own = run.run_dir / "metrics.jsonl", run.records()[0]
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])  # as if it had been killed before its first step
+    same = train_here(*quick)
+    assert same.records()[0] == own and not list(run.run_dir.glob("*.replaced-*")), "the same training has evaluated it already"
+    (run.run_dir / "summary.json").unlink()
+    other = train_here(*quick, "seed=5")
+    first = other.records()[0]
+    assert other.status == 0 and first["step"] == own["step"] == 0 and first["held_out_loss"] != own["held_out_loss"]
+    assert {path.name for path in run.run_dir.glob("*.replaced-1")} == {"metrics.jsonl.replaced-1", "tensorboard.replaced-1"}
+    assert "seed: 5" in next((run.run_dir / "tensorboard").rglob("hparams.yml")).read_text()
+
+
 def test_a_checkpoint_that_is_named_sends_a_finished_run_back(train_here: Callable) -> None:
     run = train_here(*SHORT, "checkpoint.every=4")
     back = train_here(*SHORT, "checkpoint.every=4", "--resume", str(run.run_dir / "checkpoints" / "step-00000004"))

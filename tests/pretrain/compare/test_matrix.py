@@ -88,6 +88,16 @@ def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
         assert content == {"matrix": "m", "cell": {"weights": "fp32"}, "side_by_side": marked}
 
 
+def test_a_cell_writes_nothing_into_somebody_elses_folder(matrix):
+    found = matrix({"weights": ["fp32"]})
+    folder = found.runs[0].run_dir
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(InputError, match=r"holds thesis\.tex and is no run folder"):
+        StartedRun.start(found, found.runs[0], None, side_by_side=False)
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+
+
 def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
     """As when `accelerate launch` is signalled, and goes while its trainer is still saving."""
     one = started(matrix({"weights": ["fp32"]}).runs[0], "sleep 600 & exit 0")

@@ -17,6 +17,7 @@ from accelerate import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.summary.writer import event_file_writer
 
 from foundation.errors import InputError
 from pretrain.metrics.services import check_services
@@ -136,7 +137,9 @@ def test_resolving_writes_nothing_and_other_processes_have_no_trackers(tmp_path)
 
 
 @pytest.fixture
-def accelerate_state():
+def accelerate_state(monkeypatch):
+    # TensorBoard counts a process's files of events, and reads those of one second in the order of their names: 10 before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     yield PartialState(cpu=True)
     PartialState._reset_state()
 

@@ -55,13 +55,20 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
 
 
-def test_a_models_config_takes_numbers_with_an_exponent_and_no_dot(tmp_path: Path) -> None:
-    shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, list: [1E+2, 2], hidden_act: silu, name: e5, hex: 0x1e5}"
+def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(tmp_path: Path) -> None:
+    shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, hidden_act: silu, name: e5, hex: 0x1e5, list: LIST}"
+    shape = shape.replace("LIST", "[1E+2, 2, 1.0e6, .5e1, 1_0.5e1]")
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: x\nmodel: {{config: {shape}}}\ndata: {{packs: p}}\ntrain: {{steps: 1}}\n")
     config = load_recipe(path, ["model.config.rms_norm_eps=-1e-6"]).model.config
     assert config["rope_parameters"] == {"rope_theta": 1e6} and config["rms_norm_eps"] == -1e-6
-    assert config["list"] == [100.0, 2] and (config["name"], config["hidden_act"], config["hex"]) == ("e5", "silu", 0x1E5)
+    assert config["list"] == [100.0, 2, 1e6, 5.0, 105.0] and (config["name"], config["hidden_act"], config["hex"]) == (
+        "e5",
+        "silu",
+        0x1E5,
+    )
+    with pytest.raises(InputError, match=r"model\.config.*infinity"):
+        load_recipe(path, ["model.config.rms_norm_eps=1e999"])
 
 
 def test_a_mistake_names_the_file_of_the_chain_that_it_stands_in(tmp_path: Path) -> None:
