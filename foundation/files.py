@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import re
 import shutil
@@ -64,6 +65,12 @@ def replace_file(path: Path, data: bytes) -> None:
     finally:
         partial.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+def name_aside(path: Path) -> Path:
+    """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, a dangling link included."""
+    names = (path.with_name(f"{path.name}.replaced-{number}") for number in itertools.count(1))
+    return next(aside for aside in names if not aside.exists() and not aside.is_symlink())
 
 
 def no_room(error: BaseException | None) -> str | None:

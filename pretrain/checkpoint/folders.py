@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from foundation.errors import InputError
-from foundation.files import fsync
+from foundation.files import fsync, name_aside
 from foundation.integrity import wrong_sizes
 from pretrain.checkpoint.manifest import read_manifest
 
@@ -73,9 +73,7 @@ def looks_complete(folder: Path) -> bool:
 
 def set_aside(path: Path) -> Path:
     """Free the name of a checkpoint, or of a file, without losing the data."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.replaced-{number}")).exists():
-        number += 1
+    aside = name_aside(path)
     os.rename(path, aside)
     _log.warning("%s was set aside as %s; remove it when you do not need it", path, aside.name)
     return aside

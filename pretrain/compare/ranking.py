@@ -34,9 +34,9 @@ class Ranking:
         training, of other settings, is named in its place."""
         written = [(run, record) for run in self._matrix.runs if (record := self._read(run)) is not None]
         found = [(run, record) for run, record in written if run.name in self._finished or run.is_in_its_folder()]
-        strange = [run for run, _ in written if all(run is not own for own, _ in found)]
-        names = ", ".join(run.name for run in strange)
-        others = f"not shown, as what is in their run folders is of other settings: {names}" if strange else ""
+        shown = {run.name for run, _ in found}
+        strange = ", ".join(run.name for run, _ in written if run.name not in shown)
+        others = f"left out, since their run folders hold trainings of other settings: {strange}" if strange else ""
         if not found:
             return others or "No cell has trained a step yet."
         found.sort(key=lambda pair: self._place(*pair))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
 import os
 import pickle
@@ -27,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree, remove_own_folder
+from foundation.files import fsync, fsync_tree, name_aside, remove_own_folder
 from foundation.progress import advance
 from foundation.reading import load_object
 from foundation.settings import shown
@@ -308,9 +307,7 @@ def export(
             or folder.is_symlink()
             or any(name not in exported and not _OF_WEIGHTS.fullmatch(name) for name in lying_there)
         ):
-            taken = (folder.with_name(f"{folder.name}.replaced-{number}") for number in itertools.count(1))
-            previous = next(path for path in taken if not path.exists() and not path.is_symlink())
-            kept = True
+            previous, kept = name_aside(folder), True
         else:
             (folder / _UNFINISHED).touch()
         os.replace(folder, previous)
