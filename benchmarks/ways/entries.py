@@ -101,12 +101,15 @@ OURS = {
     "delayed_exact_varlen": "precision=delayed weights=bf16_exact model.attention=varlen",
 }
 
-# The recipe keeps gradients in BF16 and recomputes every layer; BF16 moments make room for FP32 gradients and for all layers.
+# The recipe keeps gradients in BF16 and recomputes every layer; BF16 moments make room for all layers, and for FP32 gradients.
 NOT_RECOMPUTED = "optimizer.moments=bf16 optimizer.gradients=fp32 model.gradient_checkpointing=none batch.microbatch=1"
+BF16_STATE = NOT_RECOMPUTED.replace("gradients=fp32", "gradients=bf16")
 OURS_8B = {
     "delayed_exact": "precision=delayed weights=bf16_exact",
     "delayed_exact_bf16_moments": f"precision=delayed weights=bf16_exact {NOT_RECOMPUTED}",
     "delayed_exact_head_bf16_moments": f"precision=delayed weights=bf16_exact fp8_config.scope=linear+head {NOT_RECOMPUTED}",
+    "delayed_exact_bf16_state": f"precision=delayed weights=bf16_exact {BF16_STATE}",
+    "delayed_exact_head_bf16_state": f"precision=delayed weights=bf16_exact fp8_config.scope=linear+head {BF16_STATE}",
     "bf16_exact": "precision=bf16 weights=bf16_exact",
 }
 
