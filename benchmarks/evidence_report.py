@@ -192,14 +192,15 @@ def divergence_ratio(scale: Scale, cell: str) -> str:
 
 
 def texts_table(scale: Scale) -> str:
-    """Differences of the training loss, and after the decay by kind of held-out text where there are several; empty where there
-    is no cell."""
-    measures = {"training": training_loss} | {kind: loss_of_kind(kind) for kind in scale.kinds if scale.kinds[1:]}
-    header = ["cell", *(title for text in measures for title in (text, INTERVAL, "in %"))]
-    rows = [
-        [cell, *(text for measure in measures.values() for text in interval(scale.difference(cell, measure)))]
-        for cell in scale.precisions
-    ]
+    """Differences of the training loss with their verdicts, and after the decay by kind of held-out text where there are several;
+    empty where there is no cell."""
+    kinds = {kind: loss_of_kind(kind) for kind in scale.kinds if scale.kinds[1:]}
+    header = ["cell", "training", INTERVAL, "in %", "verdict", *(title for kind in kinds for title in (kind, INTERVAL, "in %"))]
+    rows = []
+    for cell in scale.precisions:
+        trained = scale.difference(cell, training_loss)
+        texts = [text for measure in kinds.values() for text in interval(scale.difference(cell, measure))]
+        rows.append([cell, *interval(trained), verdict(scale, cell, trained), *texts])
     return markdown(header, rows) if rows else ""
 
 
