@@ -304,9 +304,12 @@ def _check_common(path: str | Path, settings: MatrixSettings, common: Sequence[s
     keys = {text.partition("=")[0].strip() for text in common}
     if "run_dir" in keys:
         raise InputError(f"{path}: `overrides`: every cell has a run folder of its own; set the matrix's `run_dir`")
-    if twice := [axis for axes in (settings.axes, *(group.axes for group in settings.groups)) for axis in axes if axis in keys]:
-        only = f"to run some cells only, use `--only {twice[0]}=VALUE`"
-        raise InputError(f"{path}: `{twice[0]}` is an axis, and an override too; {only}")
+    axes = {axis: "is an axis" for each in (settings.axes, *(group.axes for group in settings.groups)) for axis in each}
+    if settings.groups:
+        axes[CELL] = "is the name of a group's cell"
+    if twice := [key for key in axes if key in keys]:
+        only = f"to run some cells only, use `--only {twice[0]}=VALUE`, once for each value"
+        raise InputError(f"{path}: `{twice[0]}` {axes[twice[0]]}, and an override too; {only}")
 
 
 def _check_distinct(path: str | Path, runs: Sequence[MatrixRun]) -> None:

@@ -193,6 +193,10 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir` is set for all cells at once"),
         ({"overrides": {"run_dir": "x"}}, r"m\.yaml: `overrides`: every cell has a run folder of its own"),
         ({"overrides": {"weights": "bf16"}}, r"`weights` is an axis, and an override too.*--only weights=VALUE"),
+        (
+            {"groups": [{"cells": {"a": {"train.steps": 2}}}], "overrides": {"cell": "a"}},
+            r"`cell` is the name of a group's cell, and an override too.*--only cell=VALUE`, once for each value",
+        ),
         ({"accelerate": "accelerate_configs/cpv.yaml"}, r"cpv\.yaml: no such file; did you mean accelerate_configs/cpu\.yaml"),
         ({"at_once": 0}, r"`at_once` is 0"),
         ({"max_hours": 0}, r"`max_hours` is 0"),
