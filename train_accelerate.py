@@ -93,6 +93,7 @@ from pretrain.run.resume import (
     chunk_of,
     find_resume_point,
     keep_findings,
+    keep_what_is_cut,
     nothing_left,
     planned_resume,
     require_a_way_on,
@@ -243,6 +244,8 @@ def build(
     main_process = accelerator.is_main_process
     if main_process and (source is None or source.begins):
         set_aside_another(job)
+    if main_process and in_own_folder and arguments.resume != "auto":
+        keep_what_is_cut(job, state.step)
     run = Run(
         job=job,
         assembly=assembly,

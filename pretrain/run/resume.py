@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +15,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.reading import load_json, load_object
+from foundation.files import name_aside, write_file
+from foundation.reading import load_json, load_object, read_regular, reason_of
 from foundation.settings import load_yaml, parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder, step_folders
@@ -34,6 +36,7 @@ from pretrain.metrics.run_folder import (
     RunFolder,
 )
 from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
+from pretrain.metrics.trackers import last_steps
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -55,6 +58,7 @@ from pretrain.run.changes import (
 from pretrain.settings.config import begin_of, identity_of
 from pretrain.settings.recipe import USUAL_CHUNK, Recipe
 
+_log = logging.getLogger(__name__)
 BEGIN_WITH = "`train.begin_with`: "  # before what is wrong with its checkpoint
 
 
@@ -215,6 +219,22 @@ def set_aside_another(job: Job) -> None:
             path.unlink()
         elif path.exists():
             set_aside(path)
+
+
+def keep_what_is_cut(job: Job, step: int) -> None:
+    """Copy to `<name>.replaced-<n>` what the run folder's files tell of steps after `step`, for a run that the user has sent back
+    there: those lines are about to be cut, and what comes may be another training. InputError where that cannot be written."""
+    for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
+        if not path.exists() or max(last_steps(path).values(), default=0) <= step:
+            continue
+        aside = name_aside(path)
+        try:
+            write_file(aside, read_regular(path))
+        except OSError as error:
+            aside.unlink(missing_ok=True)
+            what = "the steps that are abandoned cannot be kept there"
+            raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None
+        _log.warning("%s holds steps after %d, which are abandoned; they are kept in %s", path, step, aside.name)
 
 
 def nothing_left(job: Job, wanted: str) -> RunRecord | None:

@@ -218,8 +218,12 @@ def test_only_the_newest_checkpoints_are_kept(qwen3: Training):
 
 def test_a_run_sent_back_sets_later_checkpoints_aside_and_repeats_the_same_curve(gpt2: Training, run_dir: Path):
     checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
+    metrics = run_dir / "metrics.jsonl"
+    whole = metrics.read_bytes()
     status, output = gpt2.run(run_dir, "--resume", str(checkpoints / "step-00000048"))
     assert status == 0, output
+    assert metrics.with_name("metrics.jsonl.replaced-1").read_bytes() == whole, "the abandoned steps are kept"
+    assert f"{metrics} holds steps after 48, which are abandoned; they are kept in metrics.jsonl.replaced-1" in output
     assert {path.name for path in checkpoints.glob("*.replaced-1")} == {f"step-{step:08d}.replaced-1" for step in (56, 60)}
     assert differences(gpt2.alone, run_dir) == []
 
