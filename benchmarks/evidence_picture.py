@@ -110,8 +110,9 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
     right.plot(base.speedup, base.mean, "o", markersize=7, color=base.colour)
     name(right, [base, *(each for each in drawn if each.speedup is not None)])
     left.set_ylabel(f"loss minus that of {BASELINE}, %")
-    content, seeds = scale.content, plural(len(scale.values(BASELINE, final_loss)), "seed")
-    said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {seeds}"
+    content, seeds = scale.content, len(scale.values(BASELINE, final_loss))
+    fewer = "up to " if any(len(scale.difference(each.cell).by_seed) < seeds for each in drawn) else ""
+    said = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens, {fewer}{plural(seeds, 'seed')}"
     said += f", gone on from {BASELINE}" if drawn and all(each.cell.endswith(BRANCH) for each in drawn) else ""
     # Over both panels: a title of the left one would be given its width, and push the right one away.
     at = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
