@@ -288,5 +288,5 @@ def _obstacle(kind: Kind, device_type: str, heads: Heads, dtype: torch.dtype, le
     if heads.dim > MAX_FLASH_HEAD_DIM or heads.dim % 8:
         return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {heads.dim}"
     if kind == "fa4":
-        return flash.obstacle()
+        return flash.obstacle(heads.dim)
     return cudnn.obstacle(heads, length, dtype) if kind == "cudnn" else None

@@ -258,7 +258,7 @@ def test_auto_takes_flash_attention_4_where_it_is_and_cudnn_elsewhere_on_an_h200
     name, reason = chosen()
     assert name == "packed_cudnn" and reason.startswith("fastest that runs here: 0.71 of varlen's time on an H200; fa4 needs the")
     on_an_h200.setattr(flash, "installed", lambda: True)
-    on_an_h200.setattr(flash, "obstacle", lambda: None)
+    on_an_h200.setattr(flash, "obstacle", lambda dim: None)
     assert chosen() == ("packed_fa4", "fastest that runs here: steps are 1.5 % shorter than with cudnn on an H200")
     assert chosen(fa4="disagrees").name == "packed_cudnn"
 
@@ -310,6 +310,20 @@ def test_flash_attn_is_version_4_where_that_runs_and_version_2_elsewhere(on_an_h
     assert attention.choose("auto", "cuda", HEADS_OF_QWEN3, torch.bfloat16, 4096).name == "packed_fa4"
     on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert named() == "packed_fa2"
+
+
+def test_flash_attention_4_is_not_taken_on_a_b200_for_heads_that_it_has_for_hopper_alone(on_an_h200: pytest.MonkeyPatch) -> None:
+    on_an_h200.setattr(flash, "installed", lambda: True)
+    on_an_h200.setattr(flash, "_kernels", lambda: None)
+
+    def chosen(dim: int) -> attention.Choice:
+        return attention.choose("auto", "cuda", Heads(16, 8, dim), torch.bfloat16, 4096)
+
+    dims = (64, 128, 136, 192, 248, 256)
+    assert {chosen(dim).name for dim in dims} == {"packed_fa4"}
+    on_an_h200.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    assert [dim for dim in dims if chosen(dim).name == "packed_fa4"] == [64, 128, 256]
+    assert "fa4 4 has no kernel for heads of 192 on Blackwell" in chosen(192).reason and chosen(192).name == "packed_cudnn"
 
 
 @pytest.mark.parametrize("heads", [Heads(6, 2, 16), Heads(4, 1, 16), Heads(3, 3, 16)], ids=str)
