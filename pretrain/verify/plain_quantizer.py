@@ -3,8 +3,8 @@
 It shares no code with what runs. A format is the table of its values, decoded code by code; rounding is a search in that table;
 blocks are what a reshape gives. It is slow, and parity gives it a few rows of each operand only.
 
-The layouts are those of docs/precision.md ("Choosing", "How a linear computes"): blocks of `multiple_of` values along the axis of
-the sum, squares for an operand whose one quantization serves both products, and else one scale for the tensor.
+The layouts are those of docs/precision.md ("Choosing", "How a linear computes"): blocks of so many values along the axis of the
+sum, squares for an operand whose one quantization serves both products, and else one scale for the tensor.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class PlainQuantizer:
         `amax`: of the whole tensor, laid out. `scale`: of delayed scaling, what values are multiplied by.
         """
         precision, settings = self.active.precision, self.active.settings
-        name, size = precision.grid(settings, self.role).name, precision.multiple_of
+        name, size = precision.grid(settings, self.role).name, precision.scaling(settings, self.role).block
         largest, wide = values_of(name)[-1], x.float()
         if not precision.block_scaled:
             if scale is None:

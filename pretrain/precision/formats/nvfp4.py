@@ -25,7 +25,7 @@ class Nvfp4(QuantizedPrecision):
     colour = "#CC6FA8"
     description = "FP4 products; an E4M3 scale for every 16 values under a scale a tensor"
     peak = "fp4"
-    multiple_of = 16
+    multiple_of = 32  # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a product reads
     options: Mapping[str, Option] = {
         "disable_rht": DISABLE_RHT,
         "disable_stochastic_rounding": DISABLE_STOCHASTIC_ROUNDING,
