@@ -96,9 +96,12 @@ class Target:
     def obstacle(self, plan: Plan) -> str | None:
         """Why `plan` cannot run on it or has no speed; None where it can."""
         capability = CAPABILITY.get(self.name.upper())
-        for precision in (PRECISIONS[active.requested] for active in plan.actives):
-            if precision.quantized and capability and (need := precision.hardware.missing(capability, NEWEST_CUDA)):
-                return f"{precision.name} needs {need}"
+        for active in plan.actives:
+            precision = PRECISIONS[active.requested]
+            if precision.quantized and capability:
+                hardware = precision.hardware_for(active.settings)
+                if need := hardware.missing(capability, NEWEST_CUDA):
+                    return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"
         if plan.packs_per_step < self.count:

@@ -6,20 +6,24 @@ device has it, compute the same numbers slowly, or train in the nearest precisio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
 from pretrain.precision.linear import Backend
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
 
-# Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
-Missing = Callable[[QuantizedPrecision], str | None]
+
+class Missing(Protocol):
+    """Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can. `settings`:
+    resolved for the precision; without them those that it has where nothing is set."""
+
+    def __call__(self, precision: QuantizedPrecision, settings: OptionValues | None = None) -> str | None: ...
 
 
 def missing_on(device_type: str) -> Missing:
@@ -31,8 +35,9 @@ def missing_on(device_type: str) -> Missing:
         cuda = tuple(map(int, torch.version.cuda.split(".")[:2])) if torch.version.cuda else None
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
-    def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
+    def missing(precision: QuantizedPrecision, settings: OptionValues | None = None) -> str | None:
+        hardware = precision.hardware if settings is None else precision.hardware_for(settings)
+        need = hardware.missing(capability, cuda) or transformer_engine.unavailable_because(precision)
         return f"needs {need}; {device}" if need else None
 
     return missing
@@ -47,7 +52,7 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
         return ActivePrecision(wanted.name, wanted, "torch", settings)
     if settings.backend == "emulation":
         return ActivePrecision(wanted.name, wanted, "emulation", settings)
-    need = missing(wanted)
+    need = missing(wanted, settings)
     if need is None and (emulation := wanted.needs_emulation(settings)):
         need = f"needs {emulation}"
     if need is None:

@@ -19,8 +19,9 @@ from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import Backend, LinearProduct, LowPrecisionLinear, PrecisionContext
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
+from pretrain.precision.transformer_engine import TransformerEngineBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -32,10 +33,10 @@ QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
 
 
-def needs(name: str) -> str:
-    """`name`, or the test is skipped where this machine cannot run it."""
-    if missing := unavailable_because(PRECISIONS[name]):
-        pytest.skip(f"{name} needs {missing}")
+def needs(name: str, **options: Any) -> str:
+    """`name`, or the test is skipped where this machine cannot run it, with these of its options."""
+    if missing := missing_on("cuda")(PRECISIONS[name], LowPrecisionSettings(**options).resolved(name)):
+        pytest.skip(f"{name} {missing}")
     return name
 
 
@@ -111,7 +112,7 @@ def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions
 
 @pytest.mark.parametrize(("name", "option"), [("block", "use_f32_scales"), ("current", "use_power_2_scales")])
 def test_under_the_other_kind_of_scales_too(name: str, option: str) -> None:
-    compare_with_emulation(needs(name), False, {option: True})
+    compare_with_emulation(needs(name, **{option: True}), False, {option: True})
 
 
 def compare_with_emulation(recipe: str, bias: bool, options: dict[str, Any]) -> None:

@@ -51,6 +51,12 @@ class Block(QuantizedPrecision):
         kind, least = ("FP32", AT_THE_TOP) if settings.use_f32_scales else ("power of two", WITHIN_TWO)
         return Scaling(kind, least, 128, square=self.serves_both(settings, role))
 
+    def hardware_for(self, settings: OptionValues) -> Hardware:
+        # A Blackwell computes it as MXFP8, whose scales are powers of two: Transformer Engine quantizes no weights by others.
+        if settings.use_f32_scales:
+            return Hardware((9, 0), "H100, H200; later ones have `fp8_config.use_f32_scales: false`", (10, 0), self.hardware.cuda)
+        return self.hardware
+
     def significant_bits(self, settings: OptionValues, role: Role) -> int:
         return 24 if settings.use_f32_scales else super().significant_bits(settings, role)
 

@@ -210,6 +210,10 @@ class QuantizedPrecision(Precision):
         """The most that a value of an emulated operand has, its block scale included; powers of two add none."""
         return self.grid(settings, role).mantissa_bits + 1
 
+    def hardware_for(self, settings: OptionValues) -> Hardware:
+        """The GPUs that have it with these options: fewer than `hardware`, where an option is not for all of them."""
+        return self.hardware
+
     def needs_emulation(self, settings: OptionValues) -> str | None:
         """Which option only the emulation has, worded to follow "needs"; None: the hardware has all that is set."""
         return None

@@ -39,7 +39,8 @@ def job(shapes: Any) -> Callable[..., Any]:
     """As much of a job as a target asks for: a billion tokens of Qwen3-1.7B's shape."""
 
     def make(precision: str = "bf16", **changes: Any) -> Any:
-        active = select_precision(precision, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
+        settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
+        active = select_precision(precision, settings, missing_on("cpu"))
         wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
         plan = Plan(wanted, active, Devices(), "qwen3", ModelFlops.of(shapes), 745.0)
         return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
@@ -149,6 +150,8 @@ def test_what_a_device_cannot_run_is_said_in_its_row(job):
         "mxfp8 needs a GPU of compute capability 10.0 or higher and below 12.0 (B200, GB200)"
     )
     assert obstacle("B200", precision="mxfp8") is None
+    assert obstacle("B200", precision="block") is None
+    assert "below 10.0" in obstacle("B200", precision="block", fp8_config={"use_f32_scales": True})
     assert obstacle("A100", precision="current") == "no current peak is known of it"
     assert obstacle("8xB200", batch={"tokens": 4 * 4096}) == (
         "a step of 4 packs is too small for it: `batch.tokens: 32768` at least"

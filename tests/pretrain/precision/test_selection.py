@@ -22,8 +22,9 @@ ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 def gpu(name: str, capability: tuple[int, int], cuda: tuple[int, int] = (13, 0)) -> Missing:
     """A machine with such a GPU and Transformer Engine."""
 
-    def missing(recipe: Precision) -> str | None:
-        need = recipe.hardware.missing(capability, cuda)
+    def missing(recipe: Precision, settings: Any = None) -> str | None:
+        hardware = recipe.hardware if settings is None else recipe.hardware_for(settings)
+        need = hardware.missing(capability, cuda)
         return f"needs {need}; this is an {name}" if need else None
 
     return missing
@@ -122,6 +123,19 @@ def test_scales_rounded_down_exist_in_emulation_only() -> None:
     assert (
         select_precision(*asked(recipe_with("mxfp8", floor | {"backend": "emulation"})), B200).settings.scale_rounding == "floor"
     )
+
+
+def test_fp32_scales_of_blocks_are_refused_where_products_take_powers_of_two_alone() -> None:
+    fp32 = {"use_f32_scales": True}
+    assert select_precision(*asked(recipe_with("block", fp32)), H200).backend == "transformer_engine"
+    with pytest.raises(
+        InputError,
+        match=r"`precision: block` needs a GPU of .* below 10.0 \(.*`fp8_config.use_f32_scales: false`\); this is an NVIDIA B200"
+        r".*`fp8_config.on_unsupported: emulate`",
+    ):
+        select_precision(*asked(recipe_with("block", fp32)), B200)
+    active = select_precision(*asked(recipe_with("block", fp32 | {"on_unsupported": "emulate"})), B200)
+    assert active.backend == "emulation" and active.settings.use_f32_scales
 
 
 # What a precision cannot take

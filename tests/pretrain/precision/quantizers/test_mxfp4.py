@@ -154,7 +154,7 @@ def test_operands_have_two_significant_bits() -> None:
     assert EmulationBackend(active, torch.device("cuda")).operand_dtype == torch.bfloat16
 
 
-def on_a_b200(precision: Any) -> str | None:
+def on_a_b200(precision: Any, settings: Any = None) -> str | None:
     missing = precision.hardware.missing((10, 0), (13, 0))
     return f"needs {missing}; this is a B200" if missing else None
 
