@@ -53,6 +53,10 @@ PEAKS = (
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
     Peak(rf"b200{MEMORY}", bf16=2250.0, fp8=4500.0, fp4=9000.0),
     Peak(rf"gb200{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
+    # NVIDIA HGX B300 and GB300 NVL72 data sheets, likewise: BF16 4.5 and 5, FP8 9 and 10; FP4 dense 15 of a GB300, and of a B300
+    # 13.1 or 13.5, by which of them one reads.
+    Peak(rf"b300(?: sxm6)?(?: ac)?{MEMORY}", bf16=2250.0, fp8=4500.0),
+    Peak(rf"gb300{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
     # NVIDIA V100 data sheet (0320): FP16 125 (SXM2), 112 (PCIe), 130 (V100S); Volta has no BF16.
     Peak(rf"v100 sxm[23]{MEMORY}(?: ls)?", bf16=None, fp16_only=125.0, fp32=15.7),
     Peak(rf"v100 pcie{MEMORY}", bf16=None, fp16_only=112.0, fp32=14.0),
