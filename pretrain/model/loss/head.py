@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -47,23 +48,23 @@ LogitGradient = Callable[[Tensor, Tensor], Tensor]  # as `softmax_gradient_` and
 LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head. Only the head is replaced, so their loss would be another model's.
-LOGIT_TRANSFORMS = (
-    "final_logit_softcapping",
-    "logits_soft_cap",
-    "output_logit_soft_cap",
-    "logit_scale",
-    "logits_scaling",
-    "lm_head_multiplier",
-)
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+LOGIT_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 def check(config: PretrainedConfig, settings: LossSettings, device_type: str) -> None:
     """Refuse what would train wrongly or cannot run here. Raises InputError."""
-    for key in LOGIT_TRANSFORMS:
-        if getattr(config, key, None) not in (None, 0, 1):
+    for key, neutral in {**dict.fromkeys(LOGIT_CAPS), **dict.fromkeys(LOGIT_FACTORS, 1.0)}.items():
+        if (value := getattr(config, key, None)) not in (None, neutral):  # a cap of 1 is a cap; a factor of 1 is none
             raise InputError(
-                f"model: {config.model_type} changes its logits ({key}: {getattr(config, key)}), which no loss here does"
+                f"model: {config.model_type} changes its logits ({key}: {value}), which no loss here does; name another model. "
+                f"From scratch, `model.config.{key}: {json.dumps(neutral)}` does too"
             )
+    if getattr(config, "output_router_logits", None):
+        raise InputError(
+            "`model.config.output_router_logits: true` has transformers add a loss that balances experts, which no loss here "
+            "does; set it to false"
+        )
     if settings.top_k is not None and settings.top_k >= (vocabulary := config.get_text_config().vocab_size):
         raise InputError(
             f"`loss.top_k: {settings.top_k}`: the probabilities of all {vocabulary} words of the vocabulary sum to 1, whatever "

@@ -209,8 +209,10 @@ def test_chunks_cover_every_token_once_in_at_most_two_sizes(tokens: int, chunk: 
     ("model_type", "changes", "key"),
     [
         ("gemma2", {}, "final_logit_softcapping"),
-        ("cohere", {}, "logit_scale"),
-        ("granite", {"logits_scaling": 8.0}, "logits_scaling"),
+        ("cohere", {}, r"logit_scale: 0.0625.* `model.config.logit_scale: 1.0` does"),
+        ("granite", {"logits_scaling": 8.0}, "logits_scaling: 8.0.* `model.config.logits_scaling: 1.0` does"),
+        ("gemma3_text", {"final_logit_softcapping": 1.0}, "final_logit_softcapping: 1.0.*softcapping: null` does"),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits: true` .* set it to false"),
     ],
 )
 def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:
@@ -218,7 +220,7 @@ def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: di
         loss.check(AutoConfig.for_model(model_type, **changes), LossSettings(), "cpu")
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen2", "gpt2", "mistral"])
+@pytest.mark.parametrize("model_type", ["qwen3", "llama", "qwen2", "gpt2", "mistral", "granite", "qwen3_moe"])
 def test_the_models_we_train_pass_the_check(model_type: str) -> None:
     loss.check(AutoConfig.for_model(model_type), LossSettings(), "cpu")
 
