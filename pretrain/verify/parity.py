@@ -84,7 +84,12 @@ PLAIN_BYTES = 12  # a parameter: plain weights, their gradient, and one to compa
 LONGEST = TOKENS // 2  # what is taken of one document
 DIFFERENT = 16  # tokens, at least, that a text has whose parity says something of every other text
 DRAWS = 2  # of the noise that stands in for quantization
+NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
+ROUTED = (
+    " The model chooses experts for each token: rounding in BF16 may choose others, and a few such tokens are more than is "
+    "tolerated with nothing wrong. `precision=fp32 weights=fp32` compares without, if no router draws by chance: its jitter is 0."
+)
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 
 Labels = TypeVar("Labels", np.ndarray, Tensor)
@@ -118,6 +123,7 @@ class Parity:
     quantized: Comparison | None = None
     seconds: Mapping[str, float] | None = None
     text: Text = field(default_factory=lambda: Text(0, 0, 0, 0))
+    mixture: bool = False  # the model chooses experts for each token
 
     @property
     def failures(self) -> list[str]:
@@ -172,7 +178,7 @@ class Parity:
             0,
             f"parity: this run would not train what plain transformers trains:{listed}\n{self.table()}\n"
             "Nothing has been trained. `precision=bf16`, `model.compile=none`, `model.fused=off` and `model.attention=sdpa`, one "
-            "by one, tell what is at fault; `parity=off` trains all the same.",
+            f"by one, tell what is at fault; `parity=off` trains all the same.{ROUTED if self.mixture else ''}",
         )
 
 
@@ -201,7 +207,8 @@ def check_parity(
     gc.disable()  # a collection among all modules of a model takes as long as a pass, and nothing large is left to it
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
-            return check.run(step, packs, mask_boundaries)
+            found = check.run(step, packs, mask_boundaries)
+            return replace(found, mixture=any(".experts." in name for name, _ in model.named_parameters()))
     except torch.OutOfMemoryError:
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
@@ -508,13 +515,14 @@ def other_labels(labels: Labels, vocabulary: int) -> Labels:
 @contextmanager
 def training_without_dropout(model: nn.Module) -> Iterator[None]:
     """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
-    own dropout, and of layers that call the function."""
+    own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts."""
     modes = [(module, module.training) for module in model.modules()]
     rates = [
         (module, name, value)
         for module in model.modules()
         for name, value in vars(module).items()
-        if isinstance(value, float) and ("drop" in name or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))
+        if isinstance(value, float)
+        and ("drop" in name or name in NOISES or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)))
     ]
     model.train()
     for module, name, _ in rates:

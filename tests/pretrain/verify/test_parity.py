@@ -40,7 +40,7 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
 )
 from pretrain.verify.tolerance import NoiseTolerance
-from tests.pretrain.verify.small_runs import CPU, SmallRun, build_run, random_packs, step_of
+from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, random_packs, step_of
 
 LENGTH = 16
 
@@ -210,6 +210,16 @@ def test_dropout_is_off_while_everything_trains(build_model: Callable) -> None:
         assert all(module.training for module in packed.modules())
         assert torch.equal(packed.hf.transformer.drop(torch.ones(1000)), torch.ones(1000))
     assert packed.hf.transformer.drop.p == packed.hf.transformer.h[0].mlp.dropout.p == 0.5
+
+
+def test_a_mixtures_noise_is_off_and_its_router_named_where_it_differs(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ARCHITECTURES, "mixtral", LLAMA | {"num_local_experts": 4, "router_jitter_noise": 0.2})
+    run = small("fp32", "mixtral")
+    assert run.parity().failures == []
+    assert run.layers[0].mlp.jitter_noise == 0.2
+    run.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+    with pytest.raises(TrainingHalted, match="The model chooses experts for each token"):
+        run.parity().require()
 
 
 def test_gradients_that_add_up_in_bf16_are_held_to_what_bf16_can(small: Callable) -> None:
