@@ -77,7 +77,7 @@ def dropout_notice(settings: ModelSettings) -> str | None:
         return None
     others = {key: value for key, value in found.items() if key not in left_out}
     stay = f"; {_listed(others)} {'stays' if len(others) == 1 else 'stay'} as published" if others else ""
-    said = " ".join(f"model.config.{key}=0" for key in left_out)
+    said = " ".join(f"model.config.{key}=0.0" for key in left_out)
     return (
         f"model: {type(config).__name__} has {_listed(left_out)}, and packed attention computes no dropout: it is 0 in this run, "
         f"as with {said}{stay}"
@@ -174,6 +174,12 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings, 
         raise InputError(
             f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
         )
+    if drop := getattr(config, "layerdrop", None):
+        raise InputError(
+            f"`model.config.layerdrop: {drop}` leaves layers out by chance, and the audit wants all of them to run; set it to 0.0"
+        )
+    if model.base_model is model:  # what would be called for hidden states
+        raise InputError(f"`model`: {name} does not say which of its modules holds its layers; name another model")
     between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
     if between:
         raise InputError(f"`model`: {name} computes `{between[0]}` after its layers, which no loss here does; name another model")

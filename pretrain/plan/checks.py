@@ -195,7 +195,7 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
             if isinstance(token, int) and not 0 <= token < config.vocab_size:
                 raise InputError(f"`model.config.{key}: {token}` is beyond the model's vocabulary of {config.vocab_size} tokens")
     length, positions = recipe.data.length, getattr(config, "max_position_embeddings", None)
-    if positions is not None and length > positions:
+    if positions is not None and 0 < positions < length:  # -1 of XLNet: no limit
         raise InputError(
             f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens"
         )

@@ -115,7 +115,7 @@ MODELS = {
     "model.source=nobody/nothing": r"`model.source`: no model can be read from 'nobody/nothing'",
     "model.attention=varlen": r"model.attention: varlen needs a CUDA device, this is cpu; or set model.attention: auto",
     "model.config={model_type: gpt2, vocab_size: 61, attn_pdrop: 0.1}": (
-        r"GPT2LMHeadModel has attn_pdrop 0.1, which packed attention does not compute; set `model.config.attn_pdrop: 0`"
+        r"GPT2LMHeadModel has attn_pdrop 0.1, which packed attention does not compute; set `model.config.attn_pdrop: 0.0`"
     ),
     "model.from_scratch=true": r"`model`: `from_scratch: true` is for the architecture of a `source`, and none is set",
     "model.config={model_type: mamba, vocab_size: 61}": r"MambaForCausalLM does not use transformers' attention registry",

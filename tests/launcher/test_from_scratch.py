@@ -244,7 +244,7 @@ def test_gpt2_as_published_trains_with_a_notice_of_the_dropout_that_is_left_out(
     notice = next(line for line in run.out.splitlines() if "attn_pdrop" in line)
     assert notice == (
         "model: GPT2Config has attn_pdrop 0.1, and packed attention computes no dropout: it is 0 in this run, as with "
-        "model.config.attn_pdrop=0; resid_pdrop 0.1, embd_pdrop 0.1 stay as published"
+        "model.config.attn_pdrop=0.0; resid_pdrop 0.1, embd_pdrop 0.1 stay as published"
     )
     final = json.loads((run.run_dir / "final" / "config.json").read_text())
     assert (final["attn_pdrop"], final["resid_pdrop"], final["embd_pdrop"]) == (0.0, 0.1, 0.1)

@@ -112,18 +112,23 @@ def check(model: PreTrainedModel, length: int) -> None:
     config, of = model.config, type(model).__name__
     name = f"model: {of}"
     if not model._supports_attention_backend:  # it would ignore the name we registered and let documents see each other
-        raise InputError(f"{name} does not use transformers' attention registry, so its documents cannot be kept apart")
+        raise InputError(
+            f"{name} does not use transformers' attention registry, so its documents cannot be kept apart; name another"
+        )
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
     if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
-        raise InputError(f"{name} has layers other than attention, whose state would run on into the next document")
+        raise InputError(f"{name} has layers other than attention, whose state would run on into the next document; name another")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types):
         raise InputError(f"data.length: {length} is longer than the sliding window of {of}, {window}; set it to {window} or less")
     if getattr(config, "kv_lora_rank", None):
-        raise InputError(f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here")
+        raise InputError(
+            f"{name} has latent attention, whose value heads are narrower than its query heads; no backend here; name another"
+        )
     for key in ("attn_logit_softcapping", *DROPOUTS):
         if value := getattr(config, key, None):
-            remedy = f"set `model.config.{key}: 0`" if model._supports_sdpa else "name another model"
+            none = "0.0" if key in DROPOUTS else "null"  # not 0: some configurations want a float
+            remedy = f"set `model.config.{key}: {none}`" if model._supports_sdpa else "name another model"
             raise InputError(f"{name} has {key} {value}, which packed attention does not compute; {remedy}")
     if not model._supports_sdpa:  # sinks, as of gpt-oss, or something else beside a softmax of scaled products
         raise InputError(f"{name} attends in a way of its own, which no backend here computes; name another model")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
@@ -262,10 +262,14 @@ def test_code_that_comes_with_a_model_runs_where_the_recipe_allows_it(tmp_path: 
         ("gpt2", {"attn_pdrop": 0.1}, "attn_pdrop"),
         ("mistral", {"sliding_window": 32}, "sliding window"),
         ("gemma2", {}, "softcap"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "set `model.config.attn_logit_softcapping: null`"),
+        ("opt", {"layerdrop": 0.1}, "`model.config.layerdrop: 0.1` leaves layers out"),
+        ("llama4_text", {}, "Llama4ForCausalLM does not say which of its modules holds its layers"),
     ],
 )
 def test_architectures_that_packing_would_change_are_refused(kind: str, changes: dict, said: str) -> None:
-    shape = {**SHAPES.get(kind, SHAPES["llama"]), **changes}
+    known = dir(AutoConfig.for_model(kind))
+    shape = {key: value for key, value in SHAPES.get(kind, SHAPES["llama"]).items() if key in known} | changes
     shapes = model.build_on_meta(model.load_config(ModelSettings(config={"model_type": kind, "vocab_size": VOCABULARY, **shape})))
     with pytest.raises(InputError) as error:
         model.check_architecture(shapes, 64, LossSettings(), "cpu")

@@ -82,6 +82,7 @@ def test_packs_longer_than_the_models_positions_are_refused() -> None:
     longer = recipe(data={"packs": "packs", "length": 65_536}, batch={"tokens": 131_072})
     with pytest.raises(InputError, match=r"data\.length: 65536.*32768 positions"):
         check_sizes(longer, AutoConfig.for_model("qwen3", max_position_embeddings=32_768))
+    check_sizes(longer, AutoConfig.for_model("xlnet"))  # its -1 positions are no limit
 
 
 @pytest.mark.parametrize(
