@@ -18,6 +18,7 @@ from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import Pack, Packs, check_model, open_packs
 from packing.stream import StreamedPacks
+from pretrain.model.attention.backends import rotates_otherwise_beyond
 
 _SAMPLED_PACKS = 1000
 _SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
@@ -137,18 +138,21 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None) -> None:
 
 
 def check_positions(data: Data, config: PretrainedConfig) -> None:
-    """InputError where a document that goes on from another pack has positions that the model has no embedding for, in the packs
-    that `check_tokens` would read. Where positions are rotations there is one for each."""
+    """InputError where a document that goes on from another pack has positions that the model has no embedding for, or beyond
+    which it rotates all documents of a batch otherwise, in the packs that `check_tokens` would read."""
     text = config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None)
-    if most is None or getattr(text, "rope_parameters", None):
+    most, rotation = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None)
+    if rotation:  # there is one for each position
+        most = (rotates_otherwise_beyond(text) or (None, None))[1]
+    if most is None:
         return
     for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
         for pack in (packs[index] for index in _scanned(packs)):
             if len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > most:
                 raise InputError(
                     f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and the model has {most:,} "
-                    "positions; prepare the packs with `data.positions: restart`, or take a model with rotary positions"
+                    f"positions{' before it rotates all otherwise' if rotation else ''}; prepare the packs with `data.positions: "
+                    "restart`, or take a model with rotary positions of fixed frequencies"
                 )
 
 

@@ -135,17 +135,25 @@ def check(model: PreTrainedModel, length: int) -> None:
     _check_rotation(config.get_text_config(), name, length)
 
 
-def _check_rotation(config: PretrainedConfig, name: str, length: int) -> None:
-    """Some rotations take other frequencies as soon as one position of a batch is beyond a length: a document's would then depend
-    on those that it is packed with."""
+def rotates_otherwise_beyond(config: PretrainedConfig) -> tuple[str, int] | None:
+    """The kind of a rotation that takes other frequencies as soon as one position of a batch is beyond a length, and that length;
+    None where frequencies are fixed. A document's would then depend on those that it is packed with."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for each in (parameters, *(part for part in parameters.values() if isinstance(part, dict))):
-        trained = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if each.get("rope_type") == "longrope" and trained and length > trained:
-            raise InputError(
-                f"{name} rotates by longrope, whose frequencies depend on whether a document is longer than {trained}, and "
-                f"`data.length` is {length}; set it to {trained} or less"
-            )
+        kind, most = each.get("rope_type"), getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            most = each.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind in ("longrope", "dynamic") and most:
+            return kind, most
+    return None
+
+
+def _check_rotation(config: PretrainedConfig, name: str, length: int) -> None:
+    if (changing := rotates_otherwise_beyond(config)) and length > changing[1]:
+        raise InputError(
+            f"{name} rotates by {changing[0]}, whose frequencies depend on whether a document is longer than {changing[1]}, and "
+            f"`data.length` is {length}; set it to {changing[1]} or less"
+        )
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
