@@ -165,7 +165,8 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
-    if not checkpoints.owns(source.path) and not _goes_on_here(source, job.run_dir):
+    of_this_curve = checkpoints.owns(source.path) and ".replaced-" not in source.path.name  # what was set aside has its own
+    if not of_this_curve and not _goes_on_here(source, job.run_dir):
         raise InputError(
             f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
             f"{job.run_dir / METRICS_FILE}, whose curve would go on with it; set another `run_dir`"
