@@ -244,7 +244,7 @@ def build(
     main_process = accelerator.is_main_process
     if main_process and (source is None or source.begins):
         set_aside_another(job)
-    if main_process and in_own_folder and arguments.resume != "auto":
+    if main_process and source is not None and not source.begins and arguments.resume != "auto":
         keep_what_is_cut(job, state.step)
     run = Run(
         job=job,

@@ -12,6 +12,7 @@ Exit status: 0 done, 2 something given cannot be used (one message says what), 1
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -63,6 +64,8 @@ _FLAGS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
+        sys.stdout.reconfigure(errors="replace")
     options = _parser().parse_args(arguments)
     try:
         with permissions_named():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -48,12 +49,14 @@ def console() -> NoReturn:
 def main(arguments: list[str]) -> int:
     """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given, and 130 where
     Ctrl-C broke it off."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
+        sys.stdout.reconfigure(errors="replace")
     if arguments and arguments[0] in COMMANDS:
         try:
             module = imported(COMMANDS[arguments[0]][0])
             with permissions_named():
                 status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
-            sys.stdout.flush()
+            print(end="", flush=True)  # to a closed stdout, too
             return status
         except InputError as error:
             print(f"error: {error}", file=sys.stderr)

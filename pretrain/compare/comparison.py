@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -108,17 +108,7 @@ class RunComparison:
 
     def shorter_ends(self) -> list[str]:
         """Of each pair with unlike numbers of steps, in words: which is the shorter, so that the comparison ends with it."""
-        base, notes = self.baseline, []
-        for each in self.paired:
-            pair = sorted((each, base), key=lambda one: one.run.summary["steps"])
-            shorter, longer = ((one.look.label, one.run.summary["steps"]) for one in pair)
-            if shorter[1] < longer[1]:
-                unfinished = " and is not finished" if pair[0].run.is_unfinished else ""
-                notes.append(
-                    f"{shorter[0]} has {plural(shorter[1], 'step')}{unfinished}, {longer[0]} {longer[1]:,}: what is compared "
-                    f"ends with step {shorter[1]:,}"
-                )
-        return notes
+        return shorter_ends({each.look.label: each.run for each in (self.baseline, *self.paired)})
 
     def over_the_gate(self) -> list[Standing]:
         """Runs that end further above the baseline than is tolerated; one that was broken off is among them."""
@@ -201,6 +191,23 @@ class RunComparison:
         unpaired = [each for each in self.standings if each.not_paired]
         said += "." if self.same_text else ". But these losses are of different text, so they do not say which run is better."
         return said + (f" {len(unpaired)} of {len(self.standings)} runs cannot be paired by step." if unpaired else "")
+
+
+def shorter_ends(runs: Mapping[str, RunRecord]) -> list[str]:
+    """Of each run that has not as many steps as the first, in words: which of the two is the shorter, so that their comparison
+    ends with it. `runs`: paired, by what they are called."""
+    (base, first), *others = runs.items()
+    notes = []
+    for name, run in others:
+        pair = sorted(((name, run), (base, first)), key=lambda one: one[1].summary["steps"])
+        (short, shorter), (long, longer) = pair
+        steps, more = shorter.summary["steps"], longer.summary["steps"]
+        if steps < more:
+            unfinished = " and is not finished" if shorter.is_unfinished else ""
+            notes.append(
+                f"{short} has {plural(steps, 'step')}{unfinished}, {long} {more:,}: what is compared ends with step {steps:,}"
+            )
+    return notes
 
 
 def named(standing: Standing) -> str:

@@ -20,7 +20,7 @@ from foundation.settings import load_yaml, shown
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, memory, percent, plural, three_digits
 from pretrain.compare.appearance import as_text, unique_names
-from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines
+from pretrain.compare.comparison import TOLERANCE, RunComparison, other_machines, shorter_ends
 from pretrain.compare.fairness import (
     FEWEST_STEPS,
     LAST_SHARE,
@@ -222,6 +222,8 @@ def tables(runs: Sequence[RunRecord], seeds: SeedComparison | None = None) -> li
     notes |= {EMULATED: any(run.emulated for run in runs), SIDE_BY_SIDE: any(run.side_by_side for run in runs)}
     notes |= {OTHER_TEXT: not of_one_text([run for run in runs if "held_out_loss" in run.summary])}
     notes |= {note: True for note in [other_machines(runs)] if note}
+    ends = shorter_ends({names[run.path]: run for run in paired}) if paired else []
+    notes |= {f"{end}. The first table has each run's own end.": True for end in ends}
     first = names[runs[0].path]
     notes |= {f"{names[path]} is not paired with {first}: {why}.": True for path, why in reasons.items() if why}
     changed = {names[run.path]: changes_in_words(run) for run in runs}

@@ -25,6 +25,7 @@ from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
 
 CONTINUED = ("tensorboard", "wandb", "mlflow", "trackio")  # that can go on with a run; of others each start is a run of its own
+TAKEN_BACK = ("tensorboard",)  # from which steps can be taken back
 # How the reference, and much else, calls what has another name in `metrics.jsonl`. Trackers get both.
 OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
 

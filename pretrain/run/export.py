@@ -149,9 +149,11 @@ def _intact(source: Path, dtype: Weights | None) -> tuple[SavedWeights, Path]:
     if (source / "checkpoints").is_dir():
         folders, run_dir = step_folders(source / "checkpoints"), source
     else:
-        folders, run_dir = [source] if source.is_dir() else [], source.absolute().parent.parent
+        is_one = source.is_dir() and (source.name.startswith("step-") or any(source.glob("manifest*.json")))
+        folders, run_dir = [source] if is_one else [], source.absolute().parent.parent
     if not folders:
-        raise InputError(f"{source}: no checkpoint is there; name a run folder, or a step-* folder in its `checkpoints`")
+        what = "a run folder that has saved one, or a step-* folder in its `checkpoints`"
+        raise InputError(f"{source}: no checkpoint is there; name {what}")
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{source}: its model is not known: there is no {run_dir / 'config.yaml'}; leave it in its run folder")
     problems = []

@@ -33,10 +33,12 @@ from pretrain.metrics.run_folder import (
     STATISTICS_FILE,
     SUMMARY_FILE,
     TENSORBOARD,
+    TRACKERS_FILE,
     RunFolder,
 )
 from pretrain.metrics.run_record import RunRecord, is_step, read_finished, read_metrics
-from pretrain.metrics.trackers import last_steps
+from pretrain.metrics.tracked_run import TAKEN_BACK
+from pretrain.metrics.trackers import last_steps, read_kept
 from pretrain.model.huggingface import named_tensors
 from pretrain.optimizer.adamw import set_updates_done
 from pretrain.optimizer.adamw_update import Weights, convert_weight, describe_conversion, local_part
@@ -163,7 +165,8 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
-    if not checkpoints.owns(source.path) and not _goes_on_here(source, job.run_dir):
+    of_this_curve = checkpoints.owns(source.path) and ".replaced-" not in source.path.name  # what was set aside has its own
+    if not of_this_curve and not _goes_on_here(source, job.run_dir):
         raise InputError(
             f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
             f"{job.run_dir / METRICS_FILE}, whose curve would go on with it; set another `run_dir`"
@@ -223,7 +226,8 @@ def set_aside_another(job: Job) -> None:
 
 def keep_what_is_cut(job: Job, step: int) -> None:
     """Copy to `<name>.replaced-<n>` what the run folder's files tell of steps after `step`, for a run that the user has sent back
-    there: those lines are about to be cut, and what comes may be another training. InputError where that cannot be written."""
+    there: those lines are about to be cut, and what comes may be another training. Says which trackers cannot follow. InputError
+    where that cannot be written."""
     for path in (job.run_dir / METRICS_FILE, job.run_dir / STATISTICS_FILE):
         if not path.exists() or max(last_steps(path).values(), default=0) <= step:
             continue
@@ -235,6 +239,16 @@ def keep_what_is_cut(job: Job, step: int) -> None:
             what = "the steps that are abandoned cannot be kept there"
             raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None
         _log.warning("%s holds steps after %d, which are abandoned; they are kept in %s", path, step, aside.name)
+    given = read_kept(kept_in) if (kept_in := job.run_dir / TRACKERS_FILE).exists() else {}
+    for name, entry in given.items():
+        if name in job.recipe.log.trackers and name not in TAKEN_BACK and max(entry["seen"].values(), default=0) > step:
+            _log.warning(
+                "`log.trackers`: %s cannot take back steps after %d and keeps the values that it has; to begin another run "
+                "there, stop this one, remove %s and start again",
+                name,
+                step,
+                kept_in,
+            )
 
 
 def nothing_left(job: Job, wanted: str) -> RunRecord | None:

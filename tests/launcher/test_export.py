@@ -160,13 +160,19 @@ def test_a_checkpoint_of_other_shapes_than_its_runs_settings_is_no_model(exact: 
     assert main(["sample", str(exact), "\udcff"]) == 2 and "PROMPT '\\udcff': text that is not UTF-8" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["nothing", "no run"])
+@pytest.mark.parametrize("what", ["nothing", "no run", "a run before its first save", "its final"])
 def test_a_folder_without_a_checkpoint_or_a_run_around_it_is_refused(what: str, exact: Path, tmp_path: Path, capsys: Any):
     source = tmp_path / "nothing"
     if what == "no run":
         source = shutil.copytree(exact / "checkpoints" / "step-00000004", tmp_path / "a" / "b" / "step-00000004")
+    elif what == "a run before its first save":
+        source.mkdir()
+        shutil.copy(exact / "config.yaml", source)
+    elif what == "its final":
+        (source := tmp_path / "run" / "final").mkdir(parents=True)
+        (source / "config.json").touch()
     status, said = export(capsys, source, tmp_path / "out")
-    assert status == 2 and ("no checkpoint is there" in said if what == "nothing" else "its model is not known" in said)
+    assert status == 2 and ("its model is not known" in said if what == "no run" else f"{source}: no checkpoint is there" in said)
 
 
 def test_the_best_is_one_of_a_runs_checkpoints_and_no_checkpoint_itself(exact: Path, tmp_path: Path, capsys: Any):

@@ -6,6 +6,7 @@ share.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -216,16 +217,28 @@ def test_only_the_newest_checkpoints_are_kept(qwen3: Training):
     assert [step_of(path) for path in step_folders(qwen3.alone / "checkpoints")] == [60, 56, 48]
 
 
-def test_a_run_sent_back_sets_later_checkpoints_aside_and_repeats_the_same_curve(gpt2: Training, run_dir: Path):
+@pytest.mark.parametrize("own", [True, False])
+def test_a_run_sent_back_sets_later_checkpoints_aside_and_repeats_the_same_curve(own: bool, gpt2: Training, run_dir: Path):
     checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
     metrics = run_dir / "metrics.jsonl"
     whole = metrics.read_bytes()
-    status, output = gpt2.run(run_dir, "--resume", str(checkpoints / "step-00000048"))
+    status, output = gpt2.run(run_dir, "--resume", str((run_dir if own else gpt2.alone) / "checkpoints" / "step-00000048"))
     assert status == 0, output
     assert metrics.with_name("metrics.jsonl.replaced-1").read_bytes() == whole, "the abandoned steps are kept"
     assert f"{metrics} holds steps after 48, which are abandoned; they are kept in metrics.jsonl.replaced-1" in output
     assert {path.name for path in checkpoints.glob("*.replaced-1")} == {f"step-{step:08d}.replaced-1" for step in (56, 60)}
     assert differences(gpt2.alone, run_dir) == []
+
+
+def test_a_checkpoint_set_aside_does_not_go_on_with_the_curve_that_came_after_it(gpt2: Training, run_dir: Path):
+    checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
+    aside = (checkpoints / "step-00000056").rename(checkpoints / "step-00000056.replaced-1")
+    metrics = run_dir / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    next(line for line in lines if line["step"] == 56 and "event" not in line)["loss"] += 0.5
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, output = gpt2.run(run_dir, "--resume", str(aside))
+    assert status != 0 and f"{aside}: is of another run than the steps in {metrics}" in output
 
 
 def test_a_finished_run_started_again_does_what_a_kill_left_undone_and_changes_nothing_else(qwen3: Training, run_dir: Path):

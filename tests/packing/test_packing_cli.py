@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import yaml
 from foundation.errors import InputError
 from foundation.files import FileLock
 from packing.__main__ import main
-from packing.arrow import ArrowPacks, PackWriter
+from packing.arrow import ArrowPacks, Pack, PackWriter
 from packing.inspection import open_splits
 from packing.manifest import read_manifest
 
@@ -223,3 +224,13 @@ def test_packs_that_cannot_be_made_are_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot be made: Not a directory; name another folder"):
         PackWriter(tmp_path / "file" / "packs", 4)
+
+
+def test_packs_with_a_name_in_any_script_are_shown_where_output_is_ascii(tmp_path, monkeypatch):
+    with PackWriter(tmp_path / "päcks", 8) as writer:
+        writer.add("train", Pack(np.arange(8, dtype=np.uint32), np.array([8], dtype=np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), encoding="ascii"))
+    assert main(["inspect", str(tmp_path / "päcks")]) == 0
+    sys.stdout.flush()
+    assert b"p?cks: Arrow, packs of 8 tokens" in printed.getvalue()

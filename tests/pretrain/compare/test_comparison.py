@@ -215,6 +215,18 @@ def test_the_gate_says_which_run_is_shorter_and_whether_it_is_unfinished(tmp_pat
     assert f"gate: {said}" in capsys.readouterr().out and said in (tmp_path / "x.html").read_text()
 
 
+def test_a_report_says_that_a_run_is_shorter_and_unfinished_without_a_gate_too(tmp_path, capsys):
+    base, short = (make_run(tmp_path / name, [2.0] * n, "train.steps=100") for name, n in (("base", 100), ("short", 70)))
+    said = "short has 70 steps and is not finished, base 100: what is compared ends with step 70"
+    for runs in ((base, short), (short, base)):
+        assert main(["report", *map(str, runs)]) == 0
+        assert capsys.readouterr().out.count(said) == 1
+    assert main(["report", str(base), str(short), "--out", str(tmp_path / "x.html")]) == 0
+    assert capsys.readouterr().out.count(said) == (tmp_path / "x.html").read_text().count(said) == 1
+    assert main(["report", str(base), str(base), "--out", str(tmp_path / "same.png")]) == 0
+    assert "what is compared ends" not in capsys.readouterr().out
+
+
 def test_a_run_that_was_halted_fails_the_gate_and_a_run_beside_itself_passes_none(tmp_path, capsys):
     base, halted = (
         make_run(tmp_path / name, losses) for name, losses in (("base", noisy(3.0, 1)), ("halted", noisy(3.0, 1)[:2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
@@ -374,3 +375,12 @@ def test_without_a_known_command_all_are_listed_and_the_nearest_is_named(capsys)
         err = capsys.readouterr().err
         assert said in err and "report" in err and "matrix" in err
     assert main(["--help"]) == 0 and "matrix" in capsys.readouterr().out
+
+
+def test_a_report_of_runs_with_names_in_any_script_is_printed_where_output_is_ascii_or_closed(tmp_path, monkeypatch):
+    runs = [str(make_run(tmp_path / name)) for name in ("läuf", "бег")]
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed := io.BytesIO(), encoding="ascii"))
+    assert main(["report", *runs]) == 0
+    assert b"| l?uf" in printed.getvalue() and b"| ???" in printed.getvalue()
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["report", *runs]) == 0

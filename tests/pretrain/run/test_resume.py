@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 
 from pretrain.run.changes import extending_a_decayed_run, precisions_around
-from pretrain.settings.config import identity_of
+from pretrain.run.resume import keep_what_is_cut
+from pretrain.settings.config import identity_of, load_recipe
 from pretrain.settings.recipe import Recipe
+from tests.pretrain.compare.made_runs import make_run
 
 RECIPE = {
     "name": "tiny",
@@ -86,3 +89,15 @@ def test_the_precisions_around_a_checkpoint_are_those_of_its_own_schedule(step: 
 def test_without_a_schedule_that_fits_its_horizon_no_precision_is_said_to_be_around(precision: Any) -> None:
     record = {"identity": {"precision": precision}, "progress": {"step": 5, "steps": 20}}
     assert precisions_around(record) == (None, None)
+
+
+@pytest.mark.parametrize("last", [8, 4])
+def test_a_run_sent_back_names_the_tracker_that_keeps_the_steps_it_gives_up(last: int, tmp_path: Path, caplog: Any):
+    folder = make_run(tmp_path / "run", [3.0] * last, "log.trackers=[tensorboard,mlflow]")
+    entry = {"id": None, "seen": {"step": last}, "complete": True}
+    (folder / "trackers.json").write_text(json.dumps(dict.fromkeys(("tensorboard", "mlflow", "wandb"), entry)))
+    job = SimpleNamespace(run_dir=folder, recipe=load_recipe(folder / "config.yaml"))
+    keep_what_is_cut(job, 4)
+    told = [record.getMessage() for record in caplog.records if "`log.trackers`" in record.getMessage()]
+    assert [text.split()[1] for text in told] == ["mlflow"] * (last > 4), "neither TensorBoard, nor one that is named no more"
+    assert all(f"remove {folder / 'trackers.json'}" in text for text in told)
