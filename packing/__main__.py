@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from foundation.errors import InputError, permissions_named
+from foundation.files import no_room
 from foundation.settings import Settings, load_with_bases, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
@@ -70,12 +71,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with permissions_named():
             options.run(options)
+        print(end="", flush=True)  # to a closed stdout, too
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `| head` has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
         return 141
+    except OSError as error:
+        if not (full := no_room(error)):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"error: {error.filename or 'what is printed'}: {full}, then run the same command again", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("\ninterrupted; the same command goes on from here", file=sys.stderr)
         return 130

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from foundation.ending import Ending
 from foundation.errors import InputError, permissions_named
+from foundation.files import no_room
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
@@ -67,6 +68,12 @@ def main(arguments: list[str]) -> int:
         except BrokenPipeError:  # `| head` has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
             return 141
+        except OSError as error:
+            if not (full := no_room(error)):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(f"error: {error.filename or 'what is printed'}: {full}, then run the same command again", file=sys.stderr)
+            return 2
     started = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pretrain"
     groups = {"of runs": RUNS, "of packs": PACKS}
     lines = "\n".join(

@@ -234,3 +234,14 @@ def test_packs_with_a_name_in_any_script_are_shown_where_output_is_ascii(tmp_pat
     assert main(["inspect", str(tmp_path / "päcks")]) == 0
     sys.stdout.flush()
     assert b"p?cks: Arrow, packs of 8 tokens" in printed.getvalue()
+
+
+def test_a_full_disk_under_what_is_printed_is_one_message(tmp_path, monkeypatch, capsys):
+    with PackWriter(tmp_path / "packs", 8) as writer:
+        writer.add("train", Pack(np.arange(8, dtype=np.uint32), np.array([8], dtype=np.int32)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["inspect", str(tmp_path / "packs")]) == 2
+    said = "error: what is printed: the disk is full; free some space, then run the same command again\n"
+    assert capsys.readouterr().err == said

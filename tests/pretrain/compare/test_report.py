@@ -384,3 +384,12 @@ def test_a_report_of_runs_with_names_in_any_script_is_printed_where_output_is_as
     assert b"| l?uf" in printed.getvalue() and b"| ???" in printed.getvalue()
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["report", *runs]) == 0
+
+
+def test_a_full_disk_under_what_is_printed_is_one_message_and_no_failed_gate(tmp_path, monkeypatch, capsys):
+    runs = [str(make_run(tmp_path / name)) for name in ("one", "two")]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["report", *runs, "--gate", "0.1"]) == 2
+    said = "error: what is printed: the disk is full; free some space, then run the same command again\n"
+    assert capsys.readouterr().err == said
