@@ -29,7 +29,7 @@ class Ending:
     def _end(self) -> None:
         if self._status is None or _has_used_a_gpu():
             return
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # None: the process began without it
             with suppress(OSError, ValueError):  # nobody reads it any more, or it is closed
                 stream.flush()
         os._exit(self._status)

@@ -67,9 +67,12 @@ def replace_file(path: Path, data: bytes) -> None:
     fsync(path.parent)
 
 
+REPLACED = ".replaced-"  # in the name of what was set aside
+
+
 def name_aside(path: Path) -> Path:
     """The first of `<name>.replaced-1`, `<name>.replaced-2`, ... beside `path` that is not taken, a dangling link included."""
-    names = (path.with_name(f"{path.name}.replaced-{number}") for number in itertools.count(1))
+    names = (path.with_name(f"{path.name}{REPLACED}{number}") for number in itertools.count(1))
     return next(aside for aside in names if not aside.exists() and not aside.is_symlink())
 
 

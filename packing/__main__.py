@@ -12,15 +12,13 @@ Exit status: 0 done, 2 something given cannot be used (one message says what), 1
 from __future__ import annotations
 
 import argparse
-import io
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from foundation.errors import InputError, permissions_named
-from foundation.files import no_room
+from foundation.command import run_command
+from foundation.errors import InputError
 from foundation.settings import Settings, load_with_bases, parse, place_of, value_from_text
 from packing.settings import DataSettings
 
@@ -65,29 +63,12 @@ _FLAGS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
-        sys.stdout.reconfigure(errors="replace")
-    options = _parser().parse_args(arguments)
-    try:
-        with permissions_named():
-            options.run(options)
-        print(end="", flush=True)  # to a closed stdout, too
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
-        return 141
-    except OSError as error:
-        if not (full := no_room(error)):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"error: {error.filename or 'what is printed'}: {full}, then run the same command again", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on from here", file=sys.stderr)
-        return 130
-    return 0
+
+    def run() -> None:
+        options = _parser().parse_args(arguments)
+        options.run(options)
+
+    return run_command(run, on_ctrl_c="interrupted; the same command goes on from here")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
-import io
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
+from foundation.command import run_command
 from foundation.ending import Ending
-from foundation.errors import InputError, permissions_named
-from foundation.files import no_room
 
 # By name: the module whose `main(arguments)` runs the command and returns its exit status, and what it does.
 RUNS = {
@@ -50,30 +47,13 @@ def console() -> NoReturn:
 def main(arguments: list[str]) -> int:
     """Run the command that the first argument names; returns its exit status, 2 for a mistake in what was given, and 130 where
     Ctrl-C broke it off."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
-        sys.stdout.reconfigure(errors="replace")
     if arguments and arguments[0] in COMMANDS:
-        try:
+
+        def run() -> int:
             module = imported(COMMANDS[arguments[0]][0])
-            with permissions_named():
-                status = module.main(arguments if arguments[0] in PACKS else arguments[1:])
-            print(end="", flush=True)  # to a closed stdout, too
-            return status
-        except InputError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("\nstopped by Ctrl-C", file=sys.stderr)
-            return 130  # what a shell reports for a process that SIGINT ended
-        except BrokenPipeError:  # `| head` has seen enough
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor may the flush at exit complain
-            return 141
-        except OSError as error:
-            if not (full := no_room(error)):
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            print(f"error: {error.filename or 'what is printed'}: {full}, then run the same command again", file=sys.stderr)
-            return 2
+            return module.main(arguments if arguments[0] in PACKS else arguments[1:])
+
+        return run_command(run, on_ctrl_c="stopped by Ctrl-C")
     started = SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m pretrain"
     groups = {"of runs": RUNS, "of packs": PACKS}
     lines = "\n".join(

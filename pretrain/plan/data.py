@@ -149,9 +149,10 @@ def check_positions(data: Data, config: PretrainedConfig) -> None:
     for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
         for pack in (packs[index] for index in _scanned(packs)):
             if len(pack.lengths) and (last := pack.first_position + int(pack.lengths[0])) > most:
+                other = f"from position {most:,} on the model rotates a whole batch by other frequencies"
                 raise InputError(
-                    f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and the model has {most:,} "
-                    f"positions{' before it rotates all otherwise' if rotation else ''}; prepare the packs with `data.positions: "
+                    f"{packs.path}: a document goes on from another pack to position {last - 1:,}, and "
+                    f"{other if rotation else f'the model has {most:,} positions'}; prepare the packs with `data.positions: "
                     "restart`, or take a model with rotary positions of fixed frequencies"
                 )
 

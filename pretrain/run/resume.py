@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.errors import InputError
-from foundation.files import name_aside, write_file
+from foundation.files import REPLACED, name_aside, replace_file
 from foundation.reading import load_json, load_object, read_regular, reason_of
 from foundation.settings import load_yaml, parse
 from foundation.units import plural
@@ -165,7 +165,7 @@ def require_a_way_on(source: ResumePoint | None, checkpoints: Checkpoints, job: 
         )
     progress, train, plan = source.record["progress"], job.recipe.train, job.plan
     step, tokens = progress["step"], progress["tokens"]
-    of_this_curve = checkpoints.owns(source.path) and ".replaced-" not in source.path.name  # what was set aside has its own
+    of_this_curve = checkpoints.owns(source.path) and REPLACED not in source.path.name  # what was set aside has its own
     if not of_this_curve and not _goes_on_here(source, job.run_dir):
         raise InputError(
             f"{BEGIN_WITH if source.begins else '--resume '}{source.path}: is of another run than the steps in "
@@ -233,9 +233,8 @@ def keep_what_is_cut(job: Job, step: int) -> None:
             continue
         aside = name_aside(path)
         try:
-            write_file(aside, read_regular(path))
+            replace_file(aside, read_regular(path))
         except OSError as error:
-            aside.unlink(missing_ok=True)
             what = "the steps that are abandoned cannot be kept there"
             raise InputError(f"{aside}: {what}: {reason_of(error)}; make room, or move {path.name} away") from None
         _log.warning("%s holds steps after %d, which are abandoned; they are kept in %s", path, step, aside.name)

@@ -43,3 +43,8 @@ def test_an_error_ends_the_process_as_ever() -> None:
 def test_output_that_nobody_can_read_any_more_changes_no_status() -> None:
     done = run("print('lost'); os.close(1); ending.exit(3)")
     assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+
+
+def test_a_process_that_began_without_stdout_ends_as_any_other() -> None:
+    done = run("import sys; sys.stdout = None; ending.exit(7)")
+    assert (done.returncode, done.stderr) == (7, "")

@@ -141,7 +141,9 @@ def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(split: s
     check_positions(data, LlamaConfig(max_position_embeddings=16))
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     check_positions(data, LlamaConfig(max_position_embeddings=64, rope_parameters=dynamic))
-    with pytest.raises(InputError, match="to position 63, and the model has 63 positions before it rotates all otherwise"):
+    with pytest.raises(
+        InputError, match="to position 63, and from position 63 on the model rotates a whole batch by other frequencies"
+    ):
         check_positions(data, LlamaConfig(max_position_embeddings=63, rope_parameters=dynamic))
     with pytest.raises(InputError, match=r"packs: a document goes on .* to position 63, and the model has 63 positions; prepare"):
         check_positions(data, GPT2Config(n_positions=63))
