@@ -365,6 +365,36 @@ def activation() -> Iterator[Case]:
     yield Case("SwiGLU bf16, backward", 12 * s.values, again, partial(tex.dswiglu, d_activated, hidden, None))
 
 
+def hidden_in_fp8() -> Iterator[Case]:
+    """Qwen3-1.7B's gate and up written in E4M3 by their product, and read so by SwiGLU and its gradient, beside BF16: delayed
+    scaling. The launcher does not do it: docs/performance.md says why."""
+    from pretrain.model.fused import activation_kernel as kernel
+    from pretrain.precision.fp8_tile import TensorScaled
+
+    s, one, inner = SwiGLU(), torch.ones(1, device="cuda"), HIDDEN["Qwen3-1.7B"][1]
+    hidden, d_activated, fp8 = s.hidden, s.d_activated, torch.float8_e4m3fn
+    narrow = hidden.to(fp8)
+    x, w = (torch.randn(rows, inner, device="cuda").to(fp8) for rows in (TOKENS, 2 * WIDTH))
+
+    def product(dtype: torch.dtype) -> Tensor:
+        scale = one if dtype == fp8 else None
+        return torch._scaled_mm(x, w.T, one, one, scale_result=scale, out_dtype=dtype, use_fast_accum=True)
+
+    moved = x.nbytes + w.nbytes + narrow.nbytes
+    yield Case("gate and up, their product", moved, partial(product, fp8), partial(product, BF16))
+
+    def scaled(dtype: torch.dtype, width: int) -> TensorScaled:
+        codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, width), (width, TOKENS))]
+        return TensorScaled(dtype, *codes, one.clone(), one, one.clone())
+
+    activated, d_hidden = scaled(fp8, WIDTH), scaled(torch.float8_e5m2, 2 * WIDTH)
+    forward, again = replace(activated, columns=None), replace(activated, rows=None, amax=None)
+    ours, theirs = (partial(kernel.forward, each, forward) for each in (narrow, hidden))
+    yield Case("SwiGLU delayed, forward", 3 * s.values, ours, theirs)
+    ours, theirs = (partial(kernel.backward, d_activated, each, d_hidden, again) for each in (narrow, hidden))
+    yield Case("SwiGLU delayed, backward", 9 * s.values, ours, theirs)
+
+
 def activation_tilings() -> Iterator[Case]:
     """By replacing the kernels' own tiles."""
     from pretrain.model.fused import activation_kernel as kernel
@@ -534,6 +564,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "softmax": softmax,
     "softmax_tilings": softmax_tilings,
     "activation": activation,
+    "hidden_in_fp8": hidden_in_fp8,
     "activation_tilings": activation_tilings,
     "norm": norm,
     "norm_tilings": norm_tilings,

@@ -345,13 +345,13 @@ def _matches(values: Values, entry: Values) -> bool:
 
 
 def _name_of(values: Values) -> str:
-    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`."""
+    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`, `fused=off`."""
     parts = []
     for key, value in values.items():
         last = key.rpartition(".")[-1]
         value = in_a_path(value) if key == "precision" and isinstance(value, list) else value
         parts.append(_text(key, value) if last in _WITHOUT_KEY else f"{last}={_text(key, value)}")
-    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).strip("_")
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts).replace("'", "")).strip("_")
 
 
 def _as_overrides(values: Values) -> list[str]:
