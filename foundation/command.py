@@ -10,10 +10,13 @@ from collections.abc import Callable
 from foundation.errors import InputError, permissions_named
 from foundation.files import no_room
 
+OURS = ("foundation", "packing", "pretrain")
+
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
-    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given and for a disk
-    that is full, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody reads what is printed any more."""
+    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given, for a package
+    that is not installed and for a disk that is full, 130 where Ctrl-C broke it off, which `on_ctrl_c` says, and 141 where nobody
+    reads what is printed any more."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name or a text in any script must not end a command whose output is ASCII
         sys.stdout.reconfigure(errors="replace")
     try:
@@ -27,6 +30,12 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
         return 130  # what a shell reports for a process that SIGINT ended
+    except ModuleNotFoundError as error:  # what few commands need is imported where they do
+        package = (error.name or "").partition(".")[0]
+        if package in ("", *OURS):
+            raise
+        print(f"error: the package `{package}` is not installed: python -m pip install -r requirements.txt", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # `| head` has seen enough
         _print_no_more()
         return 141

@@ -7,6 +7,7 @@ makes them up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ def read_kept(path: Path) -> list[RunRecord]:
 
 
 def _record(path: Path, name: str, run: Mapping[str, Any], content: Mapping[str, Any]) -> RunRecord:
-    settings, summary = {"name": name, **content["settings"], **run["settings"]}, run["summary"]
+    # A run's own name was not kept. Its folder's may be a matrix's, which has signs that no name has.
+    named = {"name": re.sub(r"[^A-Za-z0-9._-]+", "_", name).lstrip("._-") or "run"}
+    settings, summary = {**named, **content["settings"], **run["settings"]}, run["summary"]
     tokens = summary["tokens_per_step"]
     for kept in filter(run.__contains__, STEPS):
         if not all(value is None or type(value) in (int, float) for value in run[kept]):

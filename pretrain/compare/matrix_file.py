@@ -345,7 +345,7 @@ def _matches(values: Values, entry: Values) -> bool:
 
 
 def _name_of(values: Values) -> str:
-    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`, `fused=off`."""
+    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`."""
     parts = []
     for key, value in values.items():
         last = key.rpartition(".")[-1]

@@ -82,6 +82,27 @@ def test_the_losses_of_the_comparison_are_those_of_the_result_file():
             assert float(cell.split(" ")[0]) == float(f"{difference:.4f}"), f"{precision}, {weights}"
 
 
+def test_the_losses_of_fused_layers_are_those_of_the_result_file():
+    runs = list(json.loads((ROOT / "benchmarks/results/h200_fused_losses.json").read_text())["runs"].values())
+    told = {"BF16": "bf16", "FP8": "", "MXFP8": "mxfp8", "NVFP4": "nvfp4", "delayed": "delayed", "current": "current"}
+    (table,) = re.findall(r"### Fused layers\n.*?\n(\|.*?)\n\n", (ROOT / "docs/results.md").read_text(), re.DOTALL)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    baseline = next(run for run in runs if run["settings"]["model.fused"] == "off")
+    assert len(rows) == len(runs) - 1
+    for way, *shown in rows:
+        precision = next(filter(None, (told.get(word.strip(",")) for word in way.split())))
+        scope = "linear+head" if "head" in way else "linear"
+        (run,) = (
+            run
+            for run in runs
+            if run is not baseline and (run["settings"]["precision"], run["settings"]["fp8_config.scope"]) == (precision, scope)
+        )
+        gaps = [ours - theirs for ours, theirs in zip(run["losses"], baseline["losses"], strict=True)]
+        held_out = run["summary"]["held_out_loss"] - baseline["summary"]["held_out_loss"]
+        found = [statistics.mean(gaps), statistics.mean(gaps[-40:]), held_out]
+        assert [cell.split(" ")[0] for cell in shown] == [f"{each:+.4f}" for each in found], way
+
+
 FILES_OF = {"14m": ("14m", "14m_controls", "14m_delayed", "14m_head", "14m_head_2", "14m_emulated"), "35m": ("35m",)}
 
 

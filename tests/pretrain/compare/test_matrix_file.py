@@ -229,6 +229,7 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
         "trades": {"optimizer.moments": "fp32", "optimizer.gradients": "fp32"},
         "learning_rate": {"optimizer.learning_rate": 0.004, "optimizer.weight_decay": 0.1},
         "demo": {"precision": "fp32"},
+        "fused": {"precision": "bf16", "model.fused": "off"},
         "openmath": {"precision": "bf16"},
         "seeds": {"seed": 1, "precision": "bf16"},
         "penalty_weight": {"loss.penalty_weight": 0.0},

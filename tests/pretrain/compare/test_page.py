@@ -162,6 +162,15 @@ def test_runs_kept_in_a_result_file_are_compared_as_runs_are(tmp_path, capsys):
     assert "rate" not in data["runs"][0]["curves"], "it was not kept, and is not made up"
 
 
+def test_a_kept_run_that_a_matrix_named_is_compared_too(tmp_path):
+    content = json.loads(KEPT.read_text())
+    names = ("bf16-fp32", "delayed-bf16_exact-linear+head", "=odd")
+    content["runs"] = dict(zip(names, content["runs"].values(), strict=False))
+    (tmp_path / "kept.json").write_text(json.dumps(content))
+    comparison = RunComparison.over(read_kept(tmp_path / "kept.json"))
+    assert tuple(each.run.name for each in comparison.standings) == names and comparison.answer()
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
