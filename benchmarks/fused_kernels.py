@@ -366,7 +366,7 @@ def activation() -> Iterator[Case]:
 
 
 def hidden_in_fp8() -> Iterator[Case]:
-    """Qwen3-1.7B's gate and up written in E4M3 by their product, and read so by SwiGLU and its gradient, beside BF16, under delayed
+    """Qwen3-1.7B's gate and up written in E4M3 by their product, and read so by SwiGLU and its gradient, beside BF16, in delayed
     scaling. It is what such a format would spare; the launcher has them in BF16."""
     from pretrain.model.fused import activation_kernel as kernel
     from pretrain.precision.fp8_tile import TensorScaled
