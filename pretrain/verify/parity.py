@@ -76,7 +76,7 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
     whole,
 )
-from pretrain.verify.tolerance import QUANTIZED_LEEWAY, ROUNDING_LEEWAY, NoiseTolerance, RoundingTolerance
+from pretrain.verify.tolerance import LEEWAY, NoiseTolerance, RoundingTolerance
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
@@ -263,7 +263,7 @@ class _Check:
                 "plain transformers",
                 fast.loss / share,
                 reference.loss / share,
-                loss_noise * resolution * (1.0 if text.different >= DIFFERENT else ROUNDING_LEEWAY),  # equal tokens err alike
+                loss_noise * resolution * (1.0 if text.different >= DIFFERENT else LEEWAY),  # equal tokens err alike
                 total_norm(found, "measured"),
                 total_norm(found),
                 worst_first([tolerance.allow(name, each) for name, each in with_total(found)]),
@@ -303,7 +303,7 @@ class _Check:
             "the unquantized one",
             fast.loss / share,
             unquantized.loss / share,
-            2 * QUANTIZED_LEEWAY * (max(losses) + spread) + plain.loss_tolerated,
+            3 * (max(losses) + spread) + plain.loss_tolerated,
             total_norm(found, "measured"),
             total_norm(found),
             worst_first(tensors),

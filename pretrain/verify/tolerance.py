@@ -14,8 +14,9 @@ from statistics import mean, median
 
 from pretrain.verify.comparison import NEGLIGIBLE, TOTAL, Distance, TensorParity, typical_error
 
-# How much further off than its measure a tensor may be. Healthy ones are at 1 in the median; a wrong one is at 5 and more.
-ROUNDING_LEEWAY, QUANTIZED_LEEWAY, NORM_LEEWAY = 2.0, 1.5, 2.0
+# How much further off than its measure a tensor may be, and its norm. Healthy ones are at 1 in the median; a wrong one is at 5 and
+# more. Where quantized noise is as large in forward as in backward, in blocks of FP8, a healthy one was at 1.6.
+LEEWAY = 2.0
 FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, one of n values n times less often
 ON_A_LINE = 0.9  # cosine, at least, of a noisy gradient with itself that has one direction only
 
@@ -39,7 +40,7 @@ class RoundingTolerance:
         """`each` of the tensor `name`, with what it may be."""
         own = self._noise.get(name, Distance(0.0, each.reference, 0.0))
         usual = max(self._typical, self._kinds.get(_kind(name), 0.0))
-        apart = few(each) * ROUNDING_LEEWAY * self._resolution * max(own.apart, usual * each.reference)
+        apart = few(each) * LEEWAY * self._resolution * max(own.apart, usual * each.reference)
         return _tensor(name, each, apart, self._noise[TOTAL].reference)
 
 
@@ -66,14 +67,14 @@ class NoiseTolerance:
     def allow(self, name: str, each: Distance, own: float) -> TensorParity:
         """`each` of the tensor `name`, with what it may be; `own`: the relative error of the product that makes this gradient."""
         errors, ratios = self._errors[_kind(name)] + self._errors[name], self._ratios[_kind(name)]
-        apart = QUANTIZED_LEEWAY * few(each) * math.hypot(max([self._typical, *errors]), own) * each.reference
+        apart = LEEWAY * few(each) * math.hypot(max([self._typical, *errors]), own) * each.reference
         if not ratios:
             return _tensor(name, each, apart, self._total)
         # Noise turns a gradient of many values to a side and leaves its size. One that always points along the same line, as a
         # scalar's does, may become small: then it must only be there.
         on_a_line = apart > each.reference and min(self._cosines[_kind(name)]) > ON_A_LINE
-        least = NEGLIGIBLE if on_a_line else min(ratios) / NORM_LEEWAY
-        return _tensor(name, each, apart, self._total, least, max(ratios) * NORM_LEEWAY)
+        least = NEGLIGIBLE if on_a_line else min(ratios) / LEEWAY
+        return _tensor(name, each, apart, self._total, least, max(ratios) * LEEWAY)
 
 
 def few(each: Distance) -> float:

@@ -61,19 +61,15 @@ def start(path: Path, *arguments: str, **variables: str) -> subprocess.Popen[str
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def run(path: Path, *arguments: str) -> tuple[int, str]:
-    """Exit status and output."""
-    process = start(path, *arguments)
-    output = process.communicate(timeout=240)[0]
-    return process.returncode, output
-
-
 @pytest.fixture
 def run_here(capfd, monkeypatch):
-    """As `run`, in this process: for what starts no cell."""
+    """The command in this process, its cells in their own: exit status and output."""
 
     def call(path, *arguments):
         monkeypatch.chdir(ROOT)
+        for variable in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+            monkeypatch.delenv(variable)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
         capfd.readouterr()
         status = main(["matrix", str(path), *arguments])
         return status, "".join(capfd.readouterr())
@@ -89,7 +85,7 @@ def last_step(run_dir: Path) -> int:
 
 
 @pytest.mark.long
-def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matrix_file, tmp_path):
+def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matrix_file, tmp_path, run_here):
     """One matrix from its first start to its report, because each start of a cell takes seconds."""
     path, folder = matrix_file(at_once=2, overrides={"evaluate.every": None}), tmp_path / "precisions"
     cells = [folder / cell for cell in ("fp32", "bf16")]
@@ -119,7 +115,7 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matri
     # One fails: the other goes on from there, and finishes.
     stopped_at = last_step(folder / "fp32")
     with RunFolder(folder / "fp32"):  # somebody else is training there
-        status, output = run(path)
+        status, output = run_here(path)
     assert status == 1, output
     assert "fp32: failed" in output and "exit status 2" in output and f"the last of {folder / 'fp32.log'}" in output
     assert f"the run folder is in use by process {os.getpid()}" in output
@@ -128,7 +124,7 @@ def test_a_stopped_matrix_lets_its_cells_save_and_goes_on_though_one_fails(matri
 
     # What failed is run again, alone.
     trained = (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns
-    status, output = run(path)
+    status, output = run_here(path)
     assert status == 0, output
     assert "1 of 2 cells are finished already" in output
     assert (folder / "bf16" / "metrics.jsonl").stat().st_mtime_ns == trained, "left alone"
@@ -162,7 +158,7 @@ def test_a_mistake_in_the_matrix_is_one_message_and_status_2(matrix_file, run_he
 @pytest.mark.long
 def test_a_cell_whose_hours_are_over_is_stopped_and_one_alone_needs_no_report(matrix_file, tmp_path, run_here):
     path, folder = matrix_file(overrides={"train.max_hours": 1e-9}), tmp_path / "precisions"
-    status, output = run(path, "--cell", "1")
+    status, output = run_here(path, "--cell", "1")
     assert status == 138 and "bf16: stopped" in output and "hours are over" in output, output
     assert last_step(folder / "bf16") == 1 and not (folder / "fp32").exists() and not (folder / "precisions.md").exists()
     assert [entry.name for entry in folder.glob("*.status")] == []
