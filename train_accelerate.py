@@ -242,9 +242,10 @@ def build(
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process
-    if main_process and (source is None or source.begins):
+    begins = source is None or source.begins
+    if main_process and begins:
         set_aside_another(job)
-    if main_process and source is not None and not source.begins and arguments.resume != "auto":
+    elif main_process and arguments.resume != "auto":
         keep_what_is_cut(job, state.step)
     run = Run(
         job=job,
@@ -252,7 +253,7 @@ def build(
         accelerator=accelerator,
         folder=folder,
         state=state,
-        begins=source is None or source.begins,
+        begins=begins,
         resumed_step=state.step,
         health=health,
         checkpoints=checkpoints,

@@ -37,6 +37,7 @@ from pretrain.model.fused.rotary_kernel import CodesTiling, RotaryTiling
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient
 from pretrain.model.table_kernel import add_rows_
+from pretrain.precision.fp8_tile import TensorScaled
 
 BF16 = torch.bfloat16
 TOKENS = 32_768  # of a microbatch: 8 packs of 4,096
@@ -365,11 +366,17 @@ def activation() -> Iterator[Case]:
     yield Case("SwiGLU bf16, backward", 12 * s.values, again, partial(tex.dswiglu, d_activated, hidden, None))
 
 
+def scaled(dtype: torch.dtype, columns: int, scale: Tensor | None) -> TensorScaled:
+    """Room for a microbatch of FP8 codes, by rows and by columns."""
+    one = torch.ones(1, device="cuda")
+    codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]
+    return TensorScaled(dtype, *codes, one.clone(), scale, one.clone())
+
+
 def hidden_in_fp8() -> Iterator[Case]:
-    """Qwen3-1.7B's gate and up written in E4M3 by their product, and read so by SwiGLU and its gradient, beside BF16, in delayed
-    scaling. It is what such a format would spare; the launcher has them in BF16."""
+    """What it would spare to keep SwiGLU's inputs in E4M3: the product that writes them, SwiGLU and its gradient, each beside the
+    same with BF16, under delayed scaling. The launcher keeps them in BF16."""
     from pretrain.model.fused import activation_kernel as kernel
-    from pretrain.precision.fp8_tile import TensorScaled
 
     s, one, inner = SwiGLU(), torch.ones(1, device="cuda"), HIDDEN["Qwen3-1.7B"][1]
     hidden, d_activated, fp8 = s.hidden, s.d_activated, torch.float8_e4m3fn
@@ -383,11 +390,7 @@ def hidden_in_fp8() -> Iterator[Case]:
     moved = x.nbytes + w.nbytes + narrow.nbytes
     yield Case("gate and up, their product", moved, partial(product, fp8), partial(product, BF16))
 
-    def scaled(dtype: torch.dtype, width: int) -> TensorScaled:
-        codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, width), (width, TOKENS))]
-        return TensorScaled(dtype, *codes, one.clone(), one, one.clone())
-
-    activated, d_hidden = scaled(fp8, WIDTH), scaled(torch.float8_e5m2, 2 * WIDTH)
+    activated, d_hidden = scaled(fp8, WIDTH, one), scaled(torch.float8_e5m2, 2 * WIDTH, one)
     forward, again = replace(activated, columns=None), replace(activated, rows=None, amax=None)
     ours, theirs = (partial(kernel.forward, each, forward) for each in (narrow, hidden))
     yield Case("SwiGLU delayed, forward", 3 * s.values, ours, theirs)
@@ -399,15 +402,10 @@ def activation_tilings() -> Iterator[Case]:
     """By replacing the kernels' own tiles."""
     from pretrain.model.fused import activation_kernel as kernel
     from pretrain.model.fused.activation_kernel import Tile
-    from pretrain.precision.fp8_tile import BlockScaled, TensorScaled
+    from pretrain.precision.fp8_tile import BlockScaled
 
     s = SwiGLU()
     hidden, d_activated = s.hidden, s.d_activated
-
-    def scaled(dtype: torch.dtype, columns: int, scale: Tensor | None) -> TensorScaled:
-        one = torch.ones(1, device="cuda")
-        codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]
-        return TensorScaled(dtype, *codes, one.clone(), scale, one.clone())
 
     def blocks(columns: int) -> BlockScaled:
         codes = [torch.empty(shape, dtype=torch.uint8, device="cuda") for shape in ((TOKENS, columns), (columns, TOKENS))]

@@ -350,8 +350,9 @@ def _name_of(values: Values) -> str:
     for key, value in values.items():
         last = key.rpartition(".")[-1]
         value = in_a_path(value) if key == "precision" and isinstance(value, list) else value
-        parts.append(_text(key, value) if last in _WITHOUT_KEY else f"{last}={_text(key, value)}")
-    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts).replace("'", "")).strip("_")
+        text = value if isinstance(value, str) else _text(key, value)
+        parts.append(text if last in _WITHOUT_KEY else f"{last}={text}")
+    return re.sub(r"[^A-Za-z0-9._+=,-]+", "_", "-".join(parts)).strip("_")
 
 
 def _as_overrides(values: Values) -> list[str]:

@@ -294,7 +294,7 @@ class _Check:
                     noisy = self._pass(step)
                 draws.append(dict(with_total(distances(noisy.gradients, unquantized.gradients))))
                 losses.append(abs(noisy.loss - unquantized.loss) / share)
-            # To first order; a few draws of one number may all be small by chance.
+            # To first order. Three times the two is tolerated of the loss: a few draws of one number may all be small by chance.
             spread = math.sqrt(self._loss_variance(unquantized.gradients, sizes)) / share
         tolerance, of_product = NoiseTolerance(draws), {name: each.get("wgrad", 0.0) for name, each in sizes.items()}
         tensors = [tolerance.allow(name, each, of_product.get(name, 0.0)) for name, each in with_total(found)]

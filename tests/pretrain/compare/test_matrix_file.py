@@ -239,6 +239,11 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert load_matrix(path).baseline.values == plainest.get(path.stem, {"precision": "bf16", "weights": "fp32"})
 
 
+def test_a_value_that_needs_quotes_has_none_in_the_name_of_its_run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    assert names(load_matrix("recipes/matrices/fused.yaml"))[:2] == ["bf16-fused=off", "bf16"]
+
+
 def test_the_references_matrices_are_its_eight_and_its_twenty_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     eight, twenty = (load_matrix(f"recipes/matrices/small_malaysian_lm{name}.yaml").runs for name in ("", "_scopes"))
