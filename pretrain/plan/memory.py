@@ -70,6 +70,7 @@ class Devices:
     memory: int | None = None
     gathered: bool = False  # sharded, with weights gathered once a step and gradients reduced once (pretrain.model.sharding)
     replicas: int = 1  # where they are sharded, over the devices of one replica of so many (HSDP)
+    capability: tuple[int, int] | None = None  # CUDA's, of each; None: counted as Hopper's
 
     @property
     def shards(self) -> int:
@@ -113,15 +114,16 @@ class MemoryEstimate:
         length, shape, products = recipe.data.length, flops.shape, PRECISIONS[precision]
         computed = products.number_bytes
         values = math.ceil(flops.parameters / devices.shards)  # parameters that a device has
-        layers = layers or [compiled_layer(flops, products, recipe.weights)] * shape.layers
+        layouts = products.layouts_on(devices.capability) if products.quantized else 0
+        layers = layers or [compiled_layer(flops, products, recipe.weights, layouts)] * shape.layers
         if keeps_rotated:
             layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
         again = _recomputed(recipe, len(layers))
         kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
         moments = recipe.optimizer.moments or ("bf16" if recipe.weights == "bf16" else "fp32")
         head = shape.vocabulary * shape.hidden
-        quantized_head = 2 * head if _head_is_quantized(recipe, products) else 0
-        logits = shape.vocabulary * _logit(recipe, products)
+        quantized_head = layouts * head if _head_is_quantized(recipe, products) else 0
+        logits = shape.vocabulary * _logit(recipe, products, layouts)
         shards = _shards(flops, computed, gathered=devices.gathered) if devices.sharded else _Shards(0, 0, 0)
         searches = devices.name != "CPU" and not recipe.deterministic and products.compute_dtype == "bfloat16"
         return cls(
@@ -133,7 +135,7 @@ class MemoryEstimate:
             working_copies=0 if devices.sharded else _working_copies(layers, again),  # what is gathered is in the compute dtype
             quantized_weights=sum(layer.quantized_weights for layer in layers) + quantized_head,
             activations_by_pack=length * sum(kept),
-            loss=head * _head_at_the_loss(recipe, products, sharded=devices.sharded),
+            loss=head * _head_at_the_loss(recipe, products, devices),
             loss_by_pack=length * 3 * shape.hidden * computed,
             logits_by_pack=length * logits,
             logits_at_most=recipe.loss.tokens_at_once * logits if recipe.loss.kind == "chunked" else None,
@@ -181,24 +183,24 @@ def _head_is_quantized(recipe: Recipe, products: Precision) -> bool:
     return products.quantized and recipe.fp8_config.scope != "linear"
 
 
-def _head_at_the_loss(recipe: Recipe, products: Precision, *, sharded: bool) -> int:
+def _head_at_the_loss(recipe: Recipe, products: Precision, devices: Devices) -> int:
     """Bytes for each of the head's weights while the loss is computed: its gradient, its working copy, and a chunk's own gradient
-    unless products add that to the sum (pretrain.model.loss.fp8_head)."""
+    unless products add that to the sum (pretrain.model.loss.fp8_head), as they do on no Blackwell."""
     chunked, quantized = recipe.loss.kind == "chunked", _head_is_quantized(recipe, products)
     found = 4 if chunked else products.number_bytes
-    if _weights_are_cast(recipe.weights, products) and not quantized and not sharded:
+    if _weights_are_cast(recipe.weights, products) and not quantized and not devices.sharded:
         found += products.number_bytes
-    if quantized and chunked and (recipe.loss.penalty is not None or not products.fuses_head):
+    if quantized and chunked and (recipe.loss.penalty is not None or not products.fuses_head_on(devices.capability)):
         found += products.number_bytes
     return found
 
 
-def _logit(recipe: Recipe, products: Precision) -> int:
+def _logit(recipe: Recipe, products: Precision, layouts: int) -> int:
     """Bytes for each logit that is held."""
     if recipe.loss.kind == "cce":
         return 0
-    if recipe.loss.kind == "chunked":  # overwritten with its gradient, or beside it that as an FP8 operand in both layouts
-        return products.number_bytes + (2 if _head_is_quantized(recipe, products) else 0)
+    if recipe.loss.kind == "chunked":  # overwritten with its gradient, or beside it that as an FP8 operand in its layouts
+        return products.number_bytes + (layouts if _head_is_quantized(recipe, products) else 0)
     # The reference keeps the product, the softmax and its gradient, the last two in FP32, and a second time for a penalty.
     return products.number_bytes + (8 if recipe.loss.penalty is None else 16)
 
@@ -260,15 +262,22 @@ class LayerMemory:
 
 
 def layers_of(
-    model: PreTrainedModel, recipe: Recipe, active: ActivePrecision, device_type: str, attention: str
+    model: PreTrainedModel,
+    recipe: Recipe,
+    active: ActivePrecision,
+    device_type: str,
+    attention: str,
+    capability: tuple[int, int] | None = None,
 ) -> list[LayerMemory]:
-    """Of each decoder layer of `model`, on the meta device, in order: fused where a run with this packed `attention` would."""
+    """Of each decoder layer of `model`, on the meta device, in order: fused where a run with this packed `attention` would.
+    `capability`: as `Devices`."""
     layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
     without_norms = dataclasses.replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))
     decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     off = not_fused_because(recipe.model.fused, active, device_type, dtype)
-    compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights)
+    layouts = active.precision.layouts_on(capability) if active.precision.quantized else 0
+    compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights, layouts)
     left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
     for name, layer in layers.items():
@@ -279,13 +288,16 @@ def layers_of(
         parts = parts_of(layer)
         stacks = (parts.qkv, parts.output, parts.below, parts.above)
         of_stacks = [active.precision if f"{name}.{next(iter(stack))}" in low else left_out for stack in stacks]
-        found.append(fused_layer(parts, of_stacks, recipe, device_type, attention))
+        found.append(fused_layer(parts, of_stacks, recipe, device_type, attention, layouts))
     return found
 
 
-def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, device_type: str, attention: str) -> LayerMemory:
+def fused_layer(
+    parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, device_type: str, attention: str, layouts: int
+) -> LayerMemory:
     """A layer of these `parts` by its shapes; `of_stacks`: what its four products compute in, on `device_type` in packed
-    `attention`: queries, keys and values; the attention's output; gate and up; down."""
+    `attention`: queries, keys and values; the attention's output; gate and up; down. `layouts`: held of a quantized operand that
+    enters two products."""
     number = of_stacks[0].number_bytes
     stacks = [StackedWeight(list(each.values())) for each in (parts.qkv, parts.output, parts.below, parts.above)]
     qkv, output, below, above = stacks
@@ -297,11 +309,11 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, de
     kept += _attention(parts, number, attention, recipe.data.length)
     kept += operands[1] * output.in_features if of_stacks[1].quantized else 0
     widths = below.in_features, below.out_features, above.in_features
-    activated, workspace = _mlp_backward(parts, of_stacks[2], of_stacks[3], device_type, *widths)
+    activated, workspace = _mlp_backward(parts, of_stacks[2], of_stacks[3], device_type, layouts, *widths)
     quantized_weights = working_copies = 0.0
     for precision, operand, of_stack in zip(of_stacks, operands, weights, strict=True):
         if precision.quantized:
-            quantized_weights += 2 * (precision.weight_bytes or operand) * of_stack
+            quantized_weights += layouts * (precision.weight_bytes or operand) * of_stack
         elif _weights_are_cast(recipe.weights, precision):
             working_copies += number * of_stack
     return LayerMemory(
@@ -316,7 +328,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], recipe: Recipe, de
 
 
 def _mlp_backward(
-    parts: Parts, below: Precision, above: Precision, device_type: str, hidden: int, inside: int, activated: int
+    parts: Parts, below: Precision, above: Precision, device_type: str, layouts: int, hidden: int, inside: int, activated: int
 ) -> tuple[float, float]:
     """Bytes a token of the activated values that are kept for it, and of what it makes by the time that it holds most of all.
 
@@ -329,9 +341,8 @@ def _mlp_backward(
     if device_type == "cpu":  # plain torch: the formula's steps one by one, in FP32
         return 0, made + number * (inside + activated) + 4 * 4 * inside
     gated = parts.activation == "swiglu"
-    made += (2 * above.operand_bytes * hidden if above.quantized else 0) + (
-        2 * below.operand_bytes * inside if below.quantized else 0
-    )
+    made += layouts * above.operand_bytes * hidden if above.quantized else 0
+    made += layouts * below.operand_bytes * inside if below.quantized else 0
     if not above.quantized:
         return (0, made + number * (inside + activated)) if gated else (number * activated, made + number * inside)
     operand = above.operand_bytes
@@ -340,8 +351,8 @@ def _mlp_backward(
     return operand * activated, made + (0 if gated and below.quantized else number * inside)
 
 
-def compiled_layer(flops: ModelFlops, precision: Precision, weights: str) -> LayerMemory:
-    """A mean layer of the model that `flops` counts; `weights`: as a recipe says it."""
+def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layouts: int) -> LayerMemory:
+    """A mean layer of the model that `flops` counts; `weights`: as a recipe says it; `layouts`: as of a fused layer."""
     shape, number, quantized = flops.shape, precision.number_bytes, precision.quantized
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
@@ -350,7 +361,7 @@ def compiled_layer(flops: ModelFlops, precision: Precision, weights: str) -> Lay
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
-        quantized_weights=2 * linears if quantized else 0,
+        quantized_weights=layouts * linears if quantized else 0,
         working_copies=number * linears if _weights_are_cast(weights, precision) else 0,
         fused=False,
     )

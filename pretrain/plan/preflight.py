@@ -313,14 +313,18 @@ def _plan_of(
 ) -> Plan:
     """What was found, in figures; memory is not yet spent on anything that the recipe leaves open."""
     device_type, backend = accelerator.device.type, laid_out.attention.name
+    on_hardware = any(active.backend == "transformer_engine" for active in precisions.each_once)
+    capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
+    count, sharded, replicas = accelerator.num_processes, accelerator.is_fsdp2, replicas_of(accelerator)
     layers = {
-        each.precision.name: layers_of(laid_out.shapes, recipe, each, device_type, backend) for each in precisions.each_once
+        each.precision.name: layers_of(laid_out.shapes, recipe, each, device_type, backend, capability)
+        for each in precisions.each_once
     }
     phases = [ActivePhase(until, active, layers[active.precision.name]) for until, active in precisions.phases]
     return Plan(
         recipe,
         precisions.first,
-        Devices(accelerator.num_processes, accelerator.is_fsdp2, *device_of(accelerator), replicas=replicas_of(accelerator)),
+        Devices(count, sharded, *device_of(accelerator), replicas=replicas, capability=capability),
         laid_out.config.model_type,
         ModelFlops.of(laid_out.shapes).borne_out_by(laid_out.shapes),
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document

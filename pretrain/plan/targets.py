@@ -67,6 +67,10 @@ class Target:
         """Memory of one; None where it is not in the table."""
         return MEMORY.get(self.name.upper())
 
+    @property
+    def capability(self) -> tuple[int, int] | None:
+        return CAPABILITY.get(self.name.upper())
+
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
         plan, active = job.plan, _on_hardware(job.active)
@@ -76,7 +80,7 @@ class Target:
             for phase in plan.phases
         ]
         usable = None if self.gigabytes is None else int((1 - KEPT_FREE) * 1e9 * self.gigabytes)
-        alone = Devices(name=self.name, memory=usable)
+        alone = Devices(name=self.name, memory=usable, capability=self.capability)
         here = replace(plan, devices=alone, active=active, layers=layers, phases=phases, tokens_per_second=None)
         whole = on_cluster(here, Cluster(self.count), "none", replicated=False)
         fits = usable is None or whole.memory.total(1) <= usable
@@ -86,21 +90,20 @@ class Target:
         """What each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and cuDNN's attention or
         FlashAttention-4, which keep the same; elsewhere as this machine's libraries have it."""
         recipe, settings = job.recipe, job.recipe.model
-        if self.name.upper() not in CAPABILITY or active.precision.compute_dtype != "bfloat16":
+        if self.capability is None or active.precision.compute_dtype != "bfloat16":
             return layers_of(job.shapes, recipe, active, "cuda", "packed_varlen")
         if settings.fused == "auto":
             recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
         in_one = settings.attention in ("auto", "cudnn", "flash_attn") and job.plan.flops.shape.head_dim in IN_ONE_HEADS
-        return layers_of(job.shapes, recipe, active, "cuda", "packed_fa4" if in_one else "packed_varlen")
+        return layers_of(job.shapes, recipe, active, "cuda", "packed_fa4" if in_one else "packed_varlen", self.capability)
 
     def obstacle(self, plan: Plan) -> str | None:
         """Why `plan` cannot run on it or has no speed; None where it can."""
-        capability = CAPABILITY.get(self.name.upper())
         for active in plan.actives:
             precision = PRECISIONS[active.requested]
-            if precision.quantized and capability:
+            if precision.quantized and self.capability:
                 hardware = precision.hardware_for(active.settings)
-                if need := hardware.missing(capability, NEWEST_CUDA):
+                if need := hardware.missing(self.capability, NEWEST_CUDA):
                     return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"

@@ -31,7 +31,6 @@ from pretrain.precision.settings import ActivePrecision
 OLDEST = (2, 20)  # the first whose recipes have every field that is set here
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-_BLACKWELL = (10, 0)  # whose FP8 products read operands as they lie
 _MISSING = object()
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
@@ -117,8 +116,7 @@ class TransformerEngineProduct:
     def supports_fused_loss(self) -> bool:
         """Whether the softmax of the LM head can write its gradient as this product's operand: where FP8 products take one scale
         a tensor and operands along the inner dimension, and without a bias."""
-        fuses_head = self.backend.precision.fuses_head
-        return fuses_head and not self.linear.use_bias and torch.cuda.get_device_capability() < _BLACKWELL
+        return not self.linear.use_bias and self.backend.precision.fuses_head_on(torch.cuda.get_device_capability())
 
 
 class TransformerEngineBackend:

@@ -71,6 +71,9 @@ class Scaling:
 WITHIN_TWO, AT_THE_TOP = 0.5, 0.85
 
 
+BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
@@ -148,7 +151,7 @@ class QuantizedPrecision(Precision):
     tensor_scaled = False  # one scale for the whole tensor, by itself or above those of the blocks
     block_scaled = False
     keeps_history = False  # scales come from earlier steps, and a checkpoint holds them
-    fuses_head = False  # the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head)
+    fuses_head = False  # up to Hopper, the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head)
     activates_again = False  # backward makes activated values again in the format they had (pretrain.model.fused.activation)
     operand_bytes = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
     weight_bytes: float | None = None  # the same of a weight; None: as any other operand
@@ -162,6 +165,20 @@ class QuantizedPrecision(Precision):
     def serves_both(self, settings: OptionValues, role: Role) -> bool:
         """Whether the codes of one quantization enter both products of an operand."""
         return not self.block_scaled
+
+    def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
+        """`fuses_head` on a device of this compute capability, None: Hopper's."""
+        return self.fuses_head and (capability is None or capability < BLACKWELL)
+
+    def layouts_on(self, capability: tuple[int, int] | None) -> int:
+        """How many layouts of an operand of two products are held on a device of this compute capability, None: Hopper's.
+
+        Transformer Engine makes no transpose of what has one scale where FP8 products read operands either way: there
+        nvte_is_non_tn_fp8_gemm_supported() is true, and its Float8Quantizer and Float8CurrentScalingQuantizer allocate the rows
+        alone. Scales of blocks lie along the sum, so they need two layouts everywhere.
+        """
+        both_ways = capability is not None and (BLACKWELL <= capability < (12, 0) or capability >= (13, 0))
+        return 1 if both_ways and not self.block_scaled else 2
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
         """The quantizer of a product that sums along features."""

@@ -71,14 +71,16 @@ def fused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Callable[.
         world_size: int = 1,
         sharded: bool = False,
         gathered: bool = False,
+        capability: tuple[int, int] | None = None,
         **changes: object,
     ) -> MemoryEstimate:
         asked, chosen = recipe(**changes), PRECISIONS[precision]
         backend = "transformer_engine" if chosen.quantized else "torch"
         active = ActivePrecision(precision, chosen, backend, asked.fp8_config.resolved(precision))
-        layers = layers_of(of, asked, active, "cuda", "packed_cudnn")
+        layers = layers_of(of, asked, active, "cuda", "packed_cudnn", capability)
         assert all(layer.fused for layer in layers)
-        return MemoryEstimate.of(asked, ModelFlops.of(of), precision, Devices(world_size, sharded, gathered=gathered), layers)
+        devices = Devices(world_size, sharded, gathered=gathered, capability=capability)
+        return MemoryEstimate.of(asked, ModelFlops.of(of), precision, devices, layers)
 
     return estimated
 
@@ -237,6 +239,31 @@ def test_a_head_in_fp8_is_kept_in_both_layouts_and_so_is_a_chunks_gradient(fused
     without, head = fused("delayed", **EXACT), fused("delayed", **EXACT, fp8_config={"scope": "linear+head"})
     assert head.quantized_weights - without.quantized_weights == 2 * 151_936 * 2048
     assert head.logits_at_most == 2 * without.logits_at_most == 4096 * 151_936 * 4
+
+
+@pytest.mark.parametrize(("precision", "layouts"), [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)])
+def test_a_blackwell_holds_one_layout_of_what_has_one_scale(
+    precision: str, layouts: int, qwen3: ModelFlops, fused: Callable[..., MemoryEstimate]
+) -> None:
+    """Its products read operands as they lie, in layers and in the head. With scales of blocks there are two layouts."""
+    asked, head, logits = {**EXACT, "fp8_config": {"scope": "linear+head"}}, 151_936 * 2048, 4096 * 151_936
+    hopper, blackwell = (fused(precision, capability=capability, **asked) for capability in ((9, 0), (10, 0)))
+    assert blackwell.quantized_weights == layouts * hopper.quantized_weights // 2
+    assert blackwell.logits_at_most == (2 + layouts) * logits and hopper.logits_at_most == 4 * logits
+    gradients = 4096 * (2048 + 12_288)  # of a layer's output, and of gate and up, while its backward is at its fullest
+    assert hopper.backward_by_pack - blackwell.backward_by_pack == (2 - layouts) * gradients
+    assert blackwell.activations_by_pack == hopper.activations_by_pack, "one layout is kept for backward in any case"
+    assert blackwell.loss == 6 * head, "no product of it adds a chunk's gradient to the FP32 sum"
+    assert hopper.loss == (4 if layouts == 1 else 6) * head
+    compiled = MemoryEstimate.of(recipe(**asked), qwen3, precision, Devices(capability=(10, 0)))
+    assert compiled.quantized_weights == layouts * (1_409_286_144 + head)
+
+
+def test_a_blackwell_whose_products_read_one_layout_alone_holds_both(fused: Callable[..., MemoryEstimate]) -> None:
+    """An RTX 5090."""
+    asked, head = {**EXACT, "fp8_config": {"scope": "linear+head"}}, 151_936 * 2048
+    found, hopper = (fused("current", capability=capability, **asked) for capability in ((12, 0), None))
+    assert found.quantized_weights == hopper.quantized_weights and found.loss - hopper.loss == 2 * head
 
 
 def test_an_fp32_head_is_copied_for_its_bf16_product_at_the_loss_alone(fused: Callable[..., MemoryEstimate]) -> None:

@@ -169,6 +169,13 @@ def test_memory_is_what_a_run_took_on_that_device(precision, job):
     assert planned.memory.total(8) / 2**30 == pytest.approx(measured, rel=0.03)
 
 
+def test_a_b200_is_planned_with_one_layout_of_fp8_weights_and_the_gradient_of_a_heads_chunk(job):
+    asked = job("delayed", fp8_config={"scope": "linear+head"})
+    hopper, blackwell = (Target(name).plan(asked).memory for name in ("H200", "B200"))
+    assert hopper.quantized_weights == 2 * blackwell.quantized_weights
+    assert blackwell.loss - hopper.loss == 2 * 151_936 * 2048
+
+
 def test_a_model_that_fits_no_device_whole_is_planned_in_shards(job):
     whole = Target("H200", 8).plan(job())
     assert not whole.devices.sharded and whole.devices.count == 8
