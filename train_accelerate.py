@@ -100,6 +100,7 @@ from pretrain.run.resume import (
     restore,
     said_of_the_end,
     set_aside_another,
+    under_its_own_name,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
@@ -239,6 +240,7 @@ def build(
         state, notes = restore(source, checkpoints, job, assembly, health)
     if source:
         require_same_on_all_ranks(accelerator, assembly.tensors | assembly.state_tensors, f"all must read the same {source.path}")
+        source = under_its_own_name(source, checkpoints)
     with waited.on("checks", "finding the microbatch"):
         job = job.with_microbatch(choose_microbatch(job, assembly, source.record if source else None, accelerator))
     main_process = accelerator.is_main_process

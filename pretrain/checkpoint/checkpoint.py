@@ -326,6 +326,26 @@ class Checkpoints:
         newer = [path for path in step_folders(self.folder) if step_of(path) > step] if self.disks.leads else []
         return self._gather([set_aside(path) for path in newer])[0]
 
+    def take_back(self, path: Path, step: int) -> Path:
+        """Give the checkpoint at `path`, of `step`, the name that it had before it was set aside, for a run that goes on from it;
+        what has that name now is set aside. Returns the new path.
+
+        Otherwise the next automatic resume, or a rollback, would go on from the other checkpoint of this step.
+        """
+        self.wait()
+        final = step_folder(self.folder, step)
+
+        def rename() -> None:
+            if self.disks.leads and path.exists():
+                if final.exists():
+                    set_aside(final)
+                path.rename(final)
+                _log.warning("%s is this run's again, as %s", path, final.name)
+
+        self._on_every_rank(rename)
+        self.current = final
+        return final
+
     def newest(self, *, before: int | None = None, look_only: bool = False) -> Path | None:
         """The newest intact checkpoint, of a step earlier than `before` if that is given, every byte verified; None if there is
         none. With `look_only` nothing on the disk changes, not even the name of what a dead writer has completed.

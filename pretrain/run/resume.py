@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -319,6 +319,13 @@ def restore(
     health.load_state_dict(source.record["health"], anew=source.begins)
     checkpoints.set_aside_newer(state.step)
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
+
+
+def under_its_own_name(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint:
+    """`source`, from which the run goes on now. One of its own that was set aside is the one of its step again."""
+    if REPLACED not in source.path.name or not checkpoints.owns(source.path):
+        return source
+    return replace(source, path=checkpoints.take_back(source.path, source.record["progress"]["step"]))
 
 
 def keep_findings(source: ResumePoint, assembly: Assembly, job: Job) -> None:

@@ -241,6 +241,20 @@ def test_a_checkpoint_set_aside_does_not_go_on_with_the_curve_that_came_after_it
     assert status != 0 and f"{aside}: is of another run than the steps in {metrics}" in output
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_set_aside_has_it_as_the_one_of_its_step(gpt2: Training, run_dir: Path):
+    """Which a resume takes that comes before the next save, and a rollback."""
+    checkpoints = finished_copy(gpt2, run_dir) / "checkpoints"
+    other, aside = checkpoints / "step-00000056", checkpoints / "step-00000056.replaced-1"
+    shutil.copytree(other, aside)
+    (other / "of the other training").touch()
+    status, output = gpt2.run(run_dir, "--resume", str(aside))
+    assert status == 0, output
+    assert f"resumed from {aside} at step 56" in output and f"{aside} is this run's again, as {other.name}" in output
+    assert not (other / "of the other training").exists() and not aside.exists()
+    assert (checkpoints / f"{other.name}.replaced-2" / "of the other training").exists(), "nothing that was saved is lost"
+    assert differences(gpt2.alone, run_dir) == []
+
+
 def test_a_finished_run_started_again_does_what_a_kill_left_undone_and_changes_nothing_else(qwen3: Training, run_dir: Path):
     """Killed between its last save and its last evaluation: neither that nor the exported model is there."""
     metrics = finished_copy(qwen3, run_dir) / "metrics.jsonl"

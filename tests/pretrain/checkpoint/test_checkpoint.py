@@ -241,6 +241,23 @@ def test_going_back_to_an_earlier_step_sets_the_later_ones_aside_without_deletin
     assert checkpoints.newest() == tmp_path / "step-00000001"
 
 
+@pytest.mark.parametrize("trained_again", [True, False])
+def test_of_two_checkpoints_of_a_step_the_one_that_is_taken_back_is_the_newest(trained_again, tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    save(checkpoints, 1)
+    abandoned = save(checkpoints, 2)
+    kept = (abandoned / "state.json").stat().st_ino
+    [aside] = checkpoints.set_aside_newer(1)
+    if trained_again:
+        save(again := Checkpoints(tmp_path, keep=5), 1)
+        save(again, 2)
+    checkpoints = Checkpoints(tmp_path, keep=5)
+    assert checkpoints.take_back(aside, 2) == checkpoints.current == abandoned == Checkpoints(tmp_path, keep=5).newest()
+    assert (abandoned / "state.json").stat().st_ino == kept
+    others = [name for name in names(tmp_path) if name.startswith("step-00000002.")]
+    assert others == (["step-00000002.replaced-2"] if trained_again else []), "nothing that was saved is lost"
+
+
 def test_a_checkpoint_whose_writer_died_just_before_naming_it_is_recovered(tmp_path):
     path = save(Checkpoints(tmp_path, keep=1), 5)
     path.rename(tmp_path / ".partial-step-00000005")
