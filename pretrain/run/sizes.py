@@ -115,7 +115,7 @@ class Sizes:
         return (None if None in memory else Line.through(packs, memory)), seconds
 
     def extrapolated(self) -> Iterator[Size]:
-        """Doublings of the largest size that was measured, by the lines, as far as they fit."""
+        """Doublings of the largest size that was measured, by the lines, as far as they fit, up to all packs of a step."""
         if not self.lines:
             return
         memory, seconds = self.lines
@@ -123,7 +123,7 @@ class Sizes:
         for doubling in range(1, BEYOND + 1):
             packs = last.packs * 2**doubling
             needed = memory.at(packs) if memory else None
-            if self.limit and needed and needed > self.limit:
+            if packs > self.packs or (self.limit and needed and needed > self.limit):
                 return
             yield Size(packs, needed, seconds.at(packs), last.update, measured=False)
 
@@ -277,7 +277,8 @@ def _notes(sizes: Sizes) -> Iterator[str]:
         begins = "" if seconds.at_none <= 0 else f"{units.duration(seconds.at_none)} + "
         yield f"time is {begins}{units.duration(seconds.each)} a pack: {seconds.reliability()}"
     if most := sizes.largest_that_fits():
-        yield f"by that line, the {units.memory(sizes.limit / GIB)} that may be used here hold {plural(most, 'pack')}"
+        of_a_step = f"; a step has {sizes.packs}" if most > sizes.packs else ""
+        yield f"by that line, the {units.memory(sizes.limit / GIB)} that may be used here hold {plural(most, 'pack')}{of_a_step}"
     if sizes.ended:
         yield f"no larger size was tried: {sizes.ended}"
 

@@ -22,12 +22,10 @@ from pretrain.settings.recipe import Recipe
 PACKS = (1, 2, 4, 8)
 
 
-def measured(*seconds: float, memory: float | None = 1e9, limit: int | None = None) -> Sizes:
+def measured(*seconds: float, memory: float | None = 1e9, limit: int | None = None, packs: int = 8) -> Sizes:
     """Memory grows by `memory` bytes a pack on top of as many."""
-    found = [
-        Size(packs, memory and memory * (1 + packs), taken, update=0.5) for packs, taken in zip(PACKS, seconds, strict=False)
-    ]
-    return Sizes(tuple(found), None, limit, length=32, packs=8, device="CPU", precision="bf16")
+    found = [Size(size, memory and memory * (1 + size), taken, update=0.5) for size, taken in zip(PACKS, seconds, strict=False)]
+    return Sizes(tuple(found), None, limit, length=32, packs=packs, device="CPU", precision="bf16")
 
 
 @given(st.floats(0, 1e3), st.floats(0.1, 1e3))
@@ -46,15 +44,23 @@ def test_what_is_no_line_says_how_far_it_is_off():
 
 
 def test_sizes_are_extrapolated_as_far_as_memory_goes():
-    found = measured(1.0, 2.0, 4.0, limit=20 * 10**9)
+    found = measured(1.0, 2.0, 4.0, limit=20 * 10**9, packs=64)
     assert [(size.packs, size.measured) for size in found.extrapolated()] == [(8, False), (16, False)]
     assert found.largest_that_fits() == 19
-    assert found.speed(found.measured[-1]) == pytest.approx(8 * 32 / (2 * 4.0 + 0.5))
+    assert found.speed(found.measured[-1]) == pytest.approx(64 * 32 / (16 * 4.0 + 0.5))
     assert list(measured(1.0).extrapolated()) == [], "one size says nothing of others"
 
 
+@pytest.mark.parametrize(("packs", "beyond"), [(2, []), (4, []), (7, []), (8, [8]), (16, [8, 16]), (1000, [8, 16, 32])])
+def test_no_size_is_extrapolated_that_a_step_has_not_the_packs_for(packs: int, beyond: list[int]):
+    found = measured(1.0, 2.0, 4.0, limit=50 * 10**9, packs=packs)
+    assert [size.packs for size in found.extrapolated()] == beyond
+    said = f"hold 49 packs; a step has {packs}" if packs < 49 else "hold 49 packs"
+    assert any(note.endswith(said) for note in described(found)[2])
+
+
 def test_without_a_figure_of_memory_there_is_a_table_all_the_same(tmp_path: Path):
-    found = measured(1.0, 2.0, 4.0, memory=None, limit=10**9)
+    found = measured(1.0, 2.0, 4.0, memory=None, limit=10**9, packs=32)
     assert found.largest_that_fits() is None and len(list(found.extrapolated())) == 3
     _, rows, notes = described(found)
     assert {row[2] for row in rows} == {UNKNOWN} and not any("memory is" in note for note in notes)
