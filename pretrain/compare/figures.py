@@ -51,11 +51,15 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def _png(figure: Figure) -> bytes:
-    """Names may be in any script. What the usual font lacks is drawn in fonts of this machine that have it, or else as boxes."""
+    """Names may be in any script, and `$` in them begins no formula. What the usual font lacks is drawn in fonts of this machine
+    that have it, or else as boxes."""
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        if "$" in text.get_text():  # until it is drawn no number on an axis has one
+            text.set_parse_math(False)
     picture, lacking = _drawn(figure)
     if families := _families_with(lacking):
-        from matplotlib.text import Text
-
         for text in figure.findobj(Text):
             text.set_fontfamily([*text.get_fontfamily(), *families])
         picture, _ = _drawn(figure)

@@ -89,6 +89,15 @@ def test_a_font_file_that_has_gone_is_passed_over(install: Callable[[str, str], 
     assert families(picture(tmp_path / "there.png")[1]) == {("sans-serif", "There")}
 
 
+def test_dollars_in_a_name_are_no_formula_and_powers_on_an_axis_are(tmp_path: Path):
+    _, figure = picture(tmp_path / "dollars.png", "a $x_$ b")
+    [panel] = figure.axes
+    panel.set_xscale("log")
+    save(figure, tmp_path / "powers.png")
+    powers = [text for text in panel.get_xticklabels() if "$" in text.get_text()]
+    assert powers and all(text.get_parse_math() for text in powers)
+
+
 def test_other_warnings_are_passed_on(tmp_path: Path):
     figure = new_figure(4, 3)
     figure.draw = lambda renderer: warnings.warn("something else", UserWarning, stacklevel=1)
