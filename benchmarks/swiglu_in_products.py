@@ -4,10 +4,10 @@ FlashAttention-4 brings with it, beside what the launcher runs, its fastest prod
     python -m benchmarks.swiglu_in_products --out benchmarks/results/h200_swiglu_in_products.json
 
 One layer of Qwen3-1.7B and a microbatch of 32,768 tokens. Forward: the product of gate and up, SwiGLU, and both written.
-Backward: the input gradient of `down`, SwiGLU's gradient, and the activated values again. Their kernels want gate and up in turns,
-column by column, which is given to them for nothing here. In FP8 they write codes by rows alone, round them without a scale of
-their own and look for no largest value. The transposes that products of weight gradients read are timed apart, by Transformer
-Engine's kernel.
+Backward: the input gradient of `down`, SwiGLU's gradient, and the activated values again. Their kernels want gate and up in
+turns, column by column, which is given to them for nothing here. In FP8 they write codes by rows alone, round them without a
+scale of their own and look for no largest value. The transposes that products of weight gradients read are timed apart, by
+Transformer Engine's kernel.
 """
 
 from __future__ import annotations
