@@ -323,7 +323,7 @@ def restore(
 
 def under_its_own_name(source: ResumePoint, checkpoints: Checkpoints) -> ResumePoint:
     """`source`, from which the run goes on now. One of its own that was set aside is the one of its step again."""
-    if REPLACED not in source.path.name or not checkpoints.owns(source.path):
+    if source.begins or REPLACED not in source.path.name or not checkpoints.owns(source.path):
         return source
     return replace(source, path=checkpoints.take_back(source.path, source.record["progress"]["step"]))
 
