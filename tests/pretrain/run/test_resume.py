@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.run.changes import extending_a_decayed_run, precisions_around
-from pretrain.run.resume import keep_what_is_cut
+from pretrain.run.resume import ResumePoint, keep_what_is_cut, under_its_own_name
 from pretrain.settings.config import identity_of, load_recipe
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.compare.made_runs import make_run
@@ -101,3 +102,20 @@ def test_a_run_sent_back_names_the_tracker_that_keeps_the_steps_it_gives_up(last
     told = [record.getMessage() for record in caplog.records if "`log.trackers`" in record.getMessage()]
     assert [text.split()[1] for text in told] == ["mlflow"] * (last > 4), "neither TensorBoard, nor one that is named no more"
     assert all(f"remove {folder / 'trackers.json'}" in text for text in told)
+
+
+@pytest.mark.parametrize(
+    ("place", "begins", "name"),
+    [
+        ("checkpoints/step-00000008.replaced-1", False, "step-00000008"),
+        ("checkpoints/step-00000008.replaced-1", True, "step-00000008.replaced-1"),
+        ("checkpoints/step-00000008", False, "step-00000008"),
+        ("elsewhere/step-00000008.replaced-1", False, "step-00000008.replaced-1"),
+    ],
+    ids=["resumed", "begun with", "never set aside", "of another run"],
+)
+def test_only_a_checkpoint_of_its_own_that_a_run_resumes_gets_its_name_back(place, begins, name, tmp_path: Path):
+    (tmp_path / place).mkdir(parents=True)
+    source = ResumePoint(tmp_path / place, {"progress": {"step": 8}}, [], begins)
+    found = under_its_own_name(source, Checkpoints(tmp_path / "checkpoints", keep=3)).path
+    assert found == (tmp_path / place).with_name(name) and found.exists()
