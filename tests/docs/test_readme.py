@@ -82,19 +82,23 @@ def test_the_losses_of_the_comparison_are_those_of_the_result_file():
             assert float(cell.split(" ")[0]) == float(f"{difference:.4f}"), f"{precision}, {weights}"
 
 
-def test_the_losses_of_fused_layers_are_those_of_the_result_file():
-    runs = list(json.loads((ROOT / "benchmarks/results/h200_fused_losses.json").read_text())["runs"].values())
+def test_the_losses_of_fused_layers_are_those_of_the_result_files():
+    """Blocks and all others have a file each, with a baseline of its own."""
+    files = [ROOT / f"benchmarks/results/h200_fused_losses{name}.json" for name in ("", "_block")]
+    every, blocks = (list(json.loads(file.read_text())["runs"].values()) for file in files)
     (table,) = re.findall(r"### Fused layers\n.*?\n(\|.*?)\n\n", (ROOT / "docs/results.md").read_text(), re.DOTALL)
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    baseline = next(run for run in runs if run["settings"]["model.fused"] == "off")
-    assert len(rows) == len(runs) - 1
+    assert len(rows) == len(every)
     for way, *shown in rows:
-        precision = next(each for each in ("delayed", "current", "mxfp8", "nvfp4", "bf16") if each in way.lower())
+        precision = next(each for each in ("delayed", "current", "block", "mxfp8", "nvfp4", "bf16") if each in way.lower())
         scope = "linear+head" if "head" in way else "linear"
+        runs = blocks if precision == "block" else every
+        baseline = next(run for run in runs if run["settings"]["model.fused"] == "off")
         (run,) = (
             run
             for run in runs
-            if run is not baseline and (run["settings"]["precision"], run["settings"]["fp8_config.scope"]) == (precision, scope)
+            if run is not baseline
+            and (run["settings"]["precision"], run["settings"].get("fp8_config.scope", "linear")) == (precision, scope)
         )
         gaps = [ours - theirs for ours, theirs in zip(run["losses"], baseline["losses"], strict=True)]
         held_out = run["summary"]["held_out_loss"] - baseline["summary"]["held_out_loss"]
@@ -102,7 +106,20 @@ def test_the_losses_of_fused_layers_are_those_of_the_result_file():
         assert [cell.split(" ")[0] for cell in shown] == [f"{each:+.4f}" for each in found], way
 
 
-FILES_OF = {"14m": ("14m", "14m_controls", "14m_delayed", "14m_head", "14m_head_2", "14m_emulated"), "35m": ("35m",)}
+FILES_OF = {
+    "14m": [
+        "14m",
+        "14m_controls",
+        "14m_delayed",
+        "14m_head",
+        "14m_head_2",
+        "14m_emulated",
+        "14m_emulated_2",
+        "14m_unfinished",
+        "14m_unfinished_2",
+    ],
+    "35m": ["35m"],
+}
 
 
 @pytest.mark.parametrize(
