@@ -34,10 +34,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--plain", action="store_true", help="be the plain run: print its tokens/s and end")
+    parser.add_argument(
+        "--plain", type=float, metavar="BEGAN", help="be the plain run, begun at that time: print figures and end"
+    )
     arguments = parser.parse_args()
     if arguments.plain:
-        print(json.dumps(plain_tokens_per_second()))
+        print(json.dumps(plain(arguments.plain)))
         return
     rounds = [measure() for _ in range(arguments.rounds)]
     median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
@@ -55,14 +57,13 @@ def main() -> None:
 
 
 def measure() -> dict[str, float]:
-    """One round: tokens/s of both, and seconds until the launcher is imported and until its first step is done."""
+    """One round: tokens/s of both, seconds until the launcher is imported, and until the first step of both is done."""
     began = time.time()
     script = "import train_accelerate, time; print(time.time())"  # not its end, which takes a second
     ready = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     imported = float(ready.stdout) - began
-    plain = subprocess.run(
-        [sys.executable, "-m", "benchmarks.cpu_speed", "--plain", "--out", os.devnull], check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.cpu_speed", "--plain", str(time.time()), "--out", os.devnull]
+    beside = subprocess.run(command, check=True, capture_output=True, text=True)
     with tempfile.TemporaryDirectory() as folder:
         metrics = Path(folder) / "run" / "metrics.jsonl"
         command = [sys.executable, "train_accelerate.py", str(RECIPE), *OVERRIDES, f"run_dir={metrics.parent}"]
@@ -75,41 +76,43 @@ def measure() -> dict[str, float]:
             raise SystemExit(f"{shlex.join(command)} ended with {run.returncode}")
         steps = [record for record in map(json.loads, metrics.read_text().splitlines()) if "loss" in record]
     return {
-        "plain": json.loads(plain.stdout),
+        **json.loads(beside.stdout),
         "launcher": statistics.median(step["tokens_per_second"] for step in steps[WARM_UP:]),
         "import_seconds": imported,
         "first_step_seconds": first_step,
     }
 
 
-def plain_tokens_per_second() -> float:
+def plain(began: float) -> dict[str, float]:
+    """tokens/s, and the seconds from `began` to the end of the first step. It imports what a script of one's own would."""
     import torch
-    from transformers import AutoModelForCausalLM
+    import yaml
+    from datasets import load_from_disk
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    from packing.store import open_packs
-    from pretrain.model import huggingface as model
-    from pretrain.settings.config import load_recipe
-
-    recipe = load_recipe(RECIPE)
-    packs = open_packs(recipe.data, "train")
-    torch.manual_seed(recipe.seed)
-    hf = AutoModelForCausalLM.from_config(model.load_config(recipe.model), dtype=torch.float32).train()
-    adamw = torch.optim.AdamW(hf.parameters(), lr=recipe.optimizer.learning_rate)
-    per_step, at_once = recipe.batch.tokens // recipe.data.length, recipe.batch.microbatch
-    seconds = []
+    recipe = yaml.safe_load(RECIPE.read_text())
+    data, batch, optimizer = recipe["data"], recipe["batch"], recipe["optimizer"]
+    packs = load_from_disk(data["packs"])["train"].with_format("numpy")
+    torch.manual_seed(recipe["seed"])
+    config = AutoConfig.for_model(**recipe["model"]["config"])
+    hf = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    adamw = torch.optim.AdamW(hf.parameters(), lr=optimizer["learning_rate"])
+    per_step, at_once = batch["tokens"] // data["length"], batch["microbatch"]
+    seconds, first_step = [], 0.0
     for step in range(STEPS):
-        began = time.perf_counter()
+        step_began = time.perf_counter()
         for first in range(step * per_step, (step + 1) * per_step, at_once):
-            chosen = [packs[index % len(packs)].input_ids.astype(np.int64) for index in range(first, first + at_once)]
+            chosen = [packs[index % len(packs)]["input_ids"].astype(np.int64) for index in range(first, first + at_once)]
             ids = torch.from_numpy(np.stack(chosen))
             loss = hf(input_ids=ids, labels=ids, use_cache=False).loss * (at_once / per_step)
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(hf.parameters(), recipe.optimizer.clip)
+        torch.nn.utils.clip_grad_norm_(hf.parameters(), optimizer["clip"])
         adamw.step()
         adamw.zero_grad()
         loss.item()
-        seconds.append(time.perf_counter() - began)
-    return recipe.batch.tokens / statistics.median(seconds[WARM_UP:])
+        seconds.append(time.perf_counter() - step_began)
+        first_step = first_step or time.time() - began
+    return {"plain": batch["tokens"] / statistics.median(seconds[WARM_UP:]), "plain_first_step_seconds": first_step}
 
 
 if __name__ == "__main__":
