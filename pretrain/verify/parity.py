@@ -76,7 +76,7 @@ from pretrain.verify.reference_model import (
     valid_tokens_of,
     whole,
 )
-from pretrain.verify.tolerance import LEEWAY, NoiseTolerance, RoundingTolerance
+from pretrain.verify.tolerance import LEEWAY, NoiseTolerance, RoundingTolerance, mixtures_in
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 TOKENS, DOCUMENTS = 2048, 6  # of each rank, at most, that the plain side computes
@@ -87,7 +87,7 @@ DRAWS = 2  # of the noise that stands in for quantization
 NOISES = ("jitter_noise", "input_jitter_noise")  # on what a mixture's experts and router take in training, as modules call it
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 ROUTED = (
-    " The model chooses experts for each token: rounding in BF16 may choose others, and a few such tokens are more than is "
+    " The model chooses experts for each token: rounding in BF16 may choose others, and many such tokens are more than is "
     "tolerated with nothing wrong. `precision=fp32 weights=fp32` compares without, if no router draws by chance: its jitter is 0."
 )
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
@@ -208,7 +208,7 @@ def check_parity(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             found = check.run(step, packs, mask_boundaries)
-            return replace(found, mixture=any(".experts." in name for name, _ in model.named_parameters()))
+            return replace(found, mixture=bool(mixtures_in([name for name, _ in model.named_parameters()])))
     except torch.OutOfMemoryError:
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
@@ -257,7 +257,7 @@ class _Check:
             found = distances(fast.gradients, reference.gradients)
             dtypes = {self.context.compute_dtype, *(g.dtype for g in fast.gradients.values() if g is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
-            tolerance = RoundingTolerance(noise, resolution)
+            tolerance = RoundingTolerance(noise, resolution, tokens)
             plain = Comparison(
                 "the packed path" if not self.active.precision.quantized else "the packed path, unquantized,",
                 "plain transformers",
@@ -333,8 +333,10 @@ class _Check:
     def _plain_passes(self, documents: list[Document], valid_tokens: int) -> tuple[Pass, dict[str, Distance], float]:
         """Plain transformers in FP32; how far BF16 takes each of its gradients, and the loss of a token (root mean square).
 
-        What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger."""
-        plain, half = reference_model(self.hf, self.accelerator.device), -(-len(documents) // 2)
+        What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger; of a
+        mixture of experts on all of them, as it sends a few tokens to other experts, which may lie in either half."""
+        plain = reference_model(self.hf, self.accelerator.device)
+        half = len(documents) if mixtures_in([name for name, _ in plain.named_parameters()]) else -(-len(documents) // 2)
         loss = self.hf.get_output_embeddings().settings
         first = reference_pass(plain, documents[:half], valid_tokens, loss)
         of_first = self._over_ranks(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
