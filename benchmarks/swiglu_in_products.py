@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.fused_kernels import TOKENS, quantizer_of, scaled
+from benchmarks import fused_kernels
+from benchmarks.fused_kernels import TOKENS, WIDTH, quantizer_of, scaled
 from benchmarks.gpu_log import gpu_log
 from benchmarks.product_search import interleaved, warm_up
 from pretrain.metrics.run_folder import describe_environment
@@ -36,7 +37,7 @@ from pretrain.model.fused import activation_kernel as kernel
 from pretrain.precision import products
 
 BF16, E4M3, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-HIDDEN, WIDTH = 2048, 6144
+HIDDEN = fused_kernels.HIDDEN["Qwen3-1.7B"][1]
 ROUNDS, UNCOUNTED, REPETITIONS = 12, 2, 4
 # Tile's rows and columns, whether two warpgroups take turns with tiles of their own, and the cluster: the library's for Hopper.
 CONFIGURATIONS = [
@@ -197,7 +198,6 @@ def transposes() -> Case:
     dtypes = tex.DType.kFloat8E5M2, tex.DType.kFloat8E4M3
     transpose = partial(tex.fp8_transpose, out=None)
     kernels = {str(each.shape[1]): partial(transpose, each, dtype) for each, dtype in zip(codes, dtypes, strict=True)}
-
     return Case("FP8 transposes", kernels)
 
 

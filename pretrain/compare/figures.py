@@ -94,7 +94,10 @@ def _families_with(lacking: set[int]) -> list[str]:
             if font.scalable and not entry.name.startswith("Last Resort"):  # which has a box for every character there is
                 found[entry.name] = {each for each in lacking if font.get_char_index(each)}
     families = []
-    while lacking and (best := max(found, key=lambda name: len(found[name] & lacking), default=None)) and found[best] & lacking:
+    while found:
+        best = max(found, key=lambda name: len(found[name] & lacking))
+        if not found[best] & lacking:
+            break
         families.append(best)
         lacking = lacking - found[best]
     return families

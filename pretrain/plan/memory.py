@@ -114,7 +114,7 @@ class MemoryEstimate:
         length, shape, products = recipe.data.length, flops.shape, PRECISIONS[precision]
         computed = products.number_bytes
         values = math.ceil(flops.parameters / devices.shards)  # parameters that a device has
-        layouts = products.layouts_on(devices.capability) if products.quantized else 0
+        layouts = products.layouts_on(devices.capability)
         layers = layers or [compiled_layer(flops, products, recipe.weights, layouts)] * shape.layers
         if keeps_rotated:
             layers = [dataclasses.replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
@@ -276,7 +276,7 @@ def layers_of(
     without_norms = dataclasses.replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))
     decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     off = not_fused_because(recipe.model.fused, active, device_type, dtype)
-    layouts = active.precision.layouts_on(capability) if active.precision.quantized else 0
+    layouts = active.precision.layouts_on(capability)
     compiled = compiled_layer(ModelFlops.of(model), active.precision, recipe.weights, layouts)
     left_out = UNQUANTIZED[active.precision.compute_dtype]
     found = []
@@ -353,15 +353,15 @@ def _mlp_backward(
 
 def compiled_layer(flops: ModelFlops, precision: Precision, weights: str, layouts: int) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `weights`: as a recipe says it; `layouts`: as of a fused layer."""
-    shape, number, quantized = flops.shape, precision.number_bytes, precision.quantized
+    shape, number = flops.shape, precision.number_bytes
     linears = sum(matrix.inputs * matrix.outputs for matrix in flops.matrices if matrix.part != "head") // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
-    kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if quantized else 1))
+    kept = int((4 * shape.hidden + linears // shape.hidden + rotated) * number * (IN_PIECES if precision.quantized else 1))
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
-        quantized_weights=layouts * linears if quantized else 0,
+        quantized_weights=layouts * linears,
         working_copies=number * linears if _weights_are_cast(weights, precision) else 0,
         fused=False,
     )

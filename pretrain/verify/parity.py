@@ -208,7 +208,7 @@ def check_parity(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), check.context.preserving_state():
             found = check.run(step, packs, mask_boundaries)
-            return replace(found, mixture=bool(mixtures_in([name for name, _ in model.named_parameters()])))
+            return replace(found, mixture=check.mixture)
     except torch.OutOfMemoryError:
         raise InputError(
             "`parity`: the plain FP32 model does not fit into the device's memory beside the run (12 bytes a parameter, and "
@@ -232,6 +232,7 @@ class _Check:
     ) -> None:
         self.packed, self.optimizer, self.active, self.accelerator = model, optimizer, active, accelerator
         self.hf, self.context = model.hf, model.context
+        self.mixture = bool(mixtures_in(name for name, _ in self.hf.named_parameters()))
         self.seconds: dict[str, float] = {}
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
@@ -336,13 +337,13 @@ class _Check:
         What BF16 does is measured on half of the documents, and is that much more on all as their gradient is larger; of a
         mixture of experts on all of them, as it sends a few tokens to other experts, which may lie in either half."""
         plain = reference_model(self.hf, self.accelerator.device)
-        half = len(documents) if mixtures_in([name for name, _ in plain.named_parameters()]) else -(-len(documents) // 2)
+        measured = len(documents) if self.mixture else -(-len(documents) // 2)
         loss = self.hf.get_output_embeddings().settings
-        first = reference_pass(plain, documents[:half], valid_tokens, loss)
+        first = reference_pass(plain, documents[:measured], valid_tokens, loss)
         of_first = self._over_ranks(Pass(first.loss, {n: g.clone() for n, g in first.gradients.items()}, first.token_losses))
-        rest = reference_pass(plain, documents[half:], valid_tokens, loss)  # adds to the gradients of the first
+        rest = reference_pass(plain, documents[measured:], valid_tokens, loss)  # adds to the gradients of the first
         reference = self._over_ranks(Pass(first.loss + rest.loss, rest.gradients))
-        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:half], valid_tokens, loss))
+        rounded = self._over_ranks(reference_pass(in_bf16(plain), documents[:measured], valid_tokens, loss))
         release(plain)
         squares = (rounded.token_losses - of_first.token_losses).double().square().sum().item()
         loss_noise = math.sqrt(self._summed(squares) / max(self._summed(of_first.token_losses.numel()), 1))

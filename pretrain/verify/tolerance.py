@@ -89,7 +89,7 @@ class NoiseTolerance:
 
 def mixtures_in(names: Iterable[str]) -> tuple[str, ...]:
     """What the names of parameters begin with that belong to a mixture of experts: each one's router and experts."""
-    found = {name.partition(part)[0] for part in (".experts.", ".router.") for name in names if part in name}
+    found = {name.partition(part)[0] for name in names for part in (".experts.", ".router.") if part in name}
     return tuple(f"{module}." for module in sorted(found))
 
 

@@ -127,6 +127,10 @@ class Precision:
         """Of a number in `compute_dtype`."""
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
+    def layouts_on(self, capability: tuple[int, int] | None) -> int:
+        """In how many layouts a device of this compute capability holds a quantized operand that two products read."""
+        return 0
+
     def takes(self, key: str, value: Any) -> bool:
         """Whether `value` may be set for the option `key` of `fp8_config`."""
         option = self.options.get(key)
@@ -171,10 +175,10 @@ class QuantizedPrecision(Precision):
         return self.fuses_head and (capability is None or capability < BLACKWELL)
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """How many layouts of an operand of two products are held on a device of this compute capability, None: Hopper's.
+        """One or two; `capability` None: Hopper's.
 
-        Transformer Engine makes no transpose of what has one scale where FP8 products read operands either way: there
-        nvte_is_non_tn_fp8_gemm_supported() is true, and its Float8Quantizer and Float8CurrentScalingQuantizer allocate the rows
+        Where FP8 products read operands either way, Transformer Engine makes no transpose of an operand with one scale: its
+        nvte_is_non_tn_fp8_gemm_supported() is true there, and Float8Quantizer and Float8CurrentScalingQuantizer allocate rows
         alone. Scales of blocks lie along the sum, so they need two layouts everywhere.
         """
         both_ways = capability is not None and (BLACKWELL <= capability < (12, 0) or capability >= (13, 0))
