@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 WIDTH = 8.0  # inches; at 800 pixels an inch has 100
 ROW_INCHES = 3.1
 BAND = "#E8E8E8"
-NEAR = 0.1  # in speed over the baseline's, in which a name has no room
+NEAR = 0.1  # in speed over the baseline's, in which two names have no room beside each other
 LINEAR = 1.0  # per cent of the baseline's loss, up to which the scale is linear
 
 
@@ -57,7 +56,7 @@ def draw(scales: Sequence[Scale], speeds: Speeds, picture: Path) -> None:
     left.set_xlim(-0.7, max(len(apart), 1) - 0.3)
     left.set_xlabel("no speed\nhere")
     fastest = max((each.speedup for drawn in found for each in drawn if each.speedup), default=1.0)
-    right.set_xlim(0.96, max(fastest, 1.05) + 0.12)  # for the name of the last
+    right.set_xlim(0.96, max(fastest, 1.05) + 0.08)  # for the name of the last
     right.set_xlabel(f"speed over BF16: {speeds.model} on an {speeds.device}")
     said = f"bars: {whole_percent(CONFIDENCE)} interval over seeds; grey: ± {100 * MARGIN:g} %, equivalent"
     floors = [floor_of(scale, drawn) for scale, drawn in zip(scales, found, strict=True)]
@@ -106,6 +105,8 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
         fill = "white" if each.emulated else each.colour
         bar = {"yerr": each.half} if each.half else {}
         panel.errorbar(x, each.mean, **bar, fmt="o", markersize=7, capsize=4, color=each.colour, markerfacecolor=fill)
+    if apart and all(each.speedup for each in drawn):
+        left.text(0.5, 0.5, "not trained", transform=left.transAxes, ha="center", va="center", fontsize="small", color=GREY)
     base = EvidencePoint(BASELINE, colour_of(BASELINE), False, 1.0, 0.0, 0.0)
     right.plot(base.speedup, base.mean, "o", markersize=7, color=base.colour)
     name(right, [base, *(each for each in drawn if each.speedup is not None)])
@@ -122,14 +123,16 @@ def draw_scale(left: Axes, right: Axes, scale: Scale, drawn: Sequence[EvidencePo
 
 
 def name(panel: Axes, drawn: Sequence[EvidencePoint]) -> None:
-    """Names at the right of points, or at the left where the next one is too near."""
+    """Names over the bars, a line higher where the name before would be in the way."""
     cells = [each.cell for each in drawn]
     ordered = sorted(drawn, key=lambda each: each.speedup or 0.0)
-    for each, following in zip_longest(ordered, ordered[1:]):
-        leftwards = following is not None and following.speedup - each.speedup < NEAR
-        offset, anchor = (-7, "right") if leftwards else (7, "left")
-        at = {"xy": (each.speedup, each.mean), "xytext": (offset, 4), "textcoords": "offset points"}
-        panel.annotate(label(each.cell, cells), **at, ha=anchor, va="bottom", fontsize="small")
+    raised = False
+    for before, each in zip([None, *ordered], ordered, strict=False):
+        near = before is not None and each.speedup - before.speedup < NEAR
+        top = max(point.mean + point.half for point in ((before, each) if near else (each,)))
+        raised = near and not raised
+        at = {"xy": (each.speedup, top), "xytext": (0, 17 if raised else 5), "textcoords": "offset points"}
+        panel.annotate(label(each.cell, cells), **at, ha="center", va="bottom", fontsize="small")
 
 
 def reach(panel: Axes, ends: Sequence[float]) -> None:

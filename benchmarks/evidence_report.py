@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from benchmarks.evidence_read import (
     RATES,
     REPEAT,
     TESTED,
+    VARIANTS,
     Measure,
     Scale,
     Speeds,
@@ -36,7 +36,7 @@ from benchmarks.evidence_read import (
     training_loss,
 )
 from benchmarks.evidence_results import device_and_torch
-from benchmarks.throughput_report import check_place, put_between
+from benchmarks.throughput_report import check_place, put_between, wrapped
 from foundation.errors import InputError
 from foundation.tables import UNKNOWN, markdown, or_dash
 from foundation.units import count, percent, plural
@@ -45,7 +45,6 @@ from pretrain.compare.fairness import CONFIDENCE
 from pretrain.compare.seed_groups import share, slope_note, tokens_note, verdict_of, verdicts_note, whole_percent
 from pretrain.compare.seeds import FEWEST_SEEDS, MARGIN, SeedDifference
 
-PAGE_WIDTH = 100
 INTERVAL = f"± {whole_percent(CONFIDENCE)}"
 AGAINST = ("against", "seeds", "minus", INTERVAL, "in %", "interval")
 NO_SLOPE = (
@@ -68,15 +67,17 @@ def write(files: Sequence[Path], page: Path, picture: Path, throughput: Path) ->
     image = f"![loss against speed, by precision]({Path(os.path.relpath(picture, here)).as_posix()})"
     made = f"`python -m benchmarks.evidence_report {' '.join(map(str, files))}` makes these tables and the picture."
     sections = [part for scale in scales for part in section(scale, speeds, here)]
-    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, _wrapped(made)])
+    put_between(page, BEGIN, END, [image, reading(speeds, here), *sections, wrapped(made)])
 
 
 def section(scale: Scale, speeds: Speeds, here: Path) -> list[str]:
     """A scale's heading, tables and notes."""
     parts = [f"### {scale.content['scale']}", introduction(scale, here), cells_table(scale, speeds), notes(scale)]
-    texts, rates, controls = texts_table(scale), rates_table(scale), controls_table(scale)
-    parts += [_wrapped(BY_TEXT), texts] if texts else []
+    texts, rates = texts_table(scale), rates_table(scale)
+    variants, controls = (against_table(scale, cells) for cells in (VARIANTS, CONTROLS))
+    parts += [wrapped(BY_TEXT), texts] if texts else []
     parts += ["Learning rates:", rates] if rates else []
+    parts += ["Variants, each held against what it changes one thing of:", variants] if variants else []
     parts += ["Controls, each held against what it differs from in one thing:", controls] if controls else []
     return parts
 
@@ -90,11 +91,7 @@ def introduction(scale: Scale, here: Path) -> str:
         made += f" ({link}, by `{file.content['command']}`)"
         files.append(f"{plural(len(file.records), 'run')} {made}")
     sizes = f"{count(content['parameters'])} parameters, {count(content['tokens'])} tokens"
-    return _wrapped(f"{sizes}; {' and '.join(files)}.")
-
-
-def _wrapped(said: str, width: int = PAGE_WIDTH) -> str:
-    return textwrap.fill(said, width, break_long_words=False, break_on_hyphens=False)
+    return wrapped(f"{sizes}; {' and '.join(files)}.")
 
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -246,7 +243,7 @@ def notes(scale: Scale) -> str:
 
 
 def listed(*said: str) -> str:
-    return "\n".join("* " + _wrapped(each, PAGE_WIDTH - 2).replace("\n", "\n  ") for each in said)
+    return "\n".join(wrapped(f"* {each}", indent="  ") for each in said)
 
 
 # ── Rates and controls ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,9 +257,9 @@ def rates_table(scale: Scale) -> str:
     return markdown(["cell", "rate", *AGAINST], rows) if cells else ""
 
 
-def controls_table(scale: Scale) -> str:
-    """Empty where there are none."""
-    cells = present(scale, CONTROLS)
+def against_table(scale: Scale, cells: Mapping[str, str]) -> str:
+    """Cells, each held against another by name; empty where the scale has none of them."""
+    cells = present(scale, cells)
     rows = [
         [
             cell,
@@ -291,7 +288,7 @@ def where_it_lies(difference: SeedDifference) -> str:
 
 
 def present(scale: Scale, cells: Mapping[str, str]) -> dict[str, str]:
-    return {cell: other for cell, other in cells.items() if cell in scale.cells}
+    return {cell: other for cell, other in cells.items() if {cell, other} <= set(scale.cells)}
 
 
 def rate_of(scale: Scale, cell: str) -> str:

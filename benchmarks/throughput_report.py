@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 FEWEST_PLACES = 3  # for bars in a panel
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
+PAGE_WIDTH = 100
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
@@ -36,7 +37,7 @@ def write(files: Sequence[Path], page: Path, picture: Path) -> None:
     image = f"![tokens a second by way]({Path(os.path.relpath(picture, page.parent)).as_posix()})"
     tables = [section(result, os.path.relpath(file, page.parent)) for result, file in zip(results, files, strict=True)]
     made = f"`{COMMAND} {' '.join(map(str, files))}` makes this table and the picture."
-    put_between(page, BEGIN, END, [*tables, image, made])
+    put_between(page, BEGIN, END, [*tables, image, wrapped(made)])
 
 
 def check_place(page: Path, begin: str, end: str) -> None:
@@ -49,6 +50,11 @@ def put_between(page: Path, begin: str, end: str, parts: Sequence[str]) -> None:
     """Replace what stands between the markers."""
     before, _, rest = page.read_text().partition(begin)
     replace_file(page, (before + "\n\n".join([begin, *parts, end]) + rest.partition(end)[2]).encode())
+
+
+def wrapped(said: str, width: int = PAGE_WIDTH, indent: str = "") -> str:
+    """As lines of a page, all but the first after `indent`."""
+    return textwrap.fill(said, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -74,7 +80,8 @@ def section(result: Mapping[str, Any], link: str) -> str:
     for way in ordered(result):
         remarks = remarks_on(way)
         if remarks:
-            notes.append(f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}.")
+            remark = f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}."
+            notes.append(wrapped(remark, indent="   "))
         rows.append(row(way, multiple_of, f" [{len(notes)}]" if remarks else ""))
     header = ["way", "precision", "weights", "tokens/s", "least to most", "x reference", "of the limit", "peak GiB", "first step"]
     return "\n\n".join(filter(None, [introduction(result, link), markdown([*header, "trains"], rows, names=3), "\n".join(notes)]))
@@ -101,7 +108,7 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
         parts.append(note)
     elif side_by_side > 1:
         parts.append(f"{side_by_side} GPUs of one host worked at a time, which lowers clocks, and figures, by 1 to 3 %.")
-    return " ".join(parts)
+    return wrapped(" ".join(parts))
 
 
 def load_settings(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.evidence_read import BRANCH
 from pretrain.settings.config import flatten, load_recipe, resolved
 from pretrain.settings.launch_environment import with_precision
 
@@ -68,6 +69,8 @@ def make_evidence(path: Path, cells: Mapping[str, MadeCell], *, between: Sequenc
                 "commit": None,
                 "date": "2026-11-21",
                 "settings": own,
+                "began_with": f"hash{seed}" if name.endswith(BRANCH) else None,
+                "checkpoints": {"fifth": f"hash{seed}"},
             } | _run(cell, seed, above)
     packages = {"torch": "2.11.0"}
     environment = {"gpus": ["NVIDIA H200"], "packages": packages, "data_fingerprint": "ab12"}

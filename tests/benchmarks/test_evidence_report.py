@@ -109,6 +109,18 @@ def test_rates_and_controls_stand_apart_each_against_what_it_differs_from(made: 
     assert "The slope of bf16: −0.2000 nats for each factor e of tokens, from 164k to 328k tokens." in made
 
 
+def test_a_variant_is_an_answer_and_is_held_against_what_it_changes_one_thing_of(files: list[Path], page: Path):
+    nvfp4 = MadeCell(("precision=nvfp4",), FIVE, "emulation")
+    kept = MadeCell(("precision=nvfp4", "fp8_config.keep_bf16_layers.last=1"), [above - 0.001 for above in FIVE[:3]], "emulation")
+    cells = {"bf16": CELLS["bf16"], "nvfp4_branch": nvfp4, "nvfp4_kept_branch": kept}
+    text = written([make_evidence(page.with_name("variants.json"), cells, scale="14m"), files[1]], page)
+    assert rows(text)["nvfp4_kept_branch"]["after decay"] == "+0.0010"
+    variant = rows(text, "| cell              |      against")["nvfp4_kept_branch"]
+    assert (variant["against"], variant["seeds"], variant["minus"]) == ("nvfp4_branch", "3", minus("-0.0010"))
+    alone = make_evidence(page.with_name("alone.json"), {key: cells[key] for key in ("bf16", "nvfp4_kept_branch")}, scale="14m")
+    assert "Variants" not in written([alone, files[1]], page), "nothing to hold it against"
+
+
 def test_kinds_of_text_have_their_own_differences(made: str):
     found = rows(made, "| cell    | training")
     assert (
