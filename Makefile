@@ -8,17 +8,20 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # imports torch, and 64 of them would only fight over memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help demo test lint docs clean
+.PHONY: help install demo test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (5 minutes, no GPU)"
 	@echo "make test    install what the tests need, and run them (7 minutes on 2 cores)"
+	@echo "make install make .venv, and nothing else (for FP8 on a GPU, see docs/requirements.md)"
 	@echo "make lint    check style and formatting with ruff"
 	@echo "make docs    write docs/settings.md from the classes that check recipes, docs/recipes.md from the recipes"
 	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
 	@echo
 	@echo ".venv is made with python3; to use another Python (3.11 or newer): make PYTHON=python3.12 ..."
+
+install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo

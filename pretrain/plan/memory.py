@@ -21,7 +21,7 @@ its blocks. A compiled layer keeps what the compiler decides not to compute agai
     query and key widths              once more, after normalisation and rotation
 
 Around low-precision products a layer is compiled in pieces, which keep some of what a whole layer would compute again. On one
-H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (1 % with the head in FP8), that of
+H200, with Qwen3-1.7B's shape, the estimate of fused layers is within 0.2 % of the peaks (2.4 % with the head in FP8), that of
 compiled layers within 1 %, in pieces within 5 % (benchmarks/results/h200_bf16.json, h200_low_precision.json, h200_emulated.json).
 On four, DDP and shards are within 3 % (h200_x4_*.json), of 8 B and 14 B models too.
 
