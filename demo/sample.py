@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 
 def load(folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     """The tokenizer and the model, in FP32 on the CPU, of a Hugging Face folder."""
+    disable_progress_bar()  # a small model is there at once, and a bar would stand in a log
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return AutoTokenizer.from_pretrained(folder), model.eval()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import os
 import pickle
@@ -20,7 +21,14 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
@@ -95,7 +103,7 @@ def _config_of(settings: ModelSettings) -> PretrainedConfig:
     config = _config_of_type(str(changes.pop("model_type"))) if settings.source is None else _config_of_source(settings)
     known = set(dir(config)) | _RENAMED_KEYS
     for key in changes:
-        if key not in known:
+        if key not in known and not (key == "head_dim" and _reads_head_dim(config)):
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"; did you mean `{near[0]}`?" if near else ""
             raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{hint}")
@@ -104,6 +112,12 @@ def _config_of(settings: ModelSettings) -> PretrainedConfig:
         return type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
     except _OF_WRONG_VALUES as error:
         raise InputError(f"`model.config`: {type(config).__name__} does not take these values: {_reason(error)}") from None
+
+
+def _reads_head_dim(config: PretrainedConfig) -> bool:
+    """Whether its layers take their heads' width from `head_dim` where it is there, though its class does not list that key."""
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return model is not None and 'getattr(config, "head_dim"' in inspect.getsource(inspect.getmodule(model))
 
 
 def _check_rotary(config: Mapping[str, Any]) -> None:

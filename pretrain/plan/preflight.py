@@ -65,7 +65,7 @@ class Job:
     data: Data | None  # None only for a plan that is made before the packs are prepared
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    notices: tuple[str, ...] = ()  # what of the model was left out, for the user
+    notices: tuple[str, ...] = ()  # what was left out, or has no effect, for the user
 
     @property
     def recipe(self) -> Recipe:
@@ -173,7 +173,7 @@ def prepare_job(
     plan = _plan_of(recipe, accelerator, precisions, laid_out, data, absent or vocabulary, speed)
     plan = spend_spare_memory(_with_gathering(plan, accelerator))
     _check_horizon(plan)
-    notices = tuple(filter(None, [model.dropout_notice(recipe.model)]))
+    notices = tuple(filter(None, [model.dropout_notice(recipe.model), *recipe.without_effect]))
     return Job(plan, run_dir, laid_out.config, laid_out.shapes, data, tokenizer, laid_out.attention, notices)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
-from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
+from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share, shown
 from packing.settings import DataSettings
 from pretrain.precision.schedule import PrecisionSetting
 from pretrain.precision.settings import LowPrecisionSettings
@@ -279,3 +279,23 @@ class Recipe(Settings):
         """The dtype in which the gradients of a step's microbatches add up on each process, and stay when ranks have been summed.
         Where shards are gathered once a step, microbatches add up in FP32 in any case, and the sum over ranks is kept in this."""
         return self.optimizer.gradients or ("bf16" if self.weights == "bf16" else "fp32")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """A line for each key that has another value than its default, and that another key leaves without effect."""
+        kind, loss, wandb = self.schedule.kind, self.loss.kind, "wandb" in self.log.trackers
+        conditions = [
+            ("schedule.decay", kind != "wsd", f"is for `schedule.kind: wsd`, and it is {kind}"),
+            ("schedule.min_lr_ratio", kind == "constant", "is where a decay ends, and `schedule.kind: constant` has none"),
+            ("loss.chunk", loss != "chunked", f"is for `loss.kind: chunked`, and it is {loss}"),
+            ("model.revision", self.model.source is None, "is of `model.source`, which is not set"),
+            ("log.entity", not wandb, "is for W&B, which `log.trackers` does not name"),
+            ("log.tags", not wandb and "mlflow" not in self.log.trackers, "is for trackers that `log.trackers` does not name"),
+        ]
+        found = []
+        for key, unused, why in conditions:
+            part, name = key.split(".")
+            value = getattr(settings := getattr(self, part), name)
+            if unused and value != type(settings).model_fields[name].default:
+                found.append(f"`{key}: {shown(value)}` has no effect: it {why}")
+        return found

@@ -221,6 +221,18 @@ def test_config_changes_are_laid_over_a_source(tmp_path: Path) -> None:
     assert (config.resid_pdrop, config.n_embd) == (0.25, 32)
 
 
+def test_a_width_of_heads_that_layers_read_is_taken_though_no_config_lists_it() -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    for model_type, more in {"qwen2": {}, "qwen3_moe": {"num_experts": 2, "moe_intermediate_size": 32}}.items():
+        shape = {"model_type": model_type, **small, **more, "num_key_value_heads": 2, "head_dim": 16}
+        config = model.load_config(ModelSettings(config=shape))
+        with torch.device("meta"):
+            built = AutoModelForCausalLM.from_config(config)
+        assert built.model.layers[0].self_attn.q_proj.weight.shape == (4 * 16, 32)
+    with pytest.raises(InputError, match="GPT2Config has no such key"):
+        model.load_config(ModelSettings(config={"model_type": "gpt2", "head_dim": 16}))
+
+
 def test_reading_a_source_draws_no_bar_into_the_log(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     packed_model(settings("llama")).hf.save_pretrained(tmp_path)
     capfd.readouterr()

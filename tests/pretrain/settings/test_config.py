@@ -55,6 +55,23 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     assert recipe.data.packs == Path("packs") and "base" not in resolved(recipe)
 
 
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["schedule.kind=cosine", "schedule.decay=0.4"], "`schedule.decay: 0.4` has no effect: it is for `schedule.kind: wsd`"),
+        (["schedule.kind=constant", "schedule.min_lr_ratio=0.1"], "`schedule.min_lr_ratio: 0.1` has no effect: it is where"),
+        (["loss.kind=reference", "loss.chunk=512"], "`loss.chunk: 512` has no effect: it is for `loss.kind: chunked`, and it is"),
+        (["model.source=null", "model.config={model_type: llama}", "model.revision=main"], "`model.revision: main` has no"),
+        (["log.entity=team"], "`log.entity: team` has no effect: it is for W&B"),
+        (["log.tags=[a]", "log.trackers=[tensorboard]"], "`log.tags: ('a',)` has no effect"),
+        (["schedule.kind=cosine", "loss.kind=reference", "log.tags=[a]", "log.trackers=[mlflow]"], None),
+    ],
+)
+def test_a_key_that_another_leaves_without_effect_is_named(settings: list[str], says: str | None, tmp_path: Path) -> None:
+    found = load_recipe(write(tmp_path, SMALLEST), settings).without_effect
+    assert [line[: len(says or "")] for line in found] == ([says] if says else [])
+
+
 def test_a_models_config_takes_numbers_with_an_exponent_that_yaml_reads_as_text(tmp_path: Path) -> None:
     shape = "{model_type: llama, rope_parameters: {rope_theta: 1e6}, hidden_act: silu, name: e5, hex: 0x1e5, list: LIST}"
     shape = shape.replace("LIST", "[1E+2, 2, 1.0e6, .5e1, 1_0.5e1]")
