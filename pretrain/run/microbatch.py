@@ -7,8 +7,10 @@ begin. A trial is a forward and backward of documents as they lie in the packs, 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +55,9 @@ def _of_one_precision(job: Job, model: nn.Module, resumed: Mapping[str, Any] | N
         largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
     elif accelerator.device.type == "cuda":
         candidates = list(reversed(job.plan.microbatch_sizes))
-        largest = largest_by_growth(model, accelerator, candidates, job.data.trial_batch)
+        usable, most_reserved = usable_memory(accelerator.device), partial(torch.cuda.max_memory_reserved, accelerator.device)
+        options = {"multiple_of": job.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
+        largest = largest_by_growth(model, accelerator, candidates, job.data.trial_batch, **options)
     else:  # host memory that is used up ends a process, and cannot be measured: only what the estimate expects to fit is tried
         candidates = [job.plan.expected_microbatch]
         largest = largest_that_fits(model, accelerator, candidates, job.data.trial_batch)
@@ -92,22 +96,32 @@ def largest_that_fits(
 
 
 def largest_by_growth(
-    model: nn.Module, accelerator: Accelerator, candidates: Sequence[int], make_batch: Callable[[int], Microbatch]
+    model: nn.Module,
+    accelerator: Accelerator,
+    candidates: Sequence[int],
+    make_batch: Callable[[int], Microbatch],
+    *,
+    multiple_of: int,
+    usable: int,
+    most_reserved: Callable[[], int],
 ) -> int | None:
     """As `largest_that_fits`, on a GPU, where ranks wait for each other within a trial: one that ran out of memory would leave
     the others waiting. So what is tried grows from half a pack on, and each size is foreseen to fit from what smaller ones took
-    on the fullest rank."""
+    on the fullest rank.
+
+    `multiple_of`: the precision takes tokens in multiples of it, the half pack's too. `usable`: bytes of this device.
+    `most_reserved`: how many of them the last trial took."""
     model.train()
-    device = accelerator.device
-    limit = -largest_over_ranks(accelerator, -usable_memory(device))
+    limit = -largest_over_ranks(accelerator, -usable)
+    length = make_batch(1).max_seqlen
+    half = math.ceil(length / (2 * multiple_of)) * multiple_of
 
     def most_used(packs: float) -> int:
         torch.compiler.reset()  # each size is compiled for itself
-        pack = make_batch(1)
-        _try(model, accelerator, beginning_of(pack, pack.max_seqlen // 2) if packs < 1 else make_batch(int(packs)))
-        return largest_over_ranks(accelerator, torch.cuda.max_memory_reserved(device))
+        _try(model, accelerator, beginning_of(make_batch(1), half) if packs < 1 else make_batch(int(packs)))
+        return largest_over_ranks(accelerator, most_reserved())
 
-    return grow(sorted(candidates), limit, most_used)
+    return grow(sorted(candidates), limit, most_used, half / length)
 
 
 def usable_memory(device: torch.device) -> int:
@@ -115,24 +129,26 @@ def usable_memory(device: torch.device) -> int:
     return int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
 
 
-def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int]) -> int | None:
+def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5) -> int | None:
     """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
 
-    Memory is taken to be a line in packs, through the last two sizes tried, of which the first is half a pack: much of it is
-    taken at any size. A step is at most fourfold, so that what is not quite a line shows.
+    Memory is taken to be a line in packs, through the last two sizes tried, of which the first is `begin`, part of a pack or a
+    whole one: much of it is taken at any size. A step is at most fourfold, so that what is not quite a line shows.
     """
-    known: list[tuple[float, int]] = [(0.5, most_used(0.5))]
-    largest = None
-    following = sizes[:1]
+    fewer, less = begin, most_used(begin)
+    if less > limit:
+        return None
+    largest = int(begin) if begin in sizes else None
+    following = [size for size in sizes if size > begin][:1]
     while following:
         packs = following[-1]
-        known.append((packs, most_used(packs)))
-        (fewer, less), (_, used) = known[-2:]
+        used = most_used(packs)
         if used > limit:
             sizes = [size for size in sizes if size < packs]
         else:
             largest = packs
         each = max((used - less) / (packs - fewer), 0)
+        fewer, less = packs, used
         following = [size for size in sizes if (largest or packs) < size <= 4 * packs and used + (size - packs) * each <= limit]
     return largest
 

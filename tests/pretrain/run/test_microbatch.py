@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, was_reached
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.wrapping import convert
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.linear import PrecisionContext
 from pretrain.precision.registry import PRECISIONS
+from pretrain.precision.scope import decide
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
-from pretrain.run.microbatch import grow, largest_that_fits, trials_are_collective
+from pretrain.run.microbatch import grow, largest_by_growth, largest_that_fits, trials_are_collective
 
 LENGTH = 8
 
@@ -158,3 +161,42 @@ def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
 def test_what_is_larger_than_it_looked_is_not_taken() -> None:
     taken = {0.5: 5, 1: 10, 4: 40, 8: 121, 6: 90}
     assert grow([1, 4, 6, 7, 8], 100, taken.__getitem__) == 6
+
+
+@pytest.mark.parametrize(
+    ("length", "capacity", "expected", "tried"),
+    [
+        (96, 96 * 5, 4, [64, 96, 96 * 4]),  # half of it, 48 tokens, are no multiple
+        (32, 32 * 5, 4, [32, 32 * 2, 32 * 4]),  # where half a pack is a whole one
+        (32, 32, 1, [32, 32 * 2]),
+        (96, 95, None, [64, 96]),
+        (96, 63, None, [64]),
+    ],
+)
+def test_growth_begins_with_as_many_tokens_as_the_precision_takes(
+    length: int,
+    capacity: int,
+    expected: int | None,
+    tried: list[int],
+    accelerator: Accelerator,
+    build_model: Callable,
+    random_packs: Callable,
+) -> None:
+    """On a device whose memory holds a model's tokens and nothing else."""
+    packed = build_model(hidden_size=64, intermediate_size=64, max_position_embeddings=length)
+    active = ActivePrecision("mxfp8", PRECISIONS["mxfp8"], "emulation", LowPrecisionSettings().resolved("mxfp8"))
+    packed.context = PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
+    convert(packed.hf, decide(packed.hf, list(decoder_layers(packed.hf).values()), active), packed.context)
+    tokens: list[int] = []
+    packed.register_forward_pre_hook(lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True)
+
+    found = largest_by_growth(
+        packed,
+        accelerator,
+        [6, 4, 2, 1],
+        lambda packs: build_microbatch(random_packs([[length]] * packs, length), mask_boundaries=True),
+        multiple_of=active.precision.multiple_of,
+        usable=capacity,
+        most_reserved=lambda: tokens[-1],
+    )
+    assert (found, tokens[::2], tokens[1::2]) == (expected, tried, tried)
