@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-PeakDtype = Literal["fp32", "tf32", "fp16", "bf16", "fp8", "fp4"]
+PeakDtype = Literal["fp32", "bf16", "fp8", "fp4"]
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,7 @@ class Peak:
     bf16: float | None  # None: the tensor cores have no BF16
     fp8: float | None = None
     fp4: float | None = None
-    tf32: float | None = None
     fp32: float | None = None
-    fp16_only: float | None = None  # where there is no BF16; elsewhere FP16 is as fast as BF16
-
-    @property
-    def fp16(self) -> float | None:
-        return self.bf16 or self.fp16_only
 
 
 MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HBM3e"
@@ -37,19 +31,19 @@ MEMORY = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G HB
 # Names are matched whole, because a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
 PEAKS = (
     # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
-    Peak(rf"a100(?: sxm4| pcie| pg509)*{MEMORY}(?: pcie)?", bf16=312.0, tf32=156.0, fp32=19.5),
+    Peak(rf"a100(?: sxm4| pcie| pg509)*{MEMORY}(?: pcie)?", bf16=312.0, fp32=19.5),
     # NVIDIA A30 and A40 data sheets: BF16 165 | 330 and 149.7 | 299.4 sparse. A10: 125 | 250.
-    Peak("a30", bf16=165.0, tf32=82.0, fp32=10.3),
-    Peak("a40", bf16=149.7, tf32=74.8, fp32=37.4),
-    Peak("a10", bf16=125.0, tf32=62.5, fp32=31.2),
+    Peak("a30", bf16=165.0, fp32=10.3),
+    Peak("a40", bf16=149.7, fp32=37.4),
+    Peak("a10", bf16=125.0, fp32=31.2),
     # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
-    Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, tf32=378.0, fp32=51.0),
-    Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, tf32=417.5, fp32=60.0),
-    Peak(rf"h100(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
+    Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, fp32=51.0),
+    Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
+    Peak(rf"h100(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
     # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. GH200: the SXM figures.
-    Peak(r"h200 nvl", bf16=835.5, fp8=1670.5, tf32=417.5, fp32=60.0),
-    Peak(rf"h200(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
-    Peak(rf"gh200{MEMORY}", bf16=989.5, fp8=1979.0, tf32=494.5, fp32=67.0),
+    Peak(r"h200 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
+    Peak(rf"h200(?: sxm5?)?{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
+    Peak(rf"gh200{MEMORY}", bf16=989.5, fp8=1979.0, fp32=67.0),
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
     Peak(rf"b200{MEMORY}", bf16=2250.0, fp8=4500.0, fp4=9000.0),
     Peak(rf"gb200{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
@@ -57,25 +51,25 @@ PEAKS = (
     # 13.1 or 13.5, by which of them one reads.
     Peak(rf"b300(?: sxm6)?(?: ac)?{MEMORY}", bf16=2250.0, fp8=4500.0),
     Peak(rf"gb300{MEMORY}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
-    # NVIDIA V100 data sheet (0320): FP16 125 (SXM2), 112 (PCIe), 130 (V100S); Volta has no BF16.
-    Peak(rf"v100 sxm[23]{MEMORY}(?: ls)?", bf16=None, fp16_only=125.0, fp32=15.7),
-    Peak(rf"v100 pcie{MEMORY}", bf16=None, fp16_only=112.0, fp32=14.0),
-    Peak(rf"v100s pcie{MEMORY}", bf16=None, fp16_only=130.0, fp32=16.4),
+    # NVIDIA V100 data sheet (0320); Volta has no BF16.
+    Peak(rf"v100 sxm[23]{MEMORY}(?: ls)?", bf16=None, fp32=15.7),
+    Peak(rf"v100 pcie{MEMORY}", bf16=None, fp32=14.0),
+    Peak(rf"v100s pcie{MEMORY}", bf16=None, fp32=16.4),
     # NVIDIA L4 data sheet, sparse: BF16 242, FP8 485. L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
-    Peak("l4", bf16=121.0, fp8=242.5, tf32=60.0, fp32=30.3),
-    Peak("l40s", bf16=362.05, fp8=733.0, tf32=183.0, fp32=91.6),
+    Peak("l4", bf16=121.0, fp8=242.5, fp32=30.3),
+    Peak("l40s", bf16=362.05, fp8=733.0, fp32=91.6),
     # NVIDIA RTX A6000 data sheet, sparse: 309.7, as the GA102 white paper's 154.8 dense. RTX 6000 Ada: FP8 1,457 sparse.
-    Peak("rtx a6000", bf16=154.8, tf32=77.4, fp32=38.7),
-    Peak("rtx 6000 ada generation", bf16=364.2, fp8=728.5, tf32=182.1, fp32=91.1),
+    Peak("rtx a6000", bf16=154.8, fp32=38.7),
+    Peak("rtx 6000 ada generation", bf16=364.2, fp8=728.5, fp32=91.1),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and 3,511 (Max-Q) sparse, FP32
     # 120, 125 and 110; each halving of bits doubles. Unlike a GeForce they accumulate in FP32 at the full rate.
-    Peak("rtx pro 6000 blackwell server edition", bf16=500.0, fp8=1000.0, fp4=2000.0, tf32=250.0, fp32=120.0),
-    Peak("rtx pro 6000 blackwell workstation edition", bf16=500.0, fp8=1000.0, fp4=2000.0, tf32=250.0, fp32=125.0),
-    Peak("rtx pro 6000 blackwell max q workstation edition", bf16=438.9, fp8=877.8, fp4=1755.5, tf32=219.4, fp32=110.0),
+    Peak("rtx pro 6000 blackwell server edition", bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=120.0),
+    Peak("rtx pro 6000 blackwell workstation edition", bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=125.0),
+    Peak("rtx pro 6000 blackwell max q workstation edition", bf16=438.9, fp8=877.8, fp4=1755.5, fp32=110.0),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense, with FP32 accumulation, half of what FP16 accumulation reaches.
-    Peak("rtx 3090", bf16=71.0, tf32=35.6, fp32=35.6),
-    Peak("rtx 4090", bf16=165.2, fp8=330.3, tf32=82.6, fp32=82.6),
-    Peak("rtx 5090", bf16=209.5, fp8=419.0, fp4=1676.0, tf32=104.8, fp32=104.8),
+    Peak("rtx 3090", bf16=71.0, fp32=35.6),
+    Peak("rtx 4090", bf16=165.2, fp8=330.3, fp32=82.6),
+    Peak("rtx 5090", bf16=209.5, fp8=419.0, fp4=1676.0, fp32=104.8),
 )
 
 

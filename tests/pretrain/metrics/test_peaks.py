@@ -74,12 +74,12 @@ def test_a_format_that_the_hardware_lacks_has_no_peak() -> None:
     assert peak("NVIDIA B200", "fp4") == 9000.0
 
 
-def test_volta_has_fp16_and_no_bf16_and_is_known_all_the_same() -> None:
-    names = {"Tesla V100-SXM2-16GB": 125.0, "Tesla V100-SXM3-32GB": 125.0, "Tesla V100-PCIE-32GB": 112.0}
-    names |= {"Tesla V100S-PCIE-32GB": 130.0}
-    assert {name: peak(name, "fp16") for name in names} == names
+def test_volta_has_no_bf16_and_is_known_all_the_same() -> None:
+    names = {"Tesla V100-SXM2-16GB": 15.7, "Tesla V100-SXM3-32GB": 15.7, "Tesla V100-PCIE-32GB": 14.0}
+    names |= {"Tesla V100S-PCIE-32GB": 16.4}
+    assert {name: peak(name, "fp32") for name in names} == names
     assert all(is_known(name) and peak(name, "bf16") is None for name in names)
-    assert peak("NVIDIA RTX A6000", "fp16") == 154.8 and not is_known("NVIDIA RTX A5000")
+    assert not is_known("NVIDIA RTX A5000")
 
 
 def test_a_mistyped_format_is_an_error_and_not_an_unknown_peak() -> None:
@@ -94,5 +94,3 @@ def test_halving_the_bits_doubles_the_dense_peak(entry) -> None:
         assert entry.fp4 / entry.fp8 == pytest.approx(3 if ultra else 2, rel=0.02)
     if entry.fp8 is not None:
         assert entry.fp8 / entry.bf16 == pytest.approx(2, rel=0.02)
-    if entry.tf32 is not None:
-        assert entry.bf16 / entry.tf32 == pytest.approx(2, rel=0.02)
