@@ -210,7 +210,7 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def chat_template(given: str | None, tokenizer: str, revision: str | None = None) -> str:
+def chat_template(given: str | None, tokenizer: str) -> str:
     """The text of `data.chat_template`, or of the tokenizer's own where that is None. InputError where there is none."""
     if given is not None and ("{" in given or "\n" in given):
         return given
@@ -220,7 +220,7 @@ def chat_template(given: str | None, tokenizer: str, revision: str | None = None
     if Path(tokenizer).exists():
         found = [path for name in (CHAT_TEMPLATE, "tokenizer_config.json") if (path := folder / name).is_file()]
     else:
-        found = _from_hub(tokenizer, revision) if HUB_NAME.fullmatch(tokenizer) else []
+        found = _from_hub(tokenizer) if HUB_NAME.fullmatch(tokenizer) else []
     for file in found:
         if file.name == CHAT_TEMPLATE:
             return _read(file, "data.tokenizer")
@@ -243,7 +243,7 @@ def _read(path: Path, key: str) -> str:
         raise InputError(f"{key}: {path}: no chat template that can be read: {reason_of(error)}") from None
 
 
-def _from_hub(name: str, revision: str | None) -> list[Path]:
+def _from_hub(name: str) -> list[Path]:
     """The files of a hub repository that may hold its chat template."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
@@ -251,7 +251,7 @@ def _from_hub(name: str, revision: str | None) -> list[Path]:
     found = []
     for wanted in (CHAT_TEMPLATE, "tokenizer_config.json"):
         try:
-            found.append(Path(hf_hub_download(name, wanted, revision=revision)))
+            found.append(Path(hf_hub_download(name, wanted)))
         except RemoteEntryNotFoundError:
             continue
         except (OSError, HFValidationError) as error:

@@ -166,11 +166,11 @@ class Bench:
         try:
             work(name)
         finally:
-            self._rest(1)
+            self._rest()
 
-    def _rest(self, count: int) -> None:
+    def _rest(self) -> None:
         with self._quiet:
-            self._working -= count
+            self._working -= 1
             self._quiet.notify_all()
 
     @contextlib.contextmanager
@@ -179,7 +179,7 @@ class Bench:
         if not self.gpu:
             yield
             return
-        self._rest(1)
+        self._rest()
         with self._quiet:
             self._quiet.wait_for(lambda: self._working == 0)
             try:

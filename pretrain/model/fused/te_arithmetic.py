@@ -63,17 +63,17 @@ class TEStackedProduct(StackedProduct):
             for quantizer in (forward[0], backward[0]):
                 quantizer.optimize_for_gemm = True
 
-    def input_quantizer(self, *, columnwise: bool) -> Any | None:
-        """Of this product's input, None in BF16. `columnwise`: for the weight's gradient too, if there will be one."""
+    def input_quantizer(self) -> Any | None:
+        """Of this product's input, None in BF16: for the weight's gradient too, if there will be one."""
         if not self.low_precision:
             return None
         quantizer = self.holder.quantizers["scaling_fwd"][0]
-        quantizer.set_usage(rowwise=True, columnwise=columnwise and self._arithmetic.differentiable)
+        quantizer.set_usage(rowwise=True, columnwise=self._arithmetic.differentiable)
         return quantizer
 
     def operand(self, x: Tensor) -> Operand:
         self.show("input", x)
-        quantizer = self.input_quantizer(columnwise=True)
+        quantizer = self.input_quantizer()
         return x if quantizer is None else quantizer(x)
 
     def adds(self, x: Operand) -> bool:
@@ -194,7 +194,7 @@ class TransformerEngineArithmetic(Arithmetic):
         self, x: Tensor, norm: Norm, product: TEStackedProduct, residual: Tensor | None = None
     ) -> tuple[Operand, tuple[Tensor, ...]]:
         parameters = [parameter.detach().to(torch.bfloat16) for parameter in norm.parameters]
-        quantizer = product.input_quantizer(columnwise=True)
+        quantizer = product.input_quantizer()
         if norm.kind == "rms":
             y, *statistics = rms_norm(x, residual, *parameters, norm.eps, quantizer)
         else:
@@ -222,7 +222,7 @@ class TransformerEngineArithmetic(Arithmetic):
             if product.watched:
                 product.show("input", tex.swiglu(hidden, None))
             again = product.reads_from is None or product.reads_from.low_precision == product.low_precision
-            return swiglu(hidden, product.input_quantizer(columnwise=True), made_again=again)
+            return swiglu(hidden, product.input_quantizer(), made_again=again)
         activated = product.operand(F.gelu(hidden, approximate=APPROXIMATIONS[kind]))
         return activated, activated
 
@@ -243,7 +243,7 @@ class TransformerEngineArithmetic(Arithmetic):
             in_bf16 = tex.dswiglu(d_activated, hidden, None)
             below.show("grad_output", in_bf16)
             biases = below.weights.bias_gradients(in_bf16)
-        quantizers = below.gradient_quantizer(), above.input_quantizer(columnwise=True)
+        quantizers = below.gradient_quantizer(), above.input_quantizer()
         return *swiglu_backward(d_activated, hidden, quantizers[0], kept, quantizers[1]), biases
 
     def rotate_backward(
