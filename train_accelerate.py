@@ -69,7 +69,7 @@ from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
-from pretrain.run.assembly import Assembly, Run, assemble
+from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
 from pretrain.run.evaluate import best_so_far, evaluate, evaluation_turns, was_evaluated
@@ -103,6 +103,7 @@ from pretrain.run.resume import (
     under_its_own_name,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
+from pretrain.run.running import Run
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config

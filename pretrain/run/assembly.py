@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,12 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.state import Past, TrainState, seed_step
-from pretrain.metrics.console import Console
+from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.flops import LowPrecisionProducts
-from pretrain.metrics.health import Health
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.metrics.profile import StepProfile, Work
+from pretrain.metrics.profile import Work
 from pretrain.metrics.recorder import Recorder
-from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.trackers import Trackers
 from pretrain.metrics.waited import Waited
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import largest_over_ranks, prepare, replicas_of, require_same_on_all_ranks, sharded_like
@@ -53,7 +47,6 @@ from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run import determinism
 from pretrain.run.parity import LeftOut, hold_to_parity
-from pretrain.run.ranks import RankWatch
 from pretrain.verify import audit
 from pretrain.verify.kernels import Chosen, choose_kernels
 from pretrain.verify.parity import Parity
@@ -228,49 +221,6 @@ class Assembly:
             audit.confirming_histories(self.precision, self.active),
         ):
             yield
-
-
-@dataclass(frozen=True)
-class BestEvaluation:
-    """The one with the lowest held-out loss, of those over as many tokens as the newest."""
-
-    step: int
-    loss: float
-    tokens: int
-
-    @classmethod
-    def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
-        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays, and a
-        loss that is not finite is none at all."""
-        loss, tokens = record["held_out_loss"], record["held_out_tokens"]
-        if loss is None or not math.isfinite(loss):
-            return before
-        better = before is None or before.tokens != tokens or loss < before.loss
-        return cls(record["step"], loss, tokens) if better else before
-
-
-@dataclass
-class Run:
-    """Everything that a running training consists of."""
-
-    job: Job
-    assembly: Assembly
-    accelerator: Accelerator
-    folder: RunFolder
-    state: TrainState
-    begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
-    resumed_step: int
-    health: Health
-    checkpoints: Checkpoints
-    recorder: Recorder
-    trackers: Trackers
-    precision_watch: PrecisionWatch | None
-    profile: StepProfile | None
-    console: Console
-    watch: RankWatch
-    waited: Waited
-    best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
-    past: Past = field(default_factory=Past)
 
 
 def assemble(job: Job, accelerator: Accelerator, waited: Waited | None = None) -> Assembly:

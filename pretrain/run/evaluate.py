@@ -22,8 +22,8 @@ from pretrain.model.distributed import gathered
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
-from pretrain.run.assembly import BestEvaluation, Run
 from pretrain.run.determinism import any_order
+from pretrain.run.running import BestEvaluation, Run
 
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 

@@ -31,8 +31,8 @@ from pretrain.optimizer.adamw_update import Weights
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import load_tokenizer
 from pretrain.precision.registry import WEIGHT_DTYPES
-from pretrain.run.assembly import BestEvaluation, Run
 from pretrain.run.card import CARD, PICTURE, edited, model_card, until
+from pretrain.run.running import BestEvaluation, Run
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints, step_folder
 from pretrain.plan.preflight import Job
 from pretrain.plan.remedies import is_out_of_memory, out_of_memory
-from pretrain.run.assembly import Run
+from pretrain.run.running import Run
 
 # Beside the numbers of signals, which ranks agree on in one exchange; the largest that any rank knows of counts.
 FOLDER_GONE, METRICS_GONE, SAVE_FAILED, TIME_IS_UP, PACKS_FAILED = 1000, 999, 998, 997, 996

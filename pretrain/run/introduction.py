@@ -6,7 +6,8 @@ from pretrain.metrics.peaks import is_known
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.distributed import describe_topology
 from pretrain.plan.plan import render
-from pretrain.run.assembly import IN_PARTS, Run
+from pretrain.run.assembly import IN_PARTS
+from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit, kernels
 

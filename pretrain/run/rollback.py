@@ -11,9 +11,9 @@ from pretrain.metrics.health import StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import resolve
 from pretrain.optimizer.adamw_update import local_part
-from pretrain.run.assembly import Run
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume import ResumePoint, restore
+from pretrain.run.running import Run
 from pretrain.run.switching import go_on_as_scheduled
 from pretrain.settings import config
 

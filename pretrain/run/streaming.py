@@ -14,7 +14,7 @@ from packing.packer import PackerProcess
 from pretrain.checkpoint.disks import find_disks
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.plan.preflight import Job
-from pretrain.run.assembly import Run
+from pretrain.run.running import Run
 
 _LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they go on waiting
 

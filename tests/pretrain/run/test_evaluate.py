@@ -17,8 +17,8 @@ from packing.arrow import Pack, Packs
 from packing.batch import evaluation_batches
 from packing.settings import DataSettings
 from packing.store import open_packs
-from pretrain.run.assembly import BestEvaluation
 from pretrain.run.evaluate import held_out_loss, sample
+from pretrain.run.running import BestEvaluation
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,67 @@
+"""What a running training consists of, which everything that happens to it is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate import Accelerator
+
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.checkpoint.state import Past, TrainState
+from pretrain.metrics.console import Console
+from pretrain.metrics.health import Health
+from pretrain.metrics.precision_health import PrecisionWatch
+from pretrain.metrics.profile import StepProfile
+from pretrain.metrics.recorder import Recorder
+from pretrain.metrics.run_folder import RunFolder
+from pretrain.metrics.trackers import Trackers
+from pretrain.metrics.waited import Waited
+from pretrain.plan.preflight import Job
+from pretrain.run.assembly import Assembly
+from pretrain.run.ranks import RankWatch
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """The one with the lowest held-out loss, of those over as many tokens as the newest."""
+
+    step: int
+    loss: float
+    tokens: int
+
+    @classmethod
+    def after(cls, record: Mapping[str, Any], before: BestEvaluation | None) -> BestEvaluation | None:
+        """When `record`, an evaluation's object, follows those that `before` is the best of; the first of equal ones stays, and a
+        loss that is not finite is none at all."""
+        loss, tokens = record["held_out_loss"], record["held_out_tokens"]
+        if loss is None or not math.isfinite(loss):
+            return before
+        better = before is None or before.tokens != tokens or loss < before.loss
+        return cls(record["step"], loss, tokens) if better else before
+
+
+@dataclass
+class Run:
+    """Everything that a running training consists of."""
+
+    job: Job
+    assembly: Assembly
+    accelerator: Accelerator
+    folder: RunFolder
+    state: TrainState
+    begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
+    resumed_step: int
+    health: Health
+    checkpoints: Checkpoints
+    recorder: Recorder
+    trackers: Trackers
+    precision_watch: PrecisionWatch | None
+    profile: StepProfile | None
+    console: Console
+    watch: RankWatch
+    waited: Waited
+    best: BestEvaluation | None = None  # whose checkpoint is kept, where that is asked for
+    past: Past = field(default_factory=Past)
