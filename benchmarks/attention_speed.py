@@ -29,11 +29,11 @@ from torch import Tensor
 
 from benchmarks.short_documents import SHORTEST, pieces
 from demo.corpus import library_documents, standard_library
+from foundation.attributes import holding
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.model.attention import backends as attention
 from pretrain.model.attention import cudnn, flash
 from pretrain.model.attention.heads import Heads
-from pretrain.precision.linear import holding
 
 PACK, TOKENS = 4096, 32_768
 CHARACTERS_A_TOKEN = 4  # of Python code, in the vocabularies of today's models

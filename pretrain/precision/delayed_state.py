@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from foundation.attributes import holding
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.linear import holding
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 

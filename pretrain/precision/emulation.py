@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from foundation.attributes import holding
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import NormFunction, holding, norm_in_fp32
+from pretrain.precision.linear import NormFunction, norm_in_fp32
 from pretrain.precision.observation import BITS, ProductObserver, ScalesOf, dtype_name
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum

@@ -19,24 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from foundation.attributes import holding
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observation import ProductObserver
 
 PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
 NormFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-
-
-@contextmanager
-def holding(owner: Any, **values: Any) -> Iterator[None]:
-    """While entered, attributes of `owner` have these values; afterwards those from before."""
-    before = {name: getattr(owner, name) for name in values}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
 
 
 def summing_where(parameter: Tensor, copy: Tensor) -> Tensor:

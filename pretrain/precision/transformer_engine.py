@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision
-from pretrain.precision.linear import NormFunction, holding
+from pretrain.precision.linear import NormFunction
 from pretrain.precision.observation import ProductObserver
 from pretrain.precision.settings import ActivePrecision
 

@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
 from packing.batch import Microbatch
@@ -39,7 +40,7 @@ from pretrain.model.wrapping import convert, fuse, low_precision_weights, wrap_l
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, named_state
 from pretrain.optimizer.adamw_update import local_part
 from pretrain.plan.preflight import Job
-from pretrain.precision.linear import Backend, PrecisionContext, holding
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.products import describe as describe_algorithms
 from pretrain.precision.registry import WEIGHT_DTYPES
 from pretrain.precision.scope import Decision, decide

@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 import torch
 from accelerate import Accelerator
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.metrics.console import Console
 from pretrain.plan.preflight import Job
-from pretrain.precision.linear import holding
 from pretrain.run.assembly import Assembly, assemble
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.resume import complete_histories, load_weights, look_for_resume_point, scales_to_load

@@ -42,6 +42,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from foundation.attributes import holding
 from foundation.errors import InputError
 from foundation.progress import advance
 from packing.arrow import Pack
@@ -51,7 +52,6 @@ from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients
 from pretrain.optimizer.adamw_update import local_part
-from pretrain.precision.linear import holding
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.comparison import (
     SHOWN,

@@ -28,10 +28,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from foundation.attributes import holding
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.linear import LinearProduct, holding
+from pretrain.precision.linear import LinearProduct
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.plain_quantizer import PlainQuantizer, values_of
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from foundation.attributes import holding
 from packing.batch import IGNORE, build_microbatch
 from pretrain.model.attention import backends
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation, linear
+from pretrain.precision import delayed_state, emulation
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.quantizers import blocks, hadamard, nvfp4, rounding, tensor
@@ -373,7 +374,7 @@ def recomputed_outside(run: SmallRun, patch: Patch) -> None:
 
     def outside(function: Callable[..., Any], *args: Any, context_fn: Callable[[], Any], **kwargs: Any) -> Any:
         def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-            return nullcontext(), linear.holding(run.packed.context, low_precision=False)
+            return nullcontext(), holding(run.packed.context, low_precision=False)
 
         return real(function, *args, context_fn=contexts, **kwargs)
 

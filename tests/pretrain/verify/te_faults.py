@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from foundation.attributes import holding
 from pretrain.model.fused import te_arithmetic
 from pretrain.precision import products
-from pretrain.precision.linear import holding
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 from tests.pretrain.verify.faults import Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from foundation.attributes import holding
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct, StackedWeight
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import convert, fuse, low_precision_weights
-from pretrain.precision.linear import Backend, PrecisionContext, holding
+from pretrain.precision.linear import Backend, PrecisionContext
 from pretrain.precision.registry import PRECISIONS
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings
