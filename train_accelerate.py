@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -45,11 +45,8 @@ from pretrain.checkpoint.disks import find_disks
 from pretrain.checkpoint.state import Past, seed_step
 from pretrain.compare.figures import plot_losses
 from pretrain.metrics.console import Console
-from pretrain.metrics.energy import EnergyMeter
 from pretrain.metrics.health import Health, StepDecision, TrainingHalted, frozen_names_due
-from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import StepProfile
-from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, check_free
 from pretrain.metrics.run_record import last_screen, read_metrics, read_run, summary
 from pretrain.metrics.trackers import resolve
@@ -69,7 +66,7 @@ from pretrain.plan.plan import render
 from pretrain.plan.preflight import Job, planned_steps, prepare_job
 from pretrain.plan.scaling import cluster_asked, render_scaling
 from pretrain.run import determinism
-from pretrain.run.assembly import Assembly, assemble
+from pretrain.run.assembly import assemble
 from pretrain.run.command_line import leave_status, parse_arguments, say_once
 from pretrain.run.eval_only import evaluate_only
 from pretrain.run.evaluate import best_so_far, evaluate, evaluation_turns, was_evaluated
@@ -103,7 +100,7 @@ from pretrain.run.resume import (
     under_its_own_name,
 )
 from pretrain.run.rollback import halted, judge_weights, roll_back
-from pretrain.run.running import Run
+from pretrain.run.running import Run, recorder_of
 from pretrain.run.streaming import ending_stream, pack_stream, reading_stream, tell_stream, wait_for_packs
 from pretrain.run.switching import follow_the_schedule, go_on_as_scheduled
 from pretrain.settings import config
@@ -281,19 +278,6 @@ def build(
     prepare_saves(run)
     require_parity(run, parity)
     return run
-
-
-def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
-    plan = job.plan
-    return Recorder(
-        flops=None if plan.flops.uncounted else plan.flops,  # without all weights an MFU would be wrong
-        peak_tflops=peak(plan.devices.name, "bf16"),
-        device=accelerator.device,
-        world_size=accelerator.num_processes,
-        pack_length=job.recipe.data.length,
-        low_precision=assembly.low_precision_products(plan.devices.name),
-        energy=EnergyMeter.of(accelerator),
-    )
 
 
 def find_parity(run: Run) -> list[Parity | LeftOut]:
@@ -476,26 +460,39 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     for warning in filter(None, (told, precision_warning, frozen, unlabelled)):
         run.console.warning(warning)
     state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
+    measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm, "frozen_updates": frozen_updates}
+    statistics = gradients | precision_figures
+    return record_of_step(run, batches, decision, [loss, *penalty], measured, most_frozen, statistics), decision
+
+
+def record_of_step(
+    run: Run,
+    batches: StepBatches,
+    decision: StepDecision,
+    losses: Sequence[float],
+    measured: Mapping[str, float],
+    most_frozen: Mapping[str, float],
+    statistics: Mapping[str, float],
+) -> dict[str, Any]:
+    """The part of the metrics of the step just done. `losses`: its mean loss and, where the recipe has one, its penalty."""
+    plan, labelled, (loss, *penalty) = run.job.plan, batches.valid_tokens > 0, losses
     return {
-        "step": state.step,
-        "tokens": state.tokens,
-        **({"trained_tokens": state.valid_tokens} if run.job.plan.trained_share is not None else {}),
+        "step": run.state.step,
+        "tokens": run.state.tokens,
+        **({"trained_tokens": run.state.valid_tokens} if plan.trained_share is not None else {}),
         "epoch": batches.epoch,
-        **({"precision": run.job.precision.name} if run.job.plan.phases else {}),
+        **({"precision": run.job.precision.name} if plan.phases else {}),
         **batches.sources,
         **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
         **({"penalty": penalty[0] if labelled else None} if penalty else {}),
-        "learning_rate": learning_rate,
-        "gradient_norm": gradient_norm,
-        "frozen_updates": frozen_updates,
+        **measured,
         "step_tokens": batches.tokens,
         "sum_squared_lengths": batches.sum_squared_lengths,
         **({"frozen_most": most_frozen} if most_frozen else {}),
         "skipped": not decision.proceed,
         **({"halted": decision.reason} if decision.action == "stop" else {}),
-        **gradients,
-        **precision_figures,
-    }, decision
+        **statistics,
+    }
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
