@@ -49,10 +49,10 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 
 def decay_begins(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> int | None:
     """After how many steps the rate begins to fall; None where it never does."""
-    if settings.kind == "constant":
-        return None
-    warmup = warmup_steps(settings, tokens_per_step)
-    return total_steps - decay_steps(settings, total_steps) if settings.kind == "wsd" else warmup
+    if settings.kind not in ("wsd", "constant"):
+        return warmup_steps(settings, tokens_per_step)
+    decay = decay_steps(settings, total_steps)
+    return total_steps - decay if decay else None
 
 
 def check(settings: ScheduleSettings, total_steps: int, tokens_per_step: int) -> None:

@@ -48,6 +48,24 @@ def test_the_reference_run_decays_over_555_steps_from_step_2221() -> None:
     assert seen[-1] == pytest.approx(RATE / 555)
 
 
+@pytest.mark.parametrize(
+    ("shape", "begins"),
+    [
+        ({"kind": "wsd", "decay": 0.2}, 80),
+        ({"kind": "wsd", "decay": 0.0}, None),
+        ({"kind": "constant"}, None),
+        ({"kind": "cosine"}, 10),
+        ({"kind": "linear"}, 10),
+    ],
+)
+def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(shape: dict[str, object], begins: int | None) -> None:
+    settings = ScheduleSettings(warmup=10, **shape)
+    assert schedule.decay_begins(settings, 100, TOKENS) == begins
+    seen = rates(settings, 100)
+    falls = next((step for step in range(1, 100) if seen[step] < seen[step - 1]), None)
+    assert falls == (None if begins is None else begins + 1), "the first step of the decay still has the whole rate"
+
+
 def test_wsd_is_what_transformers_computes_once_warm() -> None:
     theirs = get_wsd_schedule(
         sgd(), num_warmup_steps=10, num_decay_steps=20, num_training_steps=100, decay_type="linear", min_lr_ratio=0.1
