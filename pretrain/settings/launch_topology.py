@@ -68,8 +68,9 @@ def _settle_processes(environ: MutableMapping[str, str], has_gpu: bool, said: li
         # accelerate sets MASTER_ADDR for several processes, also where it then starts only one; so may whoever called it.
         if not _inherited(environ, "MASTER_ADDR", "MASTER_PORT"):
             raise InputError(
-                f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU) starts one; set "
-                "`distributed_type: MULTI_GPU`, on CPUs too, or `num_processes: 1`"
+                f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
+                "one; set `distributed_type: MULTI_GPU`, on CPUs too with ACCELERATE_USE_CPU=true in place of `--cpu`, or "
+                "`num_processes: 1`"
             )
         for variable in ("MASTER_ADDR", "MASTER_PORT"):
             environ.pop(variable, None)

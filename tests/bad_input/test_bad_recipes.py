@@ -195,7 +195,8 @@ def test_several_processes_of_which_accelerate_starts_one_are_refused(refusal, l
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     assert re.search(
-        r"`num_processes` is more than 1 and `distributed_type: NO` \(or MULTI_CPU\) starts one; set .*MULTI_GPU",
+        r"`num_processes` is more than 1 and `distributed_type: NO` \(or MULTI_CPU, or `--cpu`\) starts one; set "
+        r".*MULTI_GPU.*ACCELERATE_USE_CPU=true",
         refusal("--plan"),
     )
 

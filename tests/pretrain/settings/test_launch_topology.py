@@ -201,7 +201,10 @@ def test_replicas_of_shards_are_counted_from_the_mesh_or_from_the_machines(
             {"distributed_type": "MULTI_CPU", "use_cpu": True},
             "`num_processes` is more than 1 and `distributed_type: NO` (or MULTI",
         ),
-        ({"distributed_type": "NO"}, "`num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU) starts one; set"),
+        (
+            {"distributed_type": "NO"},
+            "`num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts one; set",
+        ),
         ({"distributed_type": "MEGATRON_LM"}, "`distributed_type: MEGATRON_LM` is not supported; use MULTI_GPU or FSDP"),
         ({"fsdp_config": FSDP2, "parallelism_config": mesh(2, 4)}, "2 replicas x 4 shards are 8 processes, and there are 4"),
         ({"fsdp_config": FSDP2, "parallelism_config": mesh(1, 2, tp_size=2)}, "tensor, context and sequence parallelism are not"),
