@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.reading import unusable_text
+from foundation.settings import MOST
 from pretrain.checkpoint.folders import step_folders
 from pretrain.metrics.console import Console
 from pretrain.run.evaluate import sample, seed_of_prompt
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         ("tokens", asked.tokens >= 1, "1 or more"),
         ("temperature", 0 <= asked.temperature <= 100, "0 to 100"),
         ("top-p", 0 < asked.top_p <= 1, "above 0 and at most 1"),
-        ("seed", 0 <= asked.seed < 2**63, "0 or more"),
+        ("seed", 0 <= asked.seed <= MOST, f"0 to {MOST}"),
     ):
         if not fits:
             raise InputError(f"--{name} {getattr(asked, name.replace('-', '_'))}: should be {range_}")

@@ -148,6 +148,7 @@ def test_a_run_a_checkpoint_and_an_exported_folder_continue_a_text_alike(where: 
     [
         (["nowhere", "one"], "nowhere: is no run folder, no checkpoint, and no folder of a model with a config.json; name one"),
         (["RUN", "one", "--temperature=-1"], "--temperature -1.0: should be 0 to 100"),
+        (["RUN", "one", f"--seed={2**63}"], f"--seed {2**63}: should be 0 to {2**63 - 1}"),
         (["RUN", "one", "--top-p=0"], "--top-p 0.0: should be above 0 and at most 1"),
         (["RUN", "one", "--tokens=0"], "--tokens 0: should be 1 or more"),
         (["RUN", "one " * 70], "a prompt has 140 tokens and the model 64 positions; shorten 'one one"),
