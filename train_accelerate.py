@@ -290,7 +290,7 @@ def find_parity(run: Run) -> list[Parity | LeftOut]:
 
 
 def require_parity(run: Run, parity: list[Parity | LeftOut]) -> None:
-    """Say what the comparisons have found; a run that is off ends here."""
+    """Say what the comparisons have found; raises where a comparison failed."""
     for active, found in zip(run.job.plan.actives, parity, strict=False):
         run.console.notice(f"{active.precision.name}: {found.summary()}" if run.job.plan.phases else found.summary())
         found.require()
@@ -310,7 +310,7 @@ def run_to_its_end(run: Run) -> int | None:
     """Train, and finish unless a signal came first; returns the signal's number."""
     if run.job.recipe.evaluate.at_start and run.begins:
         evaluate_once(run)
-        run.best = None  # what the run has trained nothing of is none of its checkpoints
+        run.best = None  # the untrained model is no candidate for the best checkpoint
     run.waited.go_on_to("training")
     stopped_by = train(run)
     run.waited.go_on_to("end")

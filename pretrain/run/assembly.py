@@ -167,7 +167,7 @@ class Assembly:
         )
 
     def memory_held(self) -> dict[str, int]:
-        """Bytes of this process's device that hold the model from step to step, by part; parts that there are not left out.
+        """Bytes of this process's device that hold the model from step to step, by part; absent parts have no entry.
 
         Of shards, gradients come and go with each step and are none of them."""
         trained = [parameter for parameter in self.hf.parameters() if parameter.requires_grad]

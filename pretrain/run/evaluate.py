@@ -74,7 +74,8 @@ def agreed(accelerator: Accelerator, best: BestEvaluation | None) -> BestEvaluat
 
 
 def best_so_far(run: Run) -> BestEvaluation | None:
-    """Of the evaluations in metrics.jsonl, which has none after the present step, and whose checkpoint is there. Collective."""
+    """The best evaluation in metrics.jsonl whose checkpoint still exists. The file holds none after the present step.
+    Collective."""
     best = None
     if run.accelerator.is_main_process and run.job.recipe.checkpoint.best:
         for record in own_evaluations(read_metrics(run.folder.path)):

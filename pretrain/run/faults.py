@@ -34,7 +34,8 @@ def explaining_memory(job: Job, run: Run | None = None) -> Iterator[None]:
 
 def fault_of(run: Run) -> int:
     """FOLDER_GONE or METRICS_GONE where somebody has taken away what this run writes into, SAVE_FAILED where the checkpoint being
-    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0. Ranks know it of what they write."""
+    written cannot be, PACKS_FAILED where no more packs come of a stream, else 0. A rank knows only about the files that it
+    writes itself."""
     if not run.folder.in_place:
         return FOLDER_GONE
     if not run.trackers.in_place:
