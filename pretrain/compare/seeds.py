@@ -90,18 +90,18 @@ class TokenSlope:
     ) -> TokenSlope | None:
         """Of `curves` of (tokens, losses), one a seed, from SLOPE_SHARE of the tokens `decay` up to these, but not before `warm`,
         the tokens of the warm-up. None where no curve has FEWEST_EVALUATIONS there, or the loss did not fall."""
-        at, losses, begin = [], [], max(SLOPE_SHARE * decay, warm)
+        at, losses, taken, begin = [], [], [], max(SLOPE_SHARE * decay, warm)
         for tokens, values in (map(np.asarray, curve) for curve in curves):
             chosen = (tokens >= begin) & (tokens <= decay) & np.isfinite(values.astype(float))
             if chosen.sum() >= FEWEST_EVALUATIONS:
                 logarithms, found = np.log(tokens[chosen]), values[chosen].astype(float)
                 at.append(logarithms - logarithms.mean())
                 losses.append(found - found.mean())
+                taken += tokens[chosen].tolist()
         if not at:
             return None
         x, y = np.concatenate(at), np.concatenate(losses)
         nats = float(x @ y / (x @ x))
-        taken = [tokens for curve, _ in curves for tokens in curve if begin <= tokens <= decay]
         return cls(nats, min(taken), max(taken)) if nats < 0 else None
 
     def tokens(self, difference: float) -> float:

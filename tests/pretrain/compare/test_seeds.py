@@ -182,6 +182,16 @@ def test_too_few_evaluations_and_a_loss_that_does_not_fall_have_no_slope():
     assert TokenSlope.before(8e6, [(tokens, losses)]).nats == pytest.approx(-0.3)
 
 
+def test_the_range_is_that_of_the_evaluations_that_the_slope_is_taken_from():
+    tokens, losses = curve(-0.3)
+    found = TokenSlope.before(8e6, [(tokens[5:7], losses[5:7]), (tokens[4:], losses[4:])])
+    assert (found.first, found.last) == (5e6, 8e6)
+    short = (tokens[3:4], losses[3:4])  # a seed with one evaluation there, earlier than all of the other's
+    assert TokenSlope.before(8e6, [short, (tokens[4:], losses[4:])]).first == 5e6
+    losses[7] = math.nan
+    assert TokenSlope.before(8e6, [(tokens, losses)]).last == 7e6
+
+
 def test_noise_in_single_evaluations_goes_away_over_seeds():
     assert TokenSlope.before(8e6, [curve(-0.2, noise=0.004, seed=seed) for seed in range(30)]).nats == pytest.approx(
         -0.2, abs=0.01
