@@ -31,6 +31,7 @@ from packing.store import open_packs
 from pretrain.checkpoint.folders import step_folder
 from pretrain.compare.matrix_file import CELL, Matrix, MatrixRun, load_matrix
 from pretrain.optimizer.schedule import decay_begins
+from pretrain.plan.data import packs_evaluated
 from pretrain.run.export import SavedModel, tokenizer_of
 from pretrain.settings.recipe import Recipe
 
@@ -75,8 +76,7 @@ class HeldOut:
         documents: list[np.ndarray] = []
         kinds: list[int] = []
         for number, packs in enumerate(parts.values()):
-            most = len(packs) if limit is None else max(1, round(limit * len(packs) / len(found)))
-            for index in range(min(len(packs), most)):
+            for index in range(packs_evaluated(len(packs), len(found), limit)):
                 pack = packs[index]
                 pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[: len(pack.lengths)]
                 documents += [piece for piece in pieces if len(piece) > 1]

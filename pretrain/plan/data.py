@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
+from foundation.units import plural
 from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
 from packing.mixture import MixedPacks
 from packing.packer import prepare_stream
@@ -163,17 +164,27 @@ def _scanned(packs: Packs) -> list[int]:
     return sorted({*range(min(len(packs), _SAMPLED_PACKS)), *range(0, len(packs), stride)})
 
 
-def check_labels(data: Data, settings: DataSettings) -> None:
+def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
+    """How many packs of a source, the first of its `part` of all `held_out` ones, an evaluation of `limit` packs takes: of each
+    source as large a part of its own. None: all."""
+    return part if limit is None else min(part, max(1, round(limit * part / held_out)))
+
+
+def check_labels(data: Data, settings: DataSettings, evaluated: int | None = None) -> None:
     """InputError where no token that a source trains on, or is evaluated on, is a label: the loss of nothing would be called 0.
 
     A pack's first token is none, nor is a document's with `data.mask_boundaries`: nothing stands before them to predict them.
+    `evaluated`: how many held-out packs an evaluation takes, as `packs_evaluated` has it; None: all.
     """
-    for what, split in (("trained on", data.train), ("held out", data.held_out)):
+    for what, split, limit in (("trained on", data.train, None), ("held out", data.held_out, evaluated)):
         for packs in filter(len, parts_of(split)):
-            masks = settings.mask_boundaries
-            labels = (count_valid_tokens(packs.lengths(n), packs.trained(n), mask_boundaries=masks) for n in range(len(packs)))
+            masks, count = settings.mask_boundaries, packs_evaluated(len(packs), len(split), limit)
+            labels = (count_valid_tokens(packs.lengths(n), packs.trained(n), mask_boundaries=masks) for n in range(count))
             if not any(labels):
+                fewer = count < len(packs)
+                among = f" and in the first {plural(count, 'pack')}, which `evaluate.packs: {limit}` takes," if fewer else ""
                 raise InputError(
-                    f"{packs.path}: no token that is {what} has a loss: each is masked, or the first of its document or pack, "
-                    "which nothing predicts; prepare longer packs (`data.length`), of longer documents or with other labels"
+                    f"{packs.path}: no token that is {what}{among} has a loss: each is masked, or the first of its document or "
+                    f"pack, which nothing predicts; {'raise `evaluate.packs`, or ' if fewer else ''}prepare longer packs "
+                    "(`data.length`), of longer documents or with other labels"
                 )

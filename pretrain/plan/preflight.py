@@ -293,7 +293,7 @@ def _check_packs(recipe: Recipe, data: Data | None, config: PretrainedConfig) ->
         check_tokens(data, config.vocab_size, fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None)
         check_positions(data, config)
         check_pack_counts(recipe, len(data.train), data.held_out_packs)
-        check_labels(data, recipe.data)
+        check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(
             f"`data.packs`: {recipe.data.packs} is not prepared yet, and `train.epochs` counts its packs; "

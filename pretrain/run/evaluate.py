@@ -20,6 +20,7 @@ from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.run_record import is_evaluation, own_evaluations, read_metrics
 from pretrain.model.distributed import gathered
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.determinism import any_order
@@ -56,7 +57,7 @@ def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelera
     parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
     found = {}
     for name, packs in parts.items():
-        most = limit if limit is None else max(1, round(limit * len(packs) / len(held_out)))
+        most = packs_evaluated(len(packs), len(held_out), limit)
         with evaluation_batches(packs, limit=most, **job.batching(accelerator)) as batches:
             found[name] = held_out_loss(model, batches, accelerator)
     if len(parts) == 1:

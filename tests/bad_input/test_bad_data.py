@@ -248,6 +248,15 @@ def test_so_it_is_in_mds_and_in_token_files(refusal, tmp_path):
     assert re.search(r"train.bin: pack 0 .*token id 61\b", message)
 
 
+def test_an_evaluation_of_packs_without_a_label_is_refused_where_others_have_some(refusal, tmp_path):
+    with PackWriter(tmp_path / "packs", 32) as writer:
+        for split, trained in (*[("train", True)] * 20, ("held_out", False), ("held_out", True)):
+            writer.add(split, Pack(np.zeros(32, np.uint32), np.array([32], np.int32), trained=np.full(32, trained)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    message = refusal(f"data.packs={tmp_path / 'packs'}", "evaluate.packs=1")
+    assert "packs: no token that is held out and in the first 1 pack" in message and "raise `evaluate.packs`" in message
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
 

@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.batch import IGNORE, evaluation_batches
 from packing.settings import DataSettings
-from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data
+from pretrain.plan.data import Data, check_labels, check_positions, check_tokens, open_data, packs_evaluated
 from pretrain.plan.tokenizer import check_tokenizer, fingerprint_of, load_tokenizer
 from pretrain.settings.recipe import ModelSettings
 
@@ -180,6 +180,26 @@ def test_packs_of_which_no_token_has_a_loss_are_refused(
         what = "trained on" if split == "train" else "held out"
         with pytest.raises(InputError, match=f"packs: no token that is {what} has a loss"):
             check_labels(data, settings)
+
+
+def test_held_out_packs_without_a_loss_are_refused_where_an_evaluation_takes_no_others(tmp_path: Path) -> None:
+    with PackWriter(tmp_path / "packs", 4) as writer:
+        for split, trained in (("train", True), ("held_out", False), ("held_out", False), ("held_out", True)):
+            writer.add(split, Pack(np.ones(4, np.uint32), np.array([4], dtype=np.int32), trained=np.full(4, trained)))
+        writer.finish(settings={}, statistics={}, tokenizer=None)
+    settings = DataSettings(packs=tmp_path / "packs", length=4)
+    data = open_data(settings, is_main_process=True)
+    for evaluated in (None, 3, 9):
+        check_labels(data, settings, evaluated)
+    with pytest.raises(InputError, match=r"in the first 2 packs, which `evaluate.packs: 2` takes, .*; raise `evaluate.packs`"):
+        check_labels(data, settings, 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "limit", "taken"), [(3, None, 3), (3, 2, 1), (9, 2, 2), (3, 1, 1), (0, 4, 0), (3, 40, 3), (9, 40, 9)]
+)
+def test_an_evaluation_takes_of_each_source_as_large_a_part_and_at_least_a_pack(part: int, limit: int | None, taken: int) -> None:
+    assert packs_evaluated(part, 12, limit) == taken
 
 
 @pytest.mark.parametrize("as_file", [True, False])
